@@ -1,4 +1,4 @@
-"""Checks of what users give to `iterate` and `spmd`."""
+"""Checks of the arguments of `iterate` and `spmd`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from dask_p2p.plans.seats import room
 from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
 from dask_p2p.types import DaskArray
 
-_OF_WORKERS = "Client-worker-"  # how names of clients begin that tasks have
+_OF_WORKERS = "Client-worker-"  # prefix of the ids of clients in tasks
 _thread = threading.local()
-_running: list[int] = []  # threads of this process in functions of members that have others
+_running: list[int] = []  # threads of this process that run the function of a gang
 
 
 def check_computed(*given: Any) -> None:
-    """Refuse what is to be given as it is, if Dask has still to bring it: `InputError`."""
+    """Refuse lazy values where computed ones are required: `InputError`."""
     lazy, _ = unpack_collections(given)
-    lazy += [value for value in given if type(value).__name__ == "Future"]  # of distributed
+    lazy += [value for value in given if type(value).__name__ == "Future"]  # distributed's class
     if lazy:
         raise InputError(
-            f"expected constants and keywords that are computed, got {lazy[0]!r}. Compute it "
-            f"first; arrays of the fields' shape may be lazy, among constants= of iterate."
+            f"expected computed constants and keywords, got {lazy[0]!r}. Compute it first; only "
+            f"constants= of iterate may be lazy, as arrays of the fields' shape."
         )
 
 
 def check_shares(arrays: Sequence[DaskArray]) -> None:
-    """Refuse arrays that cannot be divided between members.
+    """Refuse arrays that cannot be divided between ranks.
 
-    `InputError` if there are none, `ChunksError` if chunk sizes are unknown or differ,
-    `UnsupportedArrayError` if they are no Dask arrays of NumPy or CuPy blocks, or of both.
+    Raises `InputError` for an empty sequence, and `ChunksError` if chunk sizes are unknown or
+    differ. Raises `UnsupportedArrayError` if an array is no Dask array of NumPy or CuPy blocks, or
+    if the arrays are of both kinds.
     """
     if not arrays:
         raise InputError("expected at least one Dask array after the function, got none.")
@@ -51,30 +52,30 @@ def check_shares(arrays: Sequence[DaskArray]) -> None:
         check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
         if x.shape != arrays[0].shape:
             raise ChunksError(
-                f"expected the shape of the first array for all, {arrays[0].shape}, got {x.shape}."
+                f"expected arrays of the first one's shape, {arrays[0].shape}, got {x.shape}."
             )
         if x.chunks != arrays[0].chunks:
             raise ChunksError(
-                f"expected the chunks of the first array for all, {arrays[0].chunks}, got "
+                f"expected arrays of the first one's chunks, {arrays[0].chunks}, got "
                 f"{x.chunks}. Call x.rechunk first."
             )
 
 
 def check_same_kind(backend: Backend, value: Any, name: str) -> None:
-    """Refuse an array of another library than the section's: `UnsupportedArrayError`."""
+    """Refuse an array of a library other than the section's: `UnsupportedArrayError`."""
     found = type(value).__module__.partition(".")[0]
     if found in BACKENDS and found != backend.name and np.ndim(value):
         convert = "cupy.asarray" if backend.on_device else "cupy.asnumpy"
         raise UnsupportedArrayError(
-            f"expected {backend.title} blocks, as those of the first array, got {name} of "
-            f"{BACKENDS[found].title}: members compute with one of the two. Convert it first, "
+            f"expected {backend.title} blocks, like the first array's, got {name} of "
+            f"{BACKENDS[found].title}: a section computes with one library. Convert it first, "
             f"x.map_blocks({convert}), or {convert}(x) if it is no Dask array; or give numbers."
         )
 
 
 @contextmanager
 def within_gang() -> Iterator[None]:
-    """Note that this thread runs the function of a member that has others."""
+    """Mark this thread as one that runs the function of a gang, until the context ends."""
     _thread.is_in_gang = True
     _running.append(threading.get_ident())
     try:
@@ -85,9 +86,9 @@ def within_gang() -> Iterator[None]:
 
 
 def _is_beside_gang() -> bool:
-    """Return whether a thread of no task has a worker's client, while a gang runs there.
+    """Return whether this thread, outside any task, uses a worker's client while a gang runs.
 
-    Then the function of a member has started the thread, and perhaps waits for it.
+    The gang's function has then started the thread, and may wait for it.
     """
     if not _running:
         return False
@@ -99,27 +100,29 @@ def _is_beside_gang() -> bool:
 
 
 def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
-    """Return how an array is divided between members.
+    """Return the decomposition of an array between ranks.
 
-    `InputError` if the number of members is none, `AxesError` if there is no such axis.
+    Raises `InputError` if the number of ranks is invalid here, and `AxesError` if the array has no
+    such axis.
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
     if members != 1 and not is_in_gang and _is_beside_gang():
         raise InputError(
-            "expected a section in the thread that runs the function of another section, got one "
-            "in a further thread of its process: each section might wait for the other. Build and "
-            "compute it in the function's own thread, where it has one member, or give members=1."
+            "expected an inner section in the thread that runs the outer section's function, got "
+            "one in another thread of its process: each section might wait for the other. Build "
+            "and compute it in the function's own thread, where it has one rank, or give members=1."
         )
     if members is None:
         members = 1 if is_in_gang else _usable_workers()
     try:
         members = checked_count("members", members=members)
     except InputError as exc:
-        raise InputError(f"{exc} Leave members= out for one on each worker.") from None
+        raise InputError(f"{exc} Leave members= out for one rank on each worker.") from None
     if members > 1 and is_in_gang:
         raise InputError(
-            f"members: expected 1 in the function of another section, got {members}: they would "
-            f"wait for workers that this section has, and it for them. Leave members= out."
+            f"members: expected 1 in the function of another section, got {members}: the inner "
+            f"section would wait for workers that the outer one occupies, and the outer one for "
+            f"its result. Leave members= out."
         )
     try:
         axes = list(range(x.ndim) if cut is None else map(as_int, cut))
@@ -134,15 +137,15 @@ def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None)
 
 
 def _usable_workers() -> int:
-    """Return how many workers of the current cluster have the resources that are annotated.
+    """Return the number of workers that have the annotated resources; 1 without a cluster.
 
-    It is 1 without a cluster. The scheduler refuses more members than can run.
+    The scheduler refuses a section with more ranks than can run.
     """
     size = cluster_size()
     if size is None:
         return 1
     needs = dask.get_annotations().get("resources")
-    if not isinstance(needs, dict):  # it may be a function of keys
+    if not isinstance(needs, dict):  # perhaps a function of keys
         return size[0]
     workers = workers_of(current_client()).values()
     return max(1, sum(room(worker.get("resources", {}), needs) >= 1 for worker in workers))

@@ -1,7 +1,8 @@
-"""The places where a function holds arrays that a loop saves: its names, and attributes and items.
+"""References of a function to the arrays that a loop saves: names, attributes and items.
 
-A loop fills the arrays that it was given when members run again. So they must be the function's
-state in each step. ``x = x + 1`` binds the name to a new array, and leaves the saved one as it was.
+When ranks run again, the loop restores the saved arrays in place. So these arrays must be the
+function's state in each step. ``x = x + 1`` binds the name to a new array, and leaves the saved one
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from dask_p2p.types import Array
 
 _OWN = __name__.partition(".")[0]
 _CONTAINERS = dict, list, tuple, deque
-_MOST_ITEMS = 1000  # of a list or a dict, among which arrays are looked for
-_HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy, which the frame keeps
+_MOST_ITEMS = 1000  # of a list or dict that is searched for arrays
+_HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
 
 
 class Place(NamedTuple):
-    """A name of a function, or an attribute or item of its value."""
+    """A name in a function, or an attribute or item of its value."""
 
-    code: CodeType  # of the function
+    code: CodeType  # the function's
     name: str
     key: Any = None
-    text: str = ""  # as the function writes it
+    text: str = ""  # source text of the reference
 
     def value(self, names: dict[str, Any]) -> Any:
-        """Return the value that is there now; None if there is none."""
+        """Return the current value; None if there is none."""
         value = names.get(self.name)
         return value if self.text == self.name else _inside(value).get(self.key)
 
 
 class Bindings:
-    """Where functions hold arrays, from a frame outwards.
+    """References to saved arrays, in a frame and its callers.
 
     Parameters
     ----------
     arrays : sequence of array
-        The arrays that are saved.
+        The saved arrays.
     frame : FrameType
-        The frame that gave them to a loop.
+        The frame that passed them to a loop.
     """
 
     def __init__(self, arrays: Sequence[Array], frame: FrameType | None) -> None:
@@ -59,18 +60,19 @@ class Bindings:
                     self._places.append((code, array, places))
 
     def check(self, frame: FrameType | None) -> None:
-        """Refuse a function that holds another array in the place of one that is saved.
+        """Refuse a function that has replaced a saved array by another array.
 
         Parameters
         ----------
         frame : FrameType
-            The frame that goes on with the loop.
+            The frame that continues the loop.
 
         Raises
         ------
         InputError
-            If a name of a saved array is bound to another saved one. Also if a function holds the
-            array in no place any more, and has another array of its shape there.
+            If the name of a saved array is now bound to another saved array. Also if a function no
+            longer refers to a saved array, and one of its references now holds another array of
+            that shape.
         """
         frames = dict(_frames(frame))
         for code, array, places in self._places:
@@ -84,18 +86,18 @@ class Bindings:
             is_new = is_lost and getattr(value, "shape", None) == array.shape
             if is_new or (is_other and place.text == place.name):
                 raise InputError(
-                    f"save: expected the same arrays in all steps, but {place.text} is now another "
-                    f"array than the one that is saved. Change it in place, {place.text}[...] = "
-                    f"..., or save it yourself: ctx.restore({place.text}) before a loop of your "
-                    f"own, and ctx.checkpoint(step, {place.text}) in it."
+                    f"save: expected the same arrays in all steps, but {place.text} is no longer "
+                    f"the saved array. Change it in place, {place.text}[...] = ..., or save it "
+                    f"yourself: ctx.restore({place.text}) before a loop of your own, and "
+                    f"ctx.checkpoint(step, {place.text}) in it."
                 )
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-    """Yield the functions that run, from a frame outwards to this package, with their names."""
+    """Yield the code and names of running functions, from a frame out to this package."""
     seen = set[CodeType]()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OWN:
-        if frame.f_code not in seen:  # of a function that calls itself the innermost call
+        if frame.f_code not in seen:  # the innermost call of a recursive function
             seen.add(frame.f_code)
             yield frame.f_code, _names(frame)
         frame = frame.f_back
@@ -104,7 +106,7 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]
 def _names(frame: FrameType) -> dict[str, Any]:
     names = dict(frame.f_locals)
     if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
-        frame.f_locals.clear()  # a copy, which would keep arrays that the function drops
+        frame.f_locals.clear()  # the copy would keep arrays that the function drops
     return names
 
 
@@ -119,7 +121,7 @@ def _places(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[Place, Any]
 
 def _inside(value: Any) -> dict[Any, Any]:
     """Return the items of a list, tuple or dict, or the attributes of an object."""
-    kind = type(value)  # a proxy would be asked for its class by `isinstance`
+    kind = type(value)  # `isinstance` would ask a proxy for its class
     if issubclass(kind, _CONTAINERS):
         if len(value) > _MOST_ITEMS:
             return {}

@@ -1,4 +1,4 @@
-"""Steps of an iteration as a graph of a GPU, which is tried before it is used."""
+"""Steps of an iteration as a CUDA graph, which is verified before it is used."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.halo import Padded
 from dask_p2p.types import Array
 
-# Pools of memory for graphs, by device. They are never dropped: what a function that raised has
-# allocated goes later, and CuPy crashes where the garbage collector finds a pool and its memory
-# together.
+# Memory pools for graphs, by device. They are never dropped: memory of a function that raised is
+# freed later, and CuPy crashes if the garbage collector finds a pool and its memory together.
 _pools: defaultdict[int, list[Any]] = defaultdict(list)
 _lock = threading.Lock()
 
 
 class Captured:
-    """Steps that are done again and again without their function.
+    """Steps that are replayed as a CUDA graph, without calls of their function.
 
-    What a function does otherwise than on its stream is in no graph, nor what it takes from
-    anywhere but its arguments. So the graph is run once on the fields as they are; these are then
-    put back, the same steps done by the function, and what both have made compared.
+    A graph misses all work that the function does outside its stream, and every change of a value
+    other than its arguments. So the graph runs once on the current fields. These are then restored,
+    the function does the same steps, and `check` compares both results.
 
     Parameters
     ----------
     device : Gpu
-        Where the fields lie.
+        The GPU of the fields.
     fields : sequence of Padded
-        The fields now, which the steps are for.
+        The current fields, on which the steps operate.
     steps : callable
-        Puts steps on the stream that leave each field in the memory where it was.
+        Enqueues the steps. After them each field is in the memory where it was.
 
     Raises
     ------
     InputError
-        If a graph cannot have these steps.
+        If the steps cannot be captured.
     """
 
     def __init__(self, device: Gpu, fields: Sequence[Padded], steps: Callable[[], None]) -> None:
@@ -55,25 +54,25 @@ class Captured:
             field.data[...] = data
 
     def __call__(self) -> None:
-        """Put the steps on the stream once more."""
+        """Enqueue the steps once more."""
         self._replay()
 
     def check(self, fields: Sequence[Padded]) -> None:
-        """Compare what the graph has made with what the function made of the same.
+        """Compare the graph's result with the function's result of the same steps.
 
         Raises
         ------
         InputError
-            If that differs.
+            If they differ.
         """
         for field, tried in zip(fields, self._tried, strict=True):
             same = self._count(tried.view(np.uint8) == field.inner.copy().view(np.uint8))
             if same < tried.nbytes:
                 raise InputError(
                     f"capture: expected a function that does the same in each step, all of it on "
-                    f"the current stream, got one whose captured steps gave {tried.nbytes - same} "
-                    f"of {tried.nbytes} bytes otherwise than its own. Leave out capture=True, or "
-                    f"what counts steps, draws random numbers, or uses other streams."
+                    f"the current stream, got one whose captured steps differ from its own in "
+                    f"{tried.nbytes - same} of {tried.nbytes} bytes. Leave out capture=True, or "
+                    f"remove step counters, random numbers and other streams from the function."
                 )
         self._tried = []
 
@@ -82,17 +81,18 @@ class Captured:
 
 
 def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
-    """Return what puts on the stream, in one call, all that `work` puts there: a graph.
+    """Capture all that `work` enqueues; return a function that launches it as one graph.
 
-    Nothing of it is done now. It has the addresses of arrays that there are now; what `work`
-    allocates stays until the section ends. `InputError` if a graph cannot have it.
+    The work is not executed now. The graph holds the addresses of the current arrays, and memory
+    that `work` allocates stays until the section ends. Raises `InputError` if the work cannot be
+    captured.
     """
     cuda, stream = gpu.module.cuda, gpu.stream
     pools = _pools[cuda.runtime.getDevice()]
     with _lock:
         pool = pools.pop() if pools else cuda.MemoryPool()
     gpu.closing.append(partial(pools.append, pool))
-    gpu.closing.append(pool.free_all_blocks)  # which is called before
+    gpu.closing.append(pool.free_all_blocks)  # called first, from the end of the list
     try:
         with cuda.using_allocator(pool.malloc), gpu.capturing() as capturing:
             capturing.begin_capture()
@@ -103,12 +103,12 @@ def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
                     capturing.end_capture()
                 raise
             graph = capturing.end_capture()
-    except RuntimeError as exc:  # of CUDA; or of CuPy, which refuses some calls itself
+    except RuntimeError as exc:  # from CUDA, or from CuPy, which refuses some calls itself
         if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
             raise
         raise InputError(
-            f"capture: expected a function that puts work on the current stream and does nothing "
-            f"else, got one that ends a capture by {exc}. Leave out what waits for the GPU or "
-            f"reads from it, or capture=True."
+            f"capture: expected a function that only enqueues work on the current stream, got one "
+            f"that ended the capture: {exc}. Leave out capture=True, or remove all calls that wait "
+            f"for the GPU or read from it."
         ) from exc
     return partial(graph.launch, stream)

@@ -1,4 +1,4 @@
-"""Values that all members of a gang give each other."""
+"""Collective operations of a gang on single values."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.
 
 
 class Collectives:
-    """One member among all, and what they do together with single values."""
+    """One rank, and its collective operations on single values."""
 
     def __init__(
         self,
-        rank: int,  # which member this is
-        size: int,  # of how many
-        links: Links | None,  # by which it exchanges; None if it is the only one
-        device: Host,  # where arrays lie; values go through host memory
+        rank: int,  # this rank
+        size: int,  # number of ranks
+        links: Links | None,  # connections to the other ranks; None for a single rank
+        device: Host,  # of the arrays; values pass through host memory
     ) -> None:
         self.rank, self.size, self._links, self.device = rank, size, links, device
 
     def barrier(self) -> None:
-        """Wait until all members have come here."""
+        """Wait until all ranks have called this."""
         self._gather("barrier()", b"")
 
     def allreduce(self, value: Any, op: str = "sum") -> Any:
-        """Combine values of all members, element by element, in the order of their ranks.
+        """Combine the values of all ranks, element by element, in rank order.
 
-        The result has the same bits on all members, and whenever the function runs again.
+        The result has the same bits on all ranks, and in each repetition after a failure.
 
         Parameters
         ----------
         value : number or array
-            Of one shape and one dtype on all members. It is not changed.
+            A value of the same shape and dtype on all ranks. It is not changed.
         op : {"sum", "prod", "min", "max"}
-            How two values are combined.
+            The operation that combines two values.
 
         Returns
         -------
         number or array
-            A NumPy scalar if `value` has no dimensions, also of CuPy; else an array of its kind.
-            The dtype is that of NumPy's reductions: sums of truth values, and of small integers,
-            are 64 bits long.
+            A NumPy scalar if `value` has no dimensions, even for CuPy; else an array of its kind.
+            The dtype is that of NumPy's reductions: sums of booleans and of small integers have
+            64 bits.
 
         Raises
         ------
         InputError
-            If there is no such operation, `value` holds nothing that it combines, or is masked.
+            If `op` is unknown or cannot combine the dtype of `value`, or if `value` is masked.
         SectionError
-            If the members made different calls, or gave values of different shapes or dtypes.
+            If the ranks made different calls, or gave values of different shapes or dtypes.
         """
         if not isinstance(op, str) or op not in _REDUCTIONS:
             raise InputError(
@@ -66,7 +66,9 @@ class Collectives:
         try:
             dtype = combine.reduce(np.ones(1, own.dtype)).dtype
         except TypeError:
-            raise InputError(f"value: expected what {op!r} combines, got {own.dtype}.") from None
+            raise InputError(
+                f"value: expected a dtype that {op!r} combines, got {own.dtype}."
+            ) from None
         own = own.astype(dtype, copy=False)
         given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
         total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
@@ -76,24 +78,24 @@ class Collectives:
         return self.device.from_host(total[()], value)
 
     def allgather(self, value: Any) -> Any:
-        """Return the values of all members, by rank.
+        """Return the values of all ranks, in rank order.
 
         Parameters
         ----------
         value : number or array
-            Of one shape and one dtype on all members.
+            A value of the same shape and dtype on all ranks.
 
         Returns
         -------
         numpy.ndarray or cupy.ndarray
-            With one dimension more than `value`, in front.
+            An array with one additional dimension, the first, which is indexed by rank.
 
         Raises
         ------
         InputError
             If `value` holds no numbers, or is masked.
         SectionError
-            As `allreduce` raises it.
+            As for `allreduce`.
         """
         own = self._numbers(value)
         given = self._gather(f"allgather() of {own.dtype.str} {own.shape}", own.tobytes())
@@ -101,31 +103,31 @@ class Collectives:
         return self.device.from_host(found, value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return one member's value.
+        """Return the value of the rank `root`.
 
         Parameters
         ----------
         value : number or array
-            Of one shape and one dtype on all members; only that of `root` counts.
+            A value of the same shape and dtype on all ranks. Only the root's value counts.
         root : int
-            Whose value it is.
+            The rank that sends its value.
 
         Returns
         -------
         number or array
-            A NumPy scalar if `value` has no dimensions.
+            A NumPy scalar if `value` has no dimensions; else an array of its kind.
 
         Raises
         ------
         InputError
-            If there is no such member, `value` holds no numbers, or is masked.
+            If there is no such rank, or `value` holds no numbers or is masked.
         SectionError
-            As `allreduce` raises it.
+            As for `allreduce`.
         """
         if root not in range(self.size):
             raise InputError(
-                f"root: expected a rank below {self.size}, got {root!r}. Give the ctx.rank of the "
-                f"member whose value it is, such as 0."
+                f"root: expected a rank below {self.size}, got {root!r}. Give the ctx.rank that "
+                f"sends its value, such as 0."
             )
         own = np.array(self._numbers(value))
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -146,7 +148,7 @@ class Collectives:
         return own
 
     def _gather(self, call: str, data: bytes) -> list[Buffer]:
-        """Give each member what each gives, by rank."""
+        """Return the data of all ranks, in rank order."""
         return [data] if self._links is None else self._links.gather(call, data)
 
     def _exchange(

@@ -1,4 +1,4 @@
-"""What the function of a gang gets beside its arrays."""
+"""The context that the function of a gang receives in addition to its arrays."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
 
 class Context(Stepping, Transforms):
-    """One member's place among the members that run a function at the same time.
+    """One rank among the ranks that run a function at the same time.
 
-    With CuPy blocks a stream of the member's own is the current one while the function runs, and
-    methods put their work on that stream, too. The function need wait for nothing.
+    With CuPy blocks, the rank's own stream is the current one while the function runs. Methods
+    enqueue their work on that stream, too, so the function need not wait for the GPU.
 
-    All members must call the same methods in the same order. Where they do not, all raise a
-    `SectionError` that names both calls.
+    All ranks must call the same methods in the same order. Otherwise all raise a `SectionError`
+    that names both calls.
 
     Attributes
     ----------
     rank, size : int
-        Which member this is, of how many.
+        This rank, and the number of ranks.
     grid : tuple of int
-        How many members there are along each axis.
+        Number of ranks along each axis.
     box : tuple of tuple of int
-        Where in the whole array this member's share is: (start, stop) of each axis.
+        Position of the local block in the whole array: (start, stop) of each axis.
     """
 
     def __init__(
         self,
-        members: Members,  # which member has what of the array
-        rank: int = 0,  # which member this is
-        links: Links | None = None,  # by which it exchanges; None if it is the only one
-        checkpoints: Checkpoints | None = None,  # what keeps its states
-        reads_memory: bool = True,  # whether members of one host may read each other's memory
-        device: Host = HOST,  # where its shares lie
+        members: Members,  # decomposition of the array
+        rank: int = 0,  # this rank
+        links: Links | None = None,  # connections to the other ranks; None for a single rank
+        checkpoints: Checkpoints | None = None,  # stores its states
+        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
+        device: Host = HOST,  # of its local blocks
     ) -> None:
         super().__init__(rank, members.size, links, device, checkpoints)
         self.grid = members.grid
@@ -69,35 +69,36 @@ class Context(Stepping, Transforms):
         dtype: DTypeLike | None = None,
         exchange: str = "auto",
     ) -> Padded:
-        """Return memory for this member's share with rims around it.
+        """Return memory for this rank's local block with a halo around it.
 
         Parameters
         ----------
         share : array, optional
-            The values to copy into it, of NumPy or CuPy as the section's arrays. Without an array
-            all elements are zero.
+            The values to copy into it: a NumPy or CuPy array, like the section's arrays. Without an
+            array all elements are zero.
         depth, boundary
-            Width of the rims, and what lies beyond the ends of the array: as
-            `dask_p2p.map_overlap` takes them.
+            Width of the halo, and values beyond the ends of the array, as for
+            `dask_p2p.map_overlap`.
         corners : bool
-            Whether rims include the elements across corners. A stencil that reads neighbours along
-            one axis at a time does not need corners. With False they are not exchanged. They are
-            NaN where the dtype has NaN.
+            If True, the halo includes corners. A stencil that reads neighbours along one axis at a
+            time does not need corners. With False they are not exchanged, and are NaN if the dtype
+            has NaN.
         dtype : dtype, optional
             By default that of `share`, or float64.
         exchange : {"auto", "diagonal", "left-right", "pairwise"}
-            In which order `halo` exchanges messages: see `redistribute`.
+            Order of messages in `halo`: see `redistribute`.
 
         Returns
         -------
         Padded
-            ``data`` is the whole, ``inner`` the share in it. `halo` fills the rims.
+            ``data`` is the whole array, ``inner`` the local block in it. Call `halo` to fill the
+            rest.
 
         Raises
         ------
         InputError
-            If depth, boundary or exchange is nothing of the kind, `share` has another shape or a
-            dtype that `dtype` cannot hold, or there are Python objects in it.
+            If `depth`, `boundary` or `exchange` is invalid, `share` has another shape or a dtype
+            that cannot become `dtype`, or the dtype holds Python objects.
         """
         whole = [tuple(map(sum, self._members.chunks))]
         share = None if share is None else self.device.as_array(share)
@@ -131,25 +132,26 @@ class Context(Stepping, Transforms):
         return padded
 
     def halo(self, padded: Padded, copy: bool = True) -> Array:
-        """Fill the rims, from the shares of all members; return the share with its rims.
+        """Fill the halo from the local blocks of all ranks; return the local block with its halo.
 
-        On a GPU all that is put on the member's stream, and nothing is waited for.
+        On a GPU the exchange is enqueued on the rank's stream. The call waits for the GPU only if
+        parts of the halo are sent as messages.
 
         Parameters
         ----------
         padded : Padded
             Memory that `padded` returned.
         copy : bool, optional
-            Whether to return a copy, which stays as it is when `padded` is filled again. False
+            If True, return a copy, which does not change when `padded` is filled again. False
             returns `padded.data` itself, and saves the time of the copy.
 
         Raises
         ------
         InputError
-            If `padded` did not return it, or the function wrote its results to the last copy and
-            left the share as it was.
+            If the argument is not from `padded`, or the function wrote its results into the copy
+            and left the local block unchanged.
         SectionError
-            If the members made different calls, or rims differ between them.
+            If the ranks made different calls, or their halos differ.
         """
         exchange = _exchange_of(padded)
         if padded.first_copy is not None:
@@ -164,23 +166,23 @@ class Context(Stepping, Transforms):
         return copied
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
-        """Check the copies of shares when the function has returned: see `FirstCopy`."""
+        """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
         for first in self._first_copies:
             first.check_returned(arrays)
 
     def halo_begin(self, padded: Padded) -> Pending:
-        """Begin to fill the rims; ``wait()`` of the result ends that, and returns `padded.data`.
+        """Begin to fill the halo; ``wait()`` of the result completes it and returns `padded.data`.
 
-        The function may compute ``padded.interior`` at once, ``padded.frames`` after ``wait()``.
-        The next call that exchanges anything waits for rims that are on their way. Other members
-        receive the share as it is at this call, whatever the function writes into it afterwards.
+        The function may compute ``padded.interior`` immediately, and ``padded.frames`` after
+        ``wait()``. The next call that exchanges anything waits for halos in flight. Other ranks
+        receive the local block as it is at this call, even if the function writes into it later.
 
         Raises
         ------
         InputError
-            If rims of this memory are on their way already, or `padded` did not return it.
+            If this halo is in flight already, or the argument is not from `padded`.
         SectionError
-            If the members made different calls, or rims differ between them.
+            If the ranks made different calls, or their halos differ.
         """
         return _exchange_of(padded).begin(padded.data)
 
@@ -195,63 +197,67 @@ class Context(Stepping, Transforms):
         out: Array | None = None,
         exchange: str = "auto",
     ) -> Array:
-        """Divide an array between the members along other axes; return what this one has then.
+        """Divide an array between the ranks along other axes; return this rank's new local block.
 
-        All members give each other what they then have: a transpose of slabs, if `cut` is another
-        axis. What is kept for messages is used again by the next call. On a GPU all that is put on
-        the member's stream, and parts are read from other GPUs of the host. Those of others come
-        through host memory, for which the call waits.
+        This is an all-to-all exchange: a transpose of slabs, if `cut` is another axis. Later calls
+        reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream, and
+        regions are read from other GPUs of the host. The call waits for regions that come as
+        messages.
 
         Parameters
         ----------
         a : array
-            What this member has of the array, of any dtype without Python objects. It is not
+            This rank's local block of the array, of any dtype without Python objects. It is not
             changed.
         cut : sequence of int, optional
-            Axes that may be divided afterwards, as `dask_p2p.spmd` takes them. By default those
-            of the section's arrays. An array of their shape is divided in the same places where
-            as many members come along an axis; otherwise evenly. What a member has may be empty.
+            Axes that may be divided in the result, as for `dask_p2p.spmd`. By default those of the
+            section's arrays. If an array has the section's shape, and an axis the same number of
+            ranks, that axis is divided at the same positions; otherwise evenly. A local block may
+            be empty.
         from_cut : sequence of int, optional
-            The same of `a`, as it is.
+            Axes that may be divided in `a`, with the same default.
         axes : sequence of int, optional
-            A permutation: axis ``i`` afterwards is axis ``axes[i]`` of `a`, and `cut` are axes
-            afterwards. By default axes stay.
+            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `cut` names axes
+            of the result. By default the order stays.
         shape : sequence of int, optional
-            Of the whole array that is `a` at all members. By default that of the section's arrays,
-            before the axes are permuted; or after it if `from_cut` is given, and no `cut`.
+            Shape of the whole array before the permutation. By default that of the section's
+            arrays. With `from_cut` and without `cut`, the default is the shape that the permutation
+            turns into theirs.
         out : array, optional
-            Memory for the result: a loop that gives it allocates nothing. Not that of `a`.
+            Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
+            nothing.
         exchange : {"auto", "diagonal", "left-right", "pairwise"}
-            In which order. "auto": with all members at the same time. In the others each has one
-            partner at a time: those after it, in turn; the neighbours at the right and at the left,
-            then those behind them; or another one for both ways.
+            Order of the messages. "auto" exchanges with all ranks at the same time. In the other
+            orders each rank has one partner at a time. "diagonal" sends to the ranks after it, in
+            turn. "left-right" sends to the right and the left neighbour, then to those behind them.
+            "pairwise" sends to and receives from the same rank.
 
         Returns
         -------
         numpy.ndarray or cupy.ndarray
-            The caller's own: `out` if that is given.
+            The new local block, owned by the caller: `out` if that is given.
 
         Raises
         ------
         AxesError
             If the array has no such axes.
         InputError
-            If `a` or `out` has another shape, or cannot be exchanged, or there is no such order.
+            If `a` or `out` has another shape or cannot be exchanged, or there is no such order.
         SectionError
-            If the members made different calls.
+            If the ranks made different calls.
         """
         recut = self._redistribution.recut(cut, from_cut, axes, shape)
         return recut(a, out, checked_order(exchange))
 
     def box_of(self, cut: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
-        """Return what `box` is for another cut: see `redistribute`."""
+        """Return the `box` of this rank for another partition: see `redistribute`."""
         return self._redistribution.members(cut, shape).box(self.rank)
 
 
 def _exchange_of(padded: Any) -> Exchange:
     if not isinstance(padded, Padded):
         raise InputError(
-            f"expected what ctx.padded() returned, got {type(padded).__name__}. Make it once, "
-            f"p = ctx.padded(share, depth), and change the share in p.inner."
+            f"expected memory from ctx.padded(), got {type(padded).__name__}. Make it once, "
+            f"p = ctx.padded(share, depth), and change the local block in p.inner."
         )
     return padded.exchange

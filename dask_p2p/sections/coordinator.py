@@ -1,13 +1,13 @@
-"""Which gangs run: all members of a gang at the same time, or none of them.
+"""Gang scheduling: all ranks of a gang run at the same time, or none of them.
 
-A *gang* is tasks that run at the same time and exchange data, its *members*. An *attempt* is one
-run of all members. Gangs start in the order in which they became whole, each when no worker of it
-runs another one; a gang that waits reserves its workers, so none is overtaken for ever. Any failure
-ends the attempt for all members, and all come again. Outputs count only once all members have
-returned: that *commits* the attempt.
+A *gang* is a set of tasks, its *ranks*, that run at the same time and exchange data. An *attempt*
+is one run of all ranks. A gang queues when its last rank has joined, and starts when none of its
+workers runs another gang. Until then it reserves its workers, so no gang starves. Any failure ends
+the attempt on all ranks, and all of them run again. Outputs count only after all ranks have
+returned, which *commits* the attempt.
 
-This is a state machine: no Dask, no asyncio, no clock. The scheduler's plugin tells it what happens
-(`dask_p2p.sections.scheduler`) and asks it what a member is to do.
+This is a state machine without Dask, asyncio or a clock. The scheduler's plugin
+(`dask_p2p.sections.scheduler`) reports events to it, and requests an order for each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-#: In the place of a rank, in the key of the task that depends on all members.
+#: Replaces the rank in the key of the commit task, which depends on all ranks.
 COMMIT = "commit"
 
 State = Literal["waiting", "running", "committed", "stopped"]
@@ -25,44 +25,44 @@ State = Literal["waiting", "running", "committed", "stopped"]
 
 @dataclass(frozen=True)
 class Order:
-    """What one run of a member is to do.
+    """The coordinator's instruction to one run of a rank.
 
-    "waiting" is to be waited out; "running" starts the user's function; "committed" hands the
-    output on; "stopped" ends the run. Without error and reason the member comes again.
+    "waiting": request the order again later. "running": start the user's function. "committed":
+    return the outputs. "stopped": end this run; without an error and a reason, the rank runs again.
     """
 
     state: State
     attempt: int = 0  # from 1; 0 before the first
-    failures: int = 0  # attempts that have ended early since the last one that committed
-    # Of a member that runs:
-    peers: tuple[tuple[str, str, str], ...] = ()  # by rank: worker, ticket and endpoint
-    resume: int | None = None  # the step at which the attempt begins; None if that is the first
-    holders: tuple[int, ...] = ()  # by rank: the member on whose worker that step's state is
-    # Of a member that is stopped:
-    error: bytes | None = None  # the pickled exception that all members raise
-    reason: str = ""  # why it cannot come again, in words
+    failures: int = 0  # attempts that ended early since the last commit or new checkpoint
+    # If it runs:
+    peers: tuple[tuple[str, str, str], ...] = ()  # by rank: worker, attempt token and endpoint
+    resume: int | None = None  # step of the restored states; None: from the start
+    holders: tuple[int, ...] = ()  # by rank: the rank whose worker has its state of that step
+    # If it is stopped:
+    error: bytes | None = None  # pickled exception that all ranks raise
+    reason: str = ""  # reason why it cannot run again, as text
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a gang waits for: its own members, or if they are all there other gangs."""
+    """Reason why a gang waits: missing ranks, or, if all have joined, other gangs."""
 
     size: int
-    attempt: int  # how often its members have begun
-    missing: list[int]  # ranks of those that do not wait for it
-    gangs: list[str]  # that have, or come before it to, workers which it needs
+    attempt: int  # number of attempts so far
+    missing: list[int]  # ranks that have not joined
+    gangs: list[str]  # gangs that occupy its workers, or have reserved them earlier
 
 
 @dataclass
 class _Member:
-    """The newest run of a member's task that has joined."""
+    """The newest run of a rank's task that has joined."""
 
     ticket: str
     worker: str
     endpoint: str
     saved: Mapping[int, Sequence[int]]
     state: State = "waiting"
-    has_returned: bool = False  # its function has, while it runs
+    has_returned: bool = False  # True once its function has, in this attempt
     error: bytes | None = None
     reason: str = ""
 
@@ -76,7 +76,7 @@ class _Gang:
     members: dict[int, _Member] = field(default_factory=dict)  # by rank
     phase: Literal["gathering", "running", "committed"] = "gathering"
     attempt: int = 0
-    failures: int = 0  # attempts that ended since the last commit, or without a new whole state
+    failures: int = 0  # attempts that ended early since the last commit or new complete state
     resume: int | None = None
     holders: tuple[int, ...] = ()
 
@@ -98,7 +98,7 @@ class _Gang:
             for rank, steps in member.saved.items():
                 for step in steps:
                     found = holders.setdefault(step, {})
-                    if rank == number or rank not in found:  # its own, if it is there
+                    if rank == number or rank not in found:  # its own copy if there is one
                         found[rank] = number
         whole = [step for step, found in holders.items() if len(found) == self.size]
         before, self.resume, self.holders = self.resume, max(whole, default=None), ()
@@ -111,20 +111,21 @@ class _Gang:
 class Coordinator:
     """Starts, ends and commits the attempts of gangs.
 
-    After `most_attempts` of a gang that ended without an error of the user's all its members fail.
+    A gang fails after `most_attempts` attempts in succession that ended early without an error of
+    the user's function.
     """
 
     def __init__(self, most_attempts: int) -> None:
         self._most_attempts = most_attempts
         self._gangs: dict[str, _Gang] = {}
-        self._queue: list[str] = []  # gangs that are whole and wait for their workers
+        self._queue: list[str] = []  # complete gangs that wait for their workers
 
     def size(self, gang: str) -> int | None:
-        """Return how many members a gang has; None if none of them has joined."""
+        """Return the number of ranks of a gang; None if none of them has joined."""
         return self._gangs[gang].size if gang in self._gangs else None
 
     def order(self, gang: str, rank: int, ticket: str) -> Order:
-        """Return what one run of a member is to do; one that is not known is to stop."""
+        """Return the order for one run of a rank; an unknown run is stopped."""
         member = self._member(gang, rank, ticket)
         if member is None:
             return Order("stopped")
@@ -141,27 +142,27 @@ class Coordinator:
     def join(
         self,
         gang: str,  # its name
-        size: int,  # how many members it has
-        rank: int,  # which of them this is
-        ticket: str,  # of this run of the member's task, as no other has it
+        size: int,  # its number of ranks
+        rank: int,  # the rank that joins
+        ticket: str,  # attempt token: unique to this run of the rank's task
         worker: str,  # address of the worker that runs it
-        endpoint: str = "",  # where the others reach it
+        endpoint: str = "",  # address for connections of other ranks
         # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> list[int]:
-        """Note that a member waits for its gang; return the ranks whose outputs no longer count.
+        """Record that a rank waits for its gang; return the ranks whose outputs no longer count.
 
-        Those are of an attempt that was committed: one of them was lost, so all members have to run
-        again. `ValueError` if other members have joined with another size.
+        Such outputs are of a committed attempt. One of them was lost, so all ranks have to run
+        again. Raises `ValueError` if the gang has another size.
         """
         found = self._gangs.setdefault(gang, _Gang(size))
         if found.size != size or not 0 <= rank < size:
-            raise ValueError(f"expected a member of {found.size}, got {rank} of {size}")
+            raise ValueError(f"expected a rank of {found.size}, got {rank} of {size}")
         if self._member(gang, rank, ticket) is not None:
-            return []  # it has asked before
+            return []  # a repeated request
         again: list[int] = []
         if found.phase == "running":
-            self._end(found, f"member {rank} came again")
+            self._end(found, f"rank {rank} was started again")
         elif found.phase == "committed":
             found.phase = "gathering"
             again = [other for other in range(size) if other != rank]
@@ -173,11 +174,11 @@ class Coordinator:
         self,
         gang: str,
         rank: int,
-        ticket: str,  # as it joined
-        cause: str = "",  # why the attempt cannot go on; empty if the function has returned
-        error: bytes | None = None,  # pickled, that all are to raise; None if all come again
+        ticket: str,  # attempt token of its `join`
+        cause: str = "",  # reason why the attempt cannot go on; empty if the function has returned
+        error: bytes | None = None,  # pickled exception for all ranks; None if all run again
     ) -> None:
-        """Note that a member's function has ended."""
+        """Record that a rank's function has ended."""
         member = self._member(gang, rank, ticket)
         if member is None or member.state != "running" or member.has_returned:
             return
@@ -190,7 +191,7 @@ class Coordinator:
         self._settle(gang)
 
     def drop(self, gang: str, rank: int, cause: str) -> None:
-        """Note that a member's task no longer runs: cancelled, moved, or its worker has gone."""
+        """Record that a rank's task no longer runs: it was cancelled, moved or lost its worker."""
         found = self._gangs.get(gang)
         member = found.members.get(rank) if found else None
         if found is None or member is None:
@@ -215,13 +216,13 @@ class Coordinator:
         return {name: each.workers for name, each in gangs if each.phase == "running"}
 
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
-        """Return the members of a gang that wait for it, on all workers or on one."""
+        """Return the ranks of a gang that wait for it, on all workers or on one."""
         members = self._gangs[gang].members.items() if gang in self._gangs else ()
         here = ((rank, each) for rank, each in members if worker in (None, each.worker))
         return {rank for rank, each in here if each.state == "waiting"}
 
     def wait(self, gang: str) -> Wait | None:
-        """Return what a gang waits for; None if no member of it waits."""
+        """Return the reason why a gang waits; None if no rank of it waits."""
         found = self._gangs.get(gang)
         members = found.members if found else {}
         there = [rank for rank, member in members.items() if member.state == "waiting"]
@@ -246,13 +247,13 @@ class Coordinator:
         return member if member is not None and member.ticket == ticket else None
 
     def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
-        """End an attempt, if one runs, for all its members."""
+        """End an attempt, if one runs, on all ranks."""
         reason = ""
         gang.failures += 1
         if error is None and gang.failures >= self._most_attempts:
-            reason = f"{gang.failures} attempts ended early, the last one since {cause}"
+            reason = f"{gang.failures} attempts ended early, the last one because {cause}"
         if error is not None or reason:
-            gang.failures = 0  # members that have retries left begin anew
+            gang.failures = 0  # ranks with retries left start afresh
         gang.phase = "gathering"
         for member in gang.members.values():
             if member.state == "running":
@@ -265,7 +266,7 @@ class Coordinator:
                 member.state = "committed"
 
     def _settle(self, changed: str) -> None:
-        """Queue the gang that has changed if it is whole, and start all that can start."""
+        """Queue the changed gang if it is complete, and start all gangs that can start."""
         gang = self._gangs.get(changed)
         is_whole = gang is not None and gang.is_whole
         if is_whole and changed not in self._queue:
@@ -279,4 +280,4 @@ class Coordinator:
             if not waiting.workers & taken:
                 self._queue.remove(name)
                 waiting.start()
-            taken |= waiting.workers  # those of a gang that waits are reserved
+            taken |= waiting.workers  # a waiting gang reserves its workers

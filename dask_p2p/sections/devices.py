@@ -1,10 +1,10 @@
-"""Where members' shares lie: in host memory, or in that of a GPU, and what differs between these.
+"""Devices of local blocks: the host's memory, or a GPU.
 
-On a GPU a member has a stream of its own. Its function and its exchanges put work there and wait
-for nothing. Whatever the host needs is copied down when the stream has come so far.
+On a GPU each rank has a stream of its own. Its function and its exchanges enqueue work there
+without waiting. Values that the host needs are copied down once the stream has made them.
 
-Dask-CUDA spills what a worker's store holds: outputs, and copies of inputs that others refer to.
-What a member works with is in no store, so nothing of it is spilled.
+Dask-CUDA spills objects in a worker's store: outputs, and copies of inputs that other tasks use.
+The working memory of a rank is in no store, so none of it is spilled.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
-STEPS_AHEAD = 64  # that the host is ahead of a GPU at most
-_SECONDS_AHEAD = 0.5  # the same: memory of a process that dies is not free before these are over
-_SPIN_S = 2e-4  # that a GPU is asked without a pause
+STEPS_AHEAD = 64  # limit of the host's lead over a GPU
+_SECONDS_AHEAD = 0.5  # the same in time: it delays the release of a dead process's memory
+_SPIN_S = 2e-4  # time of polling a GPU without a pause
 _PAUSE_S = 5e-5
-_LONGEST_S = 30.0  # after the end of an attempt: then only the end of this process helps
-_LINGER_S = 60.0  # that windows stay which peers may still read, after an attempt that failed
-_LOOK_S = 0.05  # between looks at the processes of these peers
+_LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
+_LINGER_S = 60.0  # lifetime of windows that peers may still read, after an attempt that failed
+_LOOK_S = 0.05  # pause between checks of the processes of these peers
 
 
 class Host:
-    """The host: what is called has been done when it returns."""
+    """The host: each method completes its work before it returns."""
 
     kind: ClassVar[Kind] = "numpy"
-    has_ended = False  # for a device that works on while members are lost
+    has_ended = False  # True for a GPU that has stopped waiting for lost ranks
 
     @property
     def backend(self) -> Backend:
-        """Of the arrays."""
+        """The arrays' backend."""
         return backend_named(self.kind)
 
     @property
@@ -65,7 +65,7 @@ class Host:
         return self.backend.module
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
-        """Return a context for all that a member does with its blocks; at its end that is done."""
+        """Return a context for a rank's work with its blocks. At its end the work is done."""
         return nullcontext()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
@@ -73,98 +73,98 @@ class Host:
         return self.module.zeros(tuple(shape), dtype)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array whose values are not set."""
+        """Return an array with unset values."""
         return self.backend.empty(shape, dtype)
 
-    has_read_only: ClassVar[bool] = True  # whether arrays can refuse to be written to
+    has_read_only: ClassVar[bool] = True  # True if arrays can refuse writes
 
     def read_only(self, array: Array) -> Array:
-        """Return a view that cannot be written to, where `has_read_only`; else the array."""
+        """Return a read-only view if `has_read_only`, else the array."""
         view: Array = array.view()
         view.flags.writeable = False
         return view
 
     def recorder(self, out: Array) -> Any:
-        """Return a view that refuses numbers of another kind; None if there is no such view."""
+        """Return a view that refuses lossy writes; None if the device has no such view."""
         return recorder_of(out)
 
     def checksum(self, array: Array) -> int:
-        """Return the checksum of an array's bytes, once they are there."""
+        """Return the checksum of an array's bytes, once they are computed."""
         return checksum(array)
 
     def as_array(self, value: Any) -> Any:
-        """Return what users give as an array, as far as that is plain to do."""
+        """Return a user's value as an array, if this device converts such values."""
         return np.asanyarray(value)
 
     def to_host(self, value: Any) -> Any:
-        """Return an array of this device as one of NumPy, and anything else as it is."""
+        """Return an array of this device as a NumPy array, and any other value unchanged."""
         return value
 
     def from_host(self, array: Any, like: Any) -> Any:
-        """Return an array of NumPy as one of this device, if `like` is such, and has dimensions."""
+        """Return a NumPy array with dimensions as an array of this device, if `like` is one."""
         return array
 
     def copy_to_host(self, place: Any, array: Array) -> None:
-        """Copy an array to where it belongs in host memory."""
+        """Copy an array into host memory."""
         np.copyto(place, array)
 
     def copy_from_host(self, array: Array, place: Any) -> None:
-        """Copy what is in host memory into an array."""
+        """Copy host memory into an array."""
         np.copyto(array, place)
 
     def block(self, array: Array, dtype: DType) -> Array:
-        """Return a copy of an array that the task hands on."""
+        """Return a copy of an array as an output block of the task."""
         made: Array = np.array(array, dtype)
         return made
 
     def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
-        """Return what brings packed rims to other members, and theirs here."""
+        """Return an object that exchanges packed halos with other ranks."""
         return RimMessages(call)
 
     def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
-        """Return what brings regions of shares to other members, and theirs here."""
+        """Return an object that exchanges regions of local blocks with other ranks."""
         return Regions(links, reads_memory)
 
     def keep_up(self, step: int) -> None:
-        """Have the device do what it was given, now and then; `step` counts what was given."""
+        """Limit the lead of the host over the device; `step` counts the steps enqueued."""
 
     def let_go(self, is_orderly: bool) -> None:
-        """Give back what other members read: nobody does any more if the end `is_orderly`."""
+        """Release memory that other ranks read. After an `is_orderly` end none still reads it."""
 
 
 HOST = Host()
 
 
 class Gpu(Host):
-    """A GPU: what is called has been put on the member's stream when it returns."""
+    """A GPU: each method enqueues its work on the rank's stream before it returns."""
 
     kind: ClassVar[Kind] = "cupy"
-    stream: Any  # what computes
-    copies: Any  # what reads the windows of others
+    stream: Any  # for computation
+    copies: Any  # for reads of other ranks' windows
 
     _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
-    _lost: ClassVar[list[_Streams]] = []  # which wait for what does not come
+    _lost: ClassVar[list[_Streams]] = []  # streams that wait for work that never comes
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
-        links: Links | None,  # to other members; None if there are none
-        has_windows: bool = True,  # whether members of one host may read each other's memory
-        part_bytes: int = 0,  # that copy engines bring at a time of regions; 0: kernels read them
+        links: Links | None,  # connections to other ranks; None for a single rank
+        has_windows: bool = True,  # whether ranks of one host may read each other's memory
+        part_bytes: int = 0,  # part of a region that copy engines bring at a time; 0: kernels read
     ) -> None:
         self._links, self.has_windows, self.part_bytes = links, has_windows, part_bytes
-        #: Called when all is done: closes what is others'.
+        #: Called when all work is done: close memory and events of other ranks.
         self.closing: list[Callable[[], None]] = []
-        #: What others read. It goes when they have closed it.
+        #: Memory and events that other ranks read. It is dropped after they have closed it.
         self.exported: list[Any] = []
-        #: Called when the attempt has ended: has the GPU wait for others no more.
+        #: Called when the attempt has ended: stop the GPU's waits for other ranks.
         self.ending: list[Callable[[], None]] = []
-        #: Memory and events of others. The GPU may wait for these events.
+        #: Memory and events of other ranks. The GPU may wait for these events.
         self.peers: list[PeerMemory] = []
-        self.reading = threading.Lock()  # held while streams are given reads of others' memory
-        #: The GPU waits for others no more: nothing made since then is right.
+        self.reading = threading.Lock()  # held while reads of others' memory are enqueued
+        #: The GPU no longer waits for other ranks: all results since then are invalid.
         self.has_ended = False
-        self._step = 0  # at which the GPU was waited for last
+        self._step = 0  # last step with a wait for the GPU
         self._steps_ahead = STEPS_AHEAD  # until the next wait
 
     @contextmanager
@@ -176,15 +176,15 @@ class Gpu(Host):
                 idle = self._idle[device]
                 self._streams = streams = idle.pop() if idle else _Streams(self.module.cuda.Stream)
             self.stream, self.copies = streams.stream, streams.copies
-            # Streams stay: what a function that raised has allocated goes later, and RMM gives
-            # memory back on the stream that it was taken on.
+            # Streams are kept: memory of a function that raised is freed later, and RMM frees
+            # memory on the stream that allocated it.
             kept = self._lost
             with self.stream:
                 try:
                     yield
                 finally:
                     try:
-                        self._drain()  # also for all others, since the stream waits for these
+                        self._drain()  # this stream waits for all others
                         streams.queue.synchronize()
                         kept = self._idle[device]
                     finally:
@@ -195,10 +195,10 @@ class Gpu(Host):
 
     @contextmanager
     def capturing(self) -> Iterator[Any]:
-        """Return a context in which work goes to a stream that can be captured, which it yields.
+        """Return a context that yields a stream for capture, and makes it the current one.
 
-        That has no memory of its own: RMM ends the capture of a stream as soon as any thread gives
-        memory back that was allocated on it, and the garbage collector may do so at any time.
+        No memory is allocated on that stream. RMM ends the capture of a stream as soon as any
+        thread frees memory that was allocated on it, as the garbage collector may at any time.
         """
         own, self.stream = self.stream, self._streams.capturing
         try:
@@ -209,24 +209,24 @@ class Gpu(Host):
 
     @property
     def queue(self) -> DeviceQueue:
-        """What reads regions of others, and permutes: always `within` the stream."""
+        """The queue that reads other ranks' regions, and permutes: always `within` the stream."""
         return self._streams.queue
 
     def wait(self) -> None:
-        """Wait until all that was put on the stream is done.
+        """Wait until all work on the stream is done.
 
         Raises
         ------
         AttemptEndedError
-            If the attempt has, and with it meetings: nothing made since then is right.
+            If the attempt has ended, and device barriers with it: later results are invalid.
         DeviceLostError
-            If it does not end though the attempt has, and nothing can end it.
+            If the stream still waits long after the end of the attempt.
         """
         self._drain()
         self.check_goes_on()
 
     def check_goes_on(self) -> None:
-        """Raise `AttemptEndedError` if the attempt has ended while the GPU waited for others."""
+        """Raise `AttemptEndedError` if the attempt ended while the GPU waited for others."""
         if self.has_ended:
             raise AttemptEndedError("the attempt has ended")
 
@@ -244,11 +244,11 @@ class Gpu(Host):
                     peer.check_waits()
             if now_s - ended_s > _LONGEST_S:
                 raise DeviceLostError(
-                    f"the GPU has waited {_LONGEST_S:g} s for a member of its gang that has gone. "
-                    f"Only a new process helps."
+                    f"the GPU has waited {_LONGEST_S:g} s for a lost rank of its gang. "
+                    f"Restart the worker."
                 )
             time.sleep(0 if now_s - began_s < _SPIN_S else _PAUSE_S)
-        self.stream.synchronize()  # which raises what has gone wrong
+        self.stream.synchronize()  # raises errors of the stream's work
 
     def keep_up(self, step: int) -> None:
         if step - self._step >= self._steps_ahead or step < self._step:
@@ -292,17 +292,18 @@ class Gpu(Host):
         array[...] = self.module.asarray(place)
 
     def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
-        """Put a copy from an address to another on a stream."""
+        """Enqueue a copy from one address to another on a stream."""
         if size_bytes:
             self._memcpy(to, of, size_bytes, MEMCPY_DEFAULT, stream.ptr)
 
     @cached_property
     def _memcpy(self) -> Any:
-        """The function, which takes half as long to look up as to call."""
+        """CUDA's function, kept: its look-up takes half as long as a call."""
         return self.module.cuda.runtime.memcpyAsync
 
     def block(self, array: Array, dtype: DType) -> Array:
-        # It outlives the stream, whose memory a pool keeps for that: see `DeviceQueue.empty`.
+        # The block outlives the stream, and a pool keeps a stream's memory for that stream: see
+        # `DeviceQueue.empty`.
         queue = self.backend.queue()
         made = queue.empty(array.shape, dtype)
         own = array if array.dtype == dtype else array.astype(dtype)
@@ -327,7 +328,7 @@ class Gpu(Host):
 
 
 class _Streams:
-    """What one member after the other has: a pool keeps the memory of a stream for that one."""
+    """Streams that ranks use in turn: a memory pool keeps a stream's memory for that stream."""
 
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
@@ -335,7 +336,7 @@ class _Streams:
 
 
 def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
-    """Drop it when its readers' processes have ended, or must have closed it."""
+    """Drop exported memory when its readers' processes have ended, or must have closed it."""
     deadline_s = time.monotonic() + _LINGER_S
     while time.monotonic() < deadline_s and not (readers and all(r.has_ended for r in readers)):
         time.sleep(_LOOK_S)
@@ -349,7 +350,7 @@ def _drop(exported: list[Any]) -> None:
 
 
 def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host:
-    """Return where a member's shares lie that are arrays of this kind."""
+    """Return the device of a rank's local blocks of this kind."""
     if kind == HOST.kind:
         return HOST
     part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
@@ -357,16 +358,16 @@ def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host
 
 
 def check_kind(device: Host, name: str, array: Any) -> None:
-    """Refuse an array that is no plain one of a device.
+    """Refuse an array that is not a plain array of a device.
 
-    `UnsupportedArrayError` if it is of no known kind, or more than its bytes; `InputError` if it is
-    of another kind.
+    Raises `UnsupportedArrayError` if the array is of an unknown kind or more than its bytes, and
+    `InputError` if it is of another kind.
     """
     kind = backend_for(array).name
     if kind != device.kind:
         module = device.module.__name__
         raise InputError(
-            f"{name}: expected an array of {module}, as the section's are, got one of {kind}. "
+            f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
             f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
         )
 

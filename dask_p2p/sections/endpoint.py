@@ -1,9 +1,11 @@
-"""Where a member's links begin: memory for its process, a Unix socket for its host, TCP or TLS.
+"""Endpoints of a rank's connections: by memory, a Unix socket, TCP or TLS.
 
-An endpoint gives streams that are connected and do not block; `meeting` finds out the member at the
-other end. A connection between hosts may be cut, and neither end notices. The kernel asks an idle
-peer now and then; `is_lost` returns whether a peer answers that is to take bytes. It is not a
-time-out: a peer that computes for long answers all the same, and `TCP_USER_TIMEOUT` would end its
+Ranks of one process connect by memory, ranks of one host by Unix sockets. An endpoint returns
+connected streams that do not block; `meeting` identifies the rank at the other end.
+
+A connection between hosts may be cut without either end noticing. The kernel probes an idle peer
+now and then, and `is_lost` checks a peer that has bytes to receive. This is not a time-out of
+messages: a peer that computes for long still answers, but `TCP_USER_TIMEOUT` would end its
 connection.
 """
 
@@ -28,39 +30,39 @@ from dask_p2p.sections.in_process import Bell, Stream, pair
 from dask_p2p.sections.strangers import Strangers, is_of_this_user
 
 _CONNECT_S = 10.0
-_SOCKET_BYTES = 1 << 20  # that the kernel buffers, where it lets us
+_SOCKET_BYTES = 1 << 20  # send buffer in the kernel, if it allows so much
 _QUEUED = 4096  # connections that the kernel keeps waiting
 _TIMEVAL = struct.Struct("ll")  # seconds, microseconds
-_PROBES = 3  # without an answer, before the kernel ends a connection
-# In Linux' struct tcp_info: how often what was sent last has been sent again, and milliseconds
-# since the last answer.
+_PROBES = 3  # unanswered ones, before the kernel ends a connection
+# Fields of Linux' struct tcp_info: retransmissions of the last segment, unanswered probes, and
+# milliseconds since the last answer.
 _RETRANSMITS, _PROBES_OUT, _LAST_ACK_RECV = slice(2, 3), slice(3, 4), slice(56, 60)
 _TCP_INFO_BYTES = 60
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How members of a worker and those on other hosts reach each other."""
+    """Connections between a worker's ranks and those on other hosts."""
 
-    host: str = ""  # name or number of this one; empty if no connection may leave it
-    listening: ssl.SSLContext | None = None  # where connections between hosts are encrypted
+    host: str = ""  # name or address of this host; empty if no connection may leave it
+    listening: ssl.SSLContext | None = None  # if connections between hosts are encrypted
     connecting: ssl.SSLContext | None = None
-    timeout_s: float = 30.0  # without an answer, after which such a connection is lost
-    uses_ucx: bool = False  # for large messages, to members that do
+    timeout_s: float = 30.0  # longest time without an answer on such a connection
+    uses_ucx: bool = False  # for large messages, to ranks that use it too
 
     @property
     def protocol(self) -> str:
-        """Name how connections between hosts are made."""
+        """Protocol of connections between hosts: "none", "tcp" or "tls"."""
         return "none" if not self.host else "tcp" if self.connecting is None else "tls"
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A TLS socket that raises what others raise where it would have to wait.
+    """A TLS socket that raises `BlockingIOError` when it would block, like other sockets.
 
-    Its first messages take a handshake, for which it waits as for anything else.
+    The handshake is part of its first messages, and does not block either.
     """
 
-    send_event = select.POLLOUT  # for which the next `sendmsg` waits
+    send_event = select.POLLOUT  # event that the next `sendmsg` waits for
 
     def sendmsg(self, buffers, *args):  # type: ignore[no-untyped-def, override]
         try:
@@ -76,22 +78,22 @@ class TlsSocket(ssl.SSLSocket):
         try:
             return super().recv_into(buffer, nbytes, flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            if self.version() is not None:  # reading may have ended the handshake
+            if self.version() is not None:  # reading may have completed the handshake
                 self.send_event = select.POLLOUT
             raise BlockingIOError from None
 
 
 class Endpoint:
-    """What listens for the links of a member, and begins them."""
+    """Listens for the connections of a rank, and opens them."""
 
-    _here: ClassVar[dict[str, Endpoint]] = {}  # those of this process, by their texts
+    _here: ClassVar[dict[str, Endpoint]] = {}  # endpoints of this process, by `text`
 
-    def __init__(self, reach: Reach, bell: Bell) -> None:  # of its worker; what wakes its member
+    def __init__(self, reach: Reach, bell: Bell) -> None:  # the worker's reach; the rank's bell
         self._reach, self._bell = reach, bell
         self._lock = threading.Lock()
-        self._callers: deque[tuple[bytes, Stream]] | None = deque()  # None: it is closed
-        self._strangers: list[Strangers] = []  # of each listener
-        #: What others need to know to begin a link.
+        self._callers: deque[tuple[bytes, Stream]] | None = deque()  # None: closed
+        self._strangers: list[Strangers] = []  # one for each listener
+        #: Address for other ranks' connections.
         self.text = ""
         try:
             self.text = self._listen(reach)
@@ -101,11 +103,11 @@ class Endpoint:
         self._here[self.text] = self
 
     def _listen(self, reach: Reach) -> str:
-        """Begin to listen; return where."""
+        """Begin to listen; return the address."""
         port = 0
         try:
             unix = self._listener(socket.socket(socket.AF_UNIX))
-            unix.bind("")  # to a name that the kernel makes: no file, and gone with the process
+            unix.bind("")  # a name from the kernel: no file, and gone with the process
             unix.listen(_QUEUED)
             if reach.host:
                 tcp = self._listener(_bound(reach.host))
@@ -125,20 +127,20 @@ class Endpoint:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors to poll, for `accepted`."""
+        """File descriptors to poll for `accepted`."""
         return [number for each in self._strangers for number in each.numbers]
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for something there, at most, before `accepted` is called again."""
+        """Longest time to poll before `accepted` is called again."""
         return 0.0 if self._callers else min(each.patience_s for each in self._strangers)
 
     def is_here(self, endpoint: str) -> bool:
-        """Return whether another member's endpoint is in this process."""
+        """Return whether another rank's endpoint is in this process."""
         return host_of(endpoint) == host_of(self.text) and endpoint in self._here
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         with self._lock:
             callers, self._callers = self._callers, None
         for _, stream in callers or ():
@@ -148,9 +150,9 @@ class Endpoint:
         self._here.pop(self.text, None)
 
     def stream_to(self, endpoint: str, said: bytes) -> Stream | None:
-        """Return a stream to another member's endpoint, which gets some bytes as the first ones.
+        """Return a stream to another rank's endpoint, with `said` as its first bytes.
 
-        None if it is in no member of this process.
+        It is None if the endpoint is not in this process, or closed.
         """
         other = self._here.get(endpoint) if self.is_here(endpoint) else None
         if other is None:
@@ -164,9 +166,10 @@ class Endpoint:
         return own
 
     def connect(self, endpoint: str, worker: str, most_s: float = _CONNECT_S) -> socket.socket:
-        """Return a socket to another member's endpoint, on a worker, within so many seconds.
+        """Return a socket to another rank's endpoint on a worker, within `most_s` seconds.
 
-        `OSError` if it cannot be reached, `SectionError` if it must not be.
+        Raises `OSError` if the endpoint cannot be reached. Raises `SectionError` if the two hosts
+        have no protocol in common, or too many files are open here.
         """
         kernel, _, user, name, protocol, host, port = endpoint.split()
         try:
@@ -174,7 +177,7 @@ class Endpoint:
                 return self._prepared(_connected(bytes.fromhex(name), most_s), None)
             if protocol != self._reach.protocol or protocol == "none":
                 raise SectionError(
-                    f"expected TCP, or TLS at both ends, between members on different hosts, got "
+                    f"expected TCP, or TLS at both ends, between ranks on different hosts, got "
                     f"{self._reach.protocol} here and {protocol} on {worker}. Give the workers a "
                     f"certificate and a CA file where encryption is required."
                 )
@@ -186,10 +189,10 @@ class Endpoint:
         return self._prepared(made, self._reach.connecting)
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket | Stream]]:
-        """Take new connections; return those that have sent so many bytes by now, and these.
+        """Accept new connections; return those that have sent `wanted` bytes, with these bytes.
 
-        `ready` are those of `numbers` with something to read. `SectionError` if this process
-        cannot have any more connections.
+        `ready` contains the readable file descriptors of `numbers`. Raises `SectionError` if this
+        process cannot have more connections.
         """
         found: list[tuple[bytes, socket.socket | Stream]] = []
         while self._callers:
@@ -225,11 +228,11 @@ def _connected(name: bytes, most_s: float) -> socket.socket:
     """Return a socket that is connected to a Unix socket of this user."""
     made = socket.socket(socket.AF_UNIX)
     try:
-        # For so long the kernel waits for one whose queue is full.
+        # Longest wait of the kernel for a listener with a full queue.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(most_s), 0))
         made.connect(name)
         if not is_of_this_user(made):
-            raise ConnectionRefusedError("another user's process has taken the place of the member")
+            raise ConnectionRefusedError("another user's process listens in place of the rank")
     except BaseException:
         made.close()
         raise
@@ -237,43 +240,43 @@ def _connected(name: bytes, most_s: float) -> socket.socket:
 
 
 def host_of(endpoint: str) -> str:
-    """Return what members of one host have in common, of an endpoint's text."""
+    """Return the part of an endpoint's text that is the same for all ranks of a host."""
     return endpoint.split()[0]
 
 
 def uses_ucx(endpoint: str) -> bool:
-    """Return whether a member uses UCX, of its endpoint's text."""
+    """Return whether a rank uses UCX, from its endpoint's text."""
     return endpoint.split()[1] == "ucx"
 
 
 def is_lost(made: socket.socket | Stream, timeout_s: float) -> bool:
-    """Tell whether a peer on another host should have answered, and has not for so long."""
+    """Return whether a peer on another host owes an answer, and has sent none for `timeout_s`."""
     if isinstance(made, Stream) or made.family == socket.AF_UNIX:
         return False
     info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     unanswered = max(info[_RETRANSMITS][0], info[_PROBES_OUT][0])
     since_s = int.from_bytes(info[_LAST_ACK_RECV], "little") / 1000
-    return unanswered > 1 and since_s >= timeout_s  # the last one may be on its way
+    return unanswered > 1 and since_s >= timeout_s  # one answer may be in flight
 
 
 def _bound(host: str) -> socket.socket:
-    """Return a socket that is reached under a name, or if that is another host's here at all."""
+    """Return a socket bound to a host name, or to all interfaces if that name is not local."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, *_, address = found[0]
     made = socket.socket(family)
     try:
         made.bind(address)
     except OSError:
-        made.bind(("", 0))  # the worker has a contact address, which leads here
+        made.bind(("", 0))  # the name is a contact address that leads here
     return made
 
 
 def _kernel_and_network() -> str:
-    """Name this kernel and its network, to which names of Unix sockets belong."""
+    """Return an identifier of this kernel and network: the scope of Unix socket names."""
     return f"{kernel_and_namespace()[0]}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 @cache
 def _user() -> str:
-    """Name the user of this process, and the namespace of that number."""
+    """Return an identifier of this process's user, and of the namespace of its number."""
     return f"{os.geteuid()}/{os.stat('/proc/self/ns/user').st_ino}"

@@ -1,4 +1,4 @@
-"""What members of a section have in memory, and what they exchange: known before they run."""
+"""Estimates, before a run, of the memory and messages of a section's ranks."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from dask_p2p.types import Kind
 
 @dataclass(frozen=True, slots=True)
 class SectionEstimate(MemoryEstimate):
-    """What one member of `iterate` or `spmd` holds at most, and what it sends.
+    """Peak memory of one rank of `iterate` or `spmd`, and the bytes that it sends.
 
-    What the user's function allocates itself comes to that. Of `spmd` nobody knows what its
-    function does: there are the arrays that it is given, and those that it returns.
+    Memory that the user's function allocates itself is not included. For `spmd` only the arrays
+    that its function receives and returns are counted.
 
     Attributes
     ----------
     workers : int
-        Number of members: one on each worker, if there are as many.
+        Number of ranks: one on each worker, if there are enough workers.
     input_bytes, output_bytes : int
-        The blocks that a member is given, and those that it makes.
+        Input blocks and output blocks of a rank.
     staging_bytes, packed_bytes : int
-        Rims that come, and rims packed for others.
+        Received halos, and halos packed for other ranks.
     work_bytes : int
-        Fields with their rims, and memory for the next one; the member's shares of constants. Of
-        `spmd` the shares that its function is given.
+        Fields with their halos, memory for the next field, and the rank's local blocks of
+        constants. For `spmd` the local blocks that its function receives.
     returned_bytes : int
-        What the function returns, until the output's blocks are copied from it: the fields with
-        their rims. The rest of `work_bytes`, and rims, are gone by then.
+        Arrays that the function returns, until the output blocks are copied from them: the fields
+        with their halos. The rest of `work_bytes` and the exchanged halos are freed by then.
     state_bytes : int
-        Of checkpoints: the member's own states and those of another one, twice while they are
-        replaced.
+        Checkpoints: the rank's own states and those of the rank that it guards, twice while they
+        are replaced.
     step_bytes : int
-        What a member sends to others in a step.
+        Bytes that a rank sends in a step.
     checkpoint_bytes : int
-        What a member copies for each checkpoint, and sends to another worker.
+        Bytes that a rank copies for each checkpoint, and sends to another worker.
     kind : str
-        Of the blocks: "numpy", or "cupy". Of CuPy all is memory of the GPU but `state_bytes`, and
-        rims are packed in two places: `packed_bytes`.
+        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes` is GPU memory, and
+        `packed_bytes` holds two copies of the packed halos.
     """
 
     work_bytes: int
@@ -57,38 +57,38 @@ class SectionEstimate(MemoryEstimate):
 
     @property
     def total_bytes(self) -> int:
-        """All of it: the member's peak; of CuPy that of its GPU's memory."""
+        """Peak memory of the rank; for CuPy, that of its GPU."""
         while_bytes = self.work_bytes + self.staging_bytes + self.packed_bytes
         after_bytes = self.returned_bytes + self.output_bytes
-        # On a GPU there are copies without rims, which go to the host.
+        # A GPU has copies without halos for checkpoints, which then go to the host.
         state_bytes = self.state_bytes if self.kind == "numpy" else self.checkpoint_bytes
         return self.input_bytes + state_bytes + max(while_bytes, after_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Of that, or beside it if blocks are CuPy's, what is in host memory."""
+        """Host memory: all of `total_bytes` for NumPy, additional memory for CuPy."""
         if self.kind == "numpy":
             return self.total_bytes
         return self.state_bytes + self.staging_bytes + self.packed_bytes
 
     def __str__(self) -> str:
         named = {
-            "blocks given": self.input_bytes,
-            "shares and rims": self.work_bytes + self.staging_bytes + self.packed_bytes,
+            "input blocks": self.input_bytes,
+            "local blocks and halos": self.work_bytes + self.staging_bytes + self.packed_bytes,
             f"checkpoints{' on the host' * (self.kind != 'numpy')}": self.state_bytes,
-            "blocks made after that": self.output_bytes,
+            "output blocks after that": self.output_bytes,
         }
         parts = ", ".join(f"{format_bytes(of)} {name}" for name, of in named.items())
         step, checkpoint = map(format_bytes, (self.step_bytes, self.checkpoint_bytes))
         return (
-            f"{self.workers} member{'s' * (self.workers > 1)}: at most "
+            f"{self.workers} rank{'s' * (self.workers > 1)}: at most "
             f"{format_bytes(self.total_bytes)} each ({parts}); each sends {step} a step, and "
             f"{checkpoint} a checkpoint"
         )
 
 
 def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
-    """Refuse a member that can never fit into this worker's memory: `MemoryLimitError`."""
+    """Refuse a rank that can never fit into this worker's memory: `MemoryLimitError`."""
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
@@ -99,11 +99,11 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
             where = where_is(worker)
             missing_bytes = needed_bytes - limit_bytes
             raise MemoryLimitError(
-                f"expected a member that fits into the {format_bytes(limit_bytes)} of "
+                f"expected a rank that fits into the {format_bytes(limit_bytes)} of "
                 f"{'' if kind == 'numpy' else 'the GPU of '}{where}, got one of {found}; "
                 f"{format_bytes(missing_bytes)} are missing. "
                 f"Spread the array over more workers, or do without checkpoints, "
-                f"checkpoint_every=None. dask_p2p.estimate(y) tells it before.",
+                f"checkpoint_every=None. Call dask_p2p.estimate(y) for this figure before a run.",
                 needed_bytes,
                 missing_bytes,
             )

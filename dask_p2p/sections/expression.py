@@ -1,6 +1,6 @@
-"""What a gang makes as an expression of array-expr, Dask's query planning for arrays.
+"""A gang's arrays as expressions of array-expr, Dask's query planning for arrays.
 
-As `dask_p2p.graph.expression`, imported only where arrays are expressions.
+Like `dask_p2p.graph.expression`, this module is imported only where arrays are expressions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SectionExpr(PlannedExpr):
     """One of the arrays that a gang makes.
 
     The operands are a `Section`, the number of the array, and then the expressions of the inputs.
-    Arrays of one section have the same members, as these are named by the inputs.
+    All arrays of one section share the tasks of its ranks, since the inputs determine their names.
     """
 
     _parameters = ("section", "number")

@@ -1,7 +1,7 @@
-"""Open files: each link to a member of another process takes one of those of its own.
+"""Open files: each connection to a rank in another process is one open file.
 
-Linux allows 1,024 by default, far below its own bounds. A process may raise that soft limit itself,
-up to the hard one.
+Linux allows 1,024 by default, far below its own bounds. A process may raise this soft limit itself,
+up to the hard limit.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from math import inf
 
 from dask_p2p.errors import SectionError
 
-#: Connections at one listener of a member that have not shown whose they are.
+#: Limit of unidentified connections at one listener of a rank.
 MOST_STRANGERS = 32
-_SPARE = 256  # for all else that a process opens while members run
+_SPARE = 256  # for all other files that a process opens while ranks run
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 _REMEDY = (
     "Raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a "
-    "container), or give the section fewer members."
+    "container), or give the section fewer ranks, members=."
 )
 _raising = threading.Lock()
 
 
 def reserve_files(members: int, others: int) -> None:
-    """Let this process open a file for each link of its members to those of other processes.
+    """Raise the limit of open files for the connections of this process's ranks to others.
 
     Raises
     ------
     SectionError
-        If the hard limit is below the files that are open already and these together.
+        If the hard limit is too low for these connections and the files that are open already.
     """
     with _raising:
         soft, hard = (_bound(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -39,7 +39,7 @@ def reserve_files(members: int, others: int) -> None:
         if needed > hard:
             raise SectionError(
                 f"expected room for {needed} open files in a worker's process, where {members} of "
-                f"{members + others} members run, got a hard limit of {hard}. {_REMEDY}"
+                f"{members + others} ranks run, got a hard limit of {hard}. {_REMEDY}"
             )
         wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * members)
         if soft < wanted:
@@ -48,7 +48,7 @@ def reserve_files(members: int, others: int) -> None:
 
 
 def check_files(exc: OSError) -> None:
-    """Raise `SectionError` if an error of the system is that too many files are open here."""
+    """Raise `SectionError` if a system error means that too many files are open here."""
     if exc.errno in _TOO_MANY:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise SectionError(

@@ -1,7 +1,7 @@
 """Checks of the function of `iterate`, made in its first step.
 
 Each check finds a program that would return wrong values without an error: a function that leaves
-out elements, writes into its fields, loses fractions, or reads corners that are not exchanged.
+elements unset, writes into its fields, loses fractions, or reads corners that are not exchanged.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from dask_p2p.sections.halo import Padded, Part
 from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.types import Array, DType
 
-_MARKS = (b"\xa5", b"\x5a")  # bytes of elements that are not filled: data may equal one of them
-_SEED = 0xA5A5A5A5  # of a corner with zeros and ones, as long as it is not filled
+_MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
+_SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
-_LEAST_MARKED = 64  # zeros and ones: others than by chance
+_LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
 class FirstStep:
-    """The first step of a share.
+    """The first step of a local block.
 
     Parameters
     ----------
     step : StepFunction
         Calls the user's function.
     device : Host
-        Where the share lies.
+        Device of the local block.
     fields : sequence of Padded
         The fields that the function reads.
     given : sequence
         Its arguments: the data of the fields, then constants.
     part : Part
-        The data of the newest field, as the function sees it.
+        The data of the newest field, as the function receives it.
     spare : Padded
-        The field that the function makes.
+        Memory of the next field, which the step fills.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FirstStep:
         Raises
         ------
         BlockMismatchError
-            If the function does not fill all elements, or fills in numbers of another kind.
+            If the function leaves elements unset, or fills in numbers of another kind.
         InputError
             If it writes into its fields, or reads corners that are not exchanged.
         """
@@ -86,12 +86,12 @@ class FirstStep:
         return [self._device.checksum(each) for each in arrays if isinstance(each, kinds)]
 
     def _filled(self) -> tuple[Any, ...]:
-        """Let the function fill its parameter `out`, all of which it must fill."""
+        """Call the function, and check that it fills its whole parameter `out`."""
         out = self._spare.inner
         marks = marked(out, self._device)
         returned = self._recorded(out)
         if marks is not None and marks.is_left():
-            marks.put_others()  # where data happened to equal the first ones
+            marks.put_others()  # data may equal the first marks
             self._step.call(self._given, out)
             marks.check()
         return self._step.numbers(returned, out)
@@ -99,21 +99,21 @@ class FirstStep:
     # --- numbers of the fields' kind
 
     def _recorded(self, out: Array) -> Any:
-        """Call the function, with a view of `out` that refuses a loss if it takes such a view."""
+        """Call the function, if possible with a view of `out` that refuses lossy writes."""
         recorder = self._device.recorder(out) if out.dtype.kind in "biuf" else None
         if recorder is not None:
             try:
                 returned = self._step.call(self._given, recorder)
             except (BlockMismatchError, InputError):
                 raise
-            except Exception:  # of a compiled function, which takes plain arrays only
+            except Exception:  # a compiled function takes plain arrays only
                 recorder = None
         if recorder is None or not recorder.was_written:
             self._check_wider(out)
         return self._step.call(self._given, out) if recorder is None else returned
 
     def _check_wider(self, out: Array) -> None:
-        """Refuse a function that fills fractions into an array which could hold them."""
+        """Refuse a function that fills fractions into an array that can hold them."""
         if out.dtype.kind not in "biu":
             return
         wide = self._device.zeros(out.shape, np.float64 if out.dtype.itemsize > 2 else np.float32)
@@ -137,11 +137,11 @@ class FirstStep:
         made, dtype = self._device.checksum(self._spare.data), self._spare.exchange.dtype
         with np.errstate(all="ignore"):
             has_changed = any(self._sum_with(value) != made for value in fillings(dtype))
-        # Results that differ for the same corners, too, are of random numbers.
+        # Results that differ even for the same corners come from random numbers.
         if has_changed and self._sum_with(unread_value(dtype)) == made:
             raise InputError(
-                "corners=False: expected a function that reads no corners of the rims, where two "
-                "axes' rims meet, got one whose results change with them. Leave corners=False out."
+                "corners=False: expected a function that reads no corners of the halo, where two "
+                "axes' halos meet, got one whose results change with them. Leave corners=False out."
             )
         for field in self._fields:
             field.fill_unread(unread_value(dtype))
@@ -155,7 +155,7 @@ class FirstStep:
 
 
 def fillings(dtype: DType) -> list[Any]:
-    """Return values of which one, in a corner, changes the result of a function that reads it."""
+    """Return test values for corners: a function that reads corners notices one of them."""
     if dtype.kind in "fc":
         return [dtype.type(1), dtype.type(np.inf), dtype.type(-np.inf)]
     if dtype.kind in "iu":
@@ -166,7 +166,7 @@ def fillings(dtype: DType) -> list[Any]:
 
 
 class _Values:
-    """One value in all elements that are not filled, which no function makes but by intent."""
+    """Marks of unset elements: one value that no function writes by accident."""
 
     def __init__(self, out: Array, device: Host) -> None:
         self._out, self._device = out, device
@@ -192,7 +192,10 @@ class _Values:
 
 
 class _Pattern:
-    """Zeros and ones in a corner: each value of small elements may be meant, hardly all of them."""
+    """Marks of small elements: a pattern of zeros and ones in a corner.
+
+    A function may write each of these values, but hardly the whole pattern.
+    """
 
     def __init__(self, out: Array, device: Host) -> None:
         self._out, self._device = out, device
@@ -214,7 +217,7 @@ class _Pattern:
 
 
 def marked(out: Array, device: Host) -> _Values | _Pattern | None:
-    """Put marks into memory that the function has to fill; None if it can have none."""
+    """Put marks into memory that the function must fill; None if its dtype or size allows none."""
     if out.dtype.kind not in "biufcmM":
         return None
     if out.dtype.itemsize >= 4:

@@ -1,8 +1,8 @@
-"""Gangs from the arrival of their graph until they run: those that never can are ended.
+"""Gangs from the arrival of their graph until they run. A gang that can never run is ended.
 
-Members wait for each other, so a gang that cannot run as a whole would wait for ever. It is ended
-by a `SectionError` if the workers lack resources for all its members, or if another gang has its
-workers and waits for it. A member behind long tasks goes to a worker that has a free thread.
+Ranks wait for each other, so a gang that cannot run as a whole would wait for ever. It ends with a
+`SectionError` if the workers lack resources for all its ranks, or if another gang occupies its
+workers and waits for it. A rank behind long tasks moves to a worker with a free thread.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from dask_p2p.sections.shortage import shortage
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # between two looks
-_JOINING_S = 1.0  # after the graph or a worker has come, more workers may join
-_LOST_S = 300.0  # a gang that could run waits so long for a worker that was lost
-_RESTART_S = 30.0  # a nanny starts a worker that was lost just before the graph came
-_ADAPTIVE_S = 30.0  # a cluster that has asked for its target counts as adaptive
-_INNER_S = 1.0  # an inner gang waits for its outer gang, which may be about to end
+_LOOK_S = 0.5  # between two checks
+_JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
+_LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
+_RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
+_ADAPTIVE_S = 30.0  # time after a request for its target, in which a cluster counts as adaptive
+_INNER_S = 1.0  # patience of an inner gang with its outer gang, which may be about to end
 _BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
 
 
 @dataclass
 class _Gang:
-    """The state of one gang that gathers."""
+    """State of a gang that gathers its ranks."""
 
-    could_run: bool = False  # there were workers for all members once
-    lacking_s: float | None = None  # since when there are not
-    blocked_s: float | None = None  # since when a gang has its workers which may wait for it
+    could_run: bool = False  # True once there were workers for all ranks
+    lacking_s: float | None = None  # start of the lack of workers
+    blocked_s: float | None = None  # start of the block by a gang that occupies its workers
     is_warned: bool = False
 
 
 class Gathering:
-    """Looks twice a second at all gangs that do not run."""
+    """Checks all gangs that do not run, twice a second."""
 
     def __init__(
         self,
         scheduler: Any,
         coordinator: Coordinator,  # of all gangs
         nesting: Nesting,
-        warn_after_s: float,  # how long a gang waits for workers before users are warned
+        warn_after_s: float,  # wait of a gang for workers, before users are warned
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting
@@ -58,36 +58,36 @@ class Gathering:
         self._gangs: dict[str, _Gang] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined_s = self._lost_s = self._asked_s = float("-inf")
-        self._lost = 0  # workers in whose place none has joined
+        self._lost = 0  # lost workers that were not replaced
 
     def add(self, keys: Iterable[Any]) -> None:
-        """Look after the gangs among tasks that have come to the scheduler."""
+        """Begin to check the gangs among new tasks of the scheduler."""
         for name in gangs_of(keys):
             self._gangs.setdefault(name, _Gang())
         if self._gangs and self._timer is None:
             self._look_later()
 
     def forget(self, key: Any) -> None:
-        """Look no more after a gang whose tasks are forgotten."""
+        """Stop checking a gang whose tasks are forgotten."""
         for gang in gangs_of([key]):
             self._gangs.pop(gang, None)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop all checks."""
         self._gangs.clear()
         if self._timer is not None:
             self._timer.cancel()
 
     def note_joined(self) -> None:
-        """Note that a worker has joined: more may be on their way."""
+        """Record that a worker has joined: more may follow."""
         self._joined_s, self._lost = self._now_s(), max(0, self._lost - 1)
 
     def note_lost(self) -> None:
-        """Note that a worker was lost: its nanny may start it again."""
+        """Record that a worker was lost: its nanny may restart it."""
         self._lost_s, self._lost = self._now_s(), self._lost + 1
 
     def note_asked(self) -> None:
-        """Note that an adaptive cluster has asked how many workers it should have."""
+        """Record that an adaptive cluster has requested its target number of workers."""
         self._asked_s = self._now_s()
 
     def _look_later(self) -> None:
@@ -100,10 +100,10 @@ class Gathering:
             self._look_later()
 
     def look(self) -> None:
-        """End gangs that never can run, and move members that do not start where they are."""
+        """End gangs that can never run, and move ranks that do not start where they are."""
         for name, gang in tuple(self._gangs.items()):
             commit = self._scheduler.tasks.get((name, COMMIT))
-            # Later the members have returned, or one has failed; it may be tried once more.
+            # Later the ranks have returned, or one has failed; the gang may be tried once more.
             is_gathering = commit is not None and commit.state == "waiting"
             if not is_gathering or self._coordinator.has_started(name):
                 gang.lacking_s = gang.blocked_s = None
@@ -116,7 +116,7 @@ class Gathering:
                 self._move(name, tasks)
 
     def _lack(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
-        """Return which resources or workers are lacking, once it is no use to wait for them."""
+        """Return a text about lacking resources or workers, once there is no use in waiting."""
         text = ""
         if self._scheduler.workers and any(map(is_restricted, tasks)):
             text = shortage(self._scheduler, name, tasks)
@@ -138,7 +138,7 @@ class Gathering:
         return ""
 
     def _block(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
-        """Return which gang has the workers of this one, if it waits for it."""
+        """Return a text about a gang that occupies this one's workers, and may wait for it."""
         around, others = [*self._nesting.outer(name)], []
         if around or self._nesting.may_be_inner(name):
             ways = [self._ways(each) for each in tasks]
@@ -153,28 +153,28 @@ class Gathering:
         if now_s - since_s < (_INNER_S if outer else _BLOCKED_S):
             return ""
         remedy = (
-            "Build it in the function itself, where it has one member, give members=1, or compute "
+            "Build it in the function itself, where it has one rank, give members=1, or compute "
             "it before."
         )
         if outer:
             return (
                 f"{name} is computed by the function of {outer}, and needs workers that {outer} "
-                f"has until it ends: each would wait for the other. {remedy}"
+                f"occupies until it ends: each would wait for the other. {remedy}"
             )
         return (
-            f"{name} was computed by a thread of a worker, and {others[0]} has had its workers for "
-            f"{now_s - since_s:.0f} s. If the function of {others[0]} waits for it, neither would "
-            f"end. {remedy}"
+            f"{name} was computed by a thread of a worker, and {others[0]} has occupied its "
+            f"workers for {now_s - since_s:.0f} s. If the function of {others[0]} waits for it, "
+            f"neither would end. {remedy}"
         )
 
     def _ways(self, ts: Any) -> set[str]:
-        """Return the worker that a member's task is on, or those that it may come to."""
+        """Return the address of the worker of a rank's task, or those of all that may get it."""
         if ts.processing_on is not None:
             return {ts.processing_on.address}
         return {ws.address for ws in allowed_workers(self._scheduler, ts)}
 
     def _end(self, commit: Any, reason: str) -> None:
-        """Have all that depends on a gang fail, and its members' tasks taken back."""
+        """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
         from distributed.protocol.pickle import dumps
 
         logger.warning("%s", reason)
@@ -184,9 +184,9 @@ class Gathering:
         self._scheduler.transitions({commit.key: "erred"}, stimulus_id=stimulus)
 
     def _move(self, name: str, tasks: Sequence[Any]) -> None:
-        """Take members back that would wait for long tasks, if another worker can run them now."""
+        """Release ranks that would wait for long tasks, if another worker can run them now."""
         if any(each.state == "waiting" for each in tasks):
-            return  # for their inputs: until these are made the worker may be free
+            return  # for inputs: the worker may be free when these are computed
         here = self._coordinator.waiting(name)
         stuck = []
         for ts in tasks:

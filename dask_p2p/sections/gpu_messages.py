@@ -1,7 +1,7 @@
-"""Regions in memory of GPUs that their members cannot read: sent to them.
+"""Regions in GPU memory that other ranks cannot read: sent in messages.
 
-Between hosts they go by UCX, each in one piece of memory of the GPU, where a link carries so many
-bytes. The rest goes through host memory: to other hosts without UCX, between members of one
+Between hosts they go by UCX, each from contiguous GPU memory, if the connection carries messages of
+that size. All others go through host memory: to other hosts without UCX, between ranks of one
 process, and where the allocator's memory cannot be shared.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class GpuMessages:
-    """Sends regions again and again.
+    """Exchanges regions in messages, repeatedly.
 
     Parameters
     ----------
     gpu
-        Of this member.
+        The rank's GPU.
     links, reads_memory
-        As of `Regions`.
+        As for `Regions`.
     """
 
     def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
@@ -40,17 +40,17 @@ class GpuMessages:
         self._of_host = Regions(links, reads_memory)
 
     def prepare(self) -> None:
-        """Do what `Regions.prepare` does."""
+        """Prepare exchanges, as `Regions.prepare` does."""
         self._of_host.prepare()
 
     def bring(
         self,
         call: Call,
-        axis: int,  # along which regions are in pieces
-        regions: dict[int, list[Array]],  # by rank
-        targets: dict[int, Array],
+        axis: int,  # axis along which regions are in pieces
+        regions: dict[int, list[Array]],  # by rank of the receiver: the pieces
+        targets: dict[int, Array],  # by rank of the sender
     ) -> None:
-        """Send regions, and bring those of others to where they belong."""
+        """Send regions to other ranks, and receive theirs into `targets`."""
         if self._links is not None and self._links.use_ucx and (regions or targets):
             self._by_ucx(self._links, call, axis, regions, targets)
         if regions or targets:
@@ -64,7 +64,7 @@ class GpuMessages:
         regions: dict[int, list[Array]],
         targets: dict[int, Array],
     ) -> None:
-        """Send regions from memory of the GPU; take those out that were brought so."""
+        """Exchange regions by UCX from GPU memory, and remove these from the arguments."""
         gpu, sends, receives = self._gpu, {}, {}
         with gpu.queue.within(gpu.stream):
             for rank, pieces in [*regions.items()]:
@@ -73,7 +73,7 @@ class GpuMessages:
             for rank, target in targets.items():
                 if links.carries(rank, target.nbytes):
                     receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
-        gpu.wait()  # for those pieces, and for what used this memory before
+        gpu.wait()  # for these copies, and for earlier uses of this memory
         end = begin_in_order(
             links,
             call.order,
@@ -87,7 +87,7 @@ class GpuMessages:
                 gpu.queue.permute(targets.pop(rank), arrived, call.axes)
 
     def _in_one_piece(self, pieces: Sequence[Array], axis: int) -> Array:
-        """Put on the queue what copies pieces of a region, along an axis, to where they lie so."""
+        """Return contiguous memory for a region, and enqueue the copies of its pieces into it."""
         shape = list(pieces[0].shape)
         if shape:
             shape[axis] = sum(piece.shape[axis] for piece in pieces)
@@ -107,7 +107,7 @@ class GpuMessages:
         regions: Mapping[int, Sequence[Array]],
         targets: Mapping[int, Array],
     ) -> None:
-        """Copy regions down, send them or have them read there, and copy up what comes."""
+        """Copy regions to host memory, exchange them there, and copy received regions back up."""
         gpu = self._gpu
         straight = replace(call, axes=tuple(range(len(call.axes))))
         down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}

@@ -1,4 +1,4 @@
-"""What members tell each other of regions in memory of GPUs: where they lie."""
+"""Descriptors of regions in GPU memory, which ranks send to each other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dask_p2p.sections.link import Buffer
 from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.types import DType
 
-#: Number, shape, strides, and where it lies.
+#: Number, shape, strides, and CUDA IPC handle.
 Piece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.Place]
 
 
-@lru_cache(maxsize=64)  # calls that are made again and again find the same memory
+@lru_cache(maxsize=64)  # repeated calls use the same memory
 def told(axis: int, pieces: tuple[Piece, ...]) -> bytes:
-    """Return what other members are told of a region: its axis, and where its pieces lie."""
+    """Return the descriptor of a region: its axis, and the handles of its pieces."""
     return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
 
 
 @lru_cache(maxsize=64)
 def _said(text: bytes) -> tuple[int, list[Piece]]:
-    """Return what `told` was given."""
+    """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
         (number, tuple(length), tuple(strides), cuda_ipc.Place(**place))
@@ -33,7 +33,7 @@ def _said(text: bytes) -> tuple[int, list[Piece]]:
 
 
 def mapped(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
-    """Return another member's region, as it is mapped here: its axis, and pieces by number."""
+    """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
     axis, pieces = _said(bytes(said))
     return axis, [
         (number, _piece(of, place, length, strides, dtype))

@@ -1,26 +1,27 @@
-"""Regions of shares in memory of GPUs: read by the members of a host where they lie.
+"""Regions of local blocks in GPU memory: read in place by the ranks of a host.
 
-A member records an event behind what has written its share, and tells others where their regions
-are. These read them part by part, as tasks do: a copy engine brings the next part while a kernel
-puts the one before into place. Then each records an event behind that, tells so, and the streams of
-those that were read wait for it before they go on. The host waits for messages alone::
+A rank records an event after the work that writes its local block, and sends descriptors of its
+regions to their readers. The readers read them part by part, as tasks do: a copy engine brings the
+next part while a kernel puts the previous one into place. Then each reader records an event and
+acknowledges the read. The holder's stream waits for the readers' events before it goes on. The host
+waits for messages alone::
 
-    stream      [what writes the share] written          [waits: others have read] [what overwrites]
+    stream      [writes the local block] written         [waits: others have read] [overwrites it]
     copies                        [waits: others' written][part][part][part]
     emptying                                                    [part][part][part] read
 
-All members of a host that read each other tell each other both, in each exchange, also where they
-give each other nothing. So no event is recorded again before all have waited for it: a member that
-tells where its regions are has waited for what was read before, and one that tells what it has read
-has waited for what was written.
+All ranks of a host that read each other exchange descriptors and acknowledgements in each exchange,
+even if empty. So no event is recorded again before all have waited for it. A rank that sends its
+descriptors has waited for the previous reads. A rank that acknowledges a read has waited for the
+write.
 
-A share may be made in `Pieces`, one after the other, with an event behind each: others read the
-first while the next is made.
+A local block may be made in `Pieces`, one after the other, with an event after each: others read
+the first piece while the next one is made.
 
-Nobody waits at the end for the others to say what they read, but who does something with the share
-or in its memory: see `GpuRegions.settle`. Meanwhile the host puts more work on the stream.
+Acknowledgements are awaited lazily, by the next user of the local block or its memory: see
+`GpuRegions.settle`. Until then the host enqueues more work.
 
-What cannot be read is sent: see `gpu_messages`.
+Regions that cannot be read are sent: see `gpu_messages`.
 """
 
 from __future__ import annotations
@@ -44,37 +45,38 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-#: What is read last is no larger. A kernel puts it into place in 50 µs: the host needs as long for
-#: one more part.
+#: Limit of the last part of a read. A kernel puts it into place in 50 µs: the host needs as long
+#: for one more part.
 _LAST_PART_BYTES = 2**26
-#: What is larger does not stay until later: memory may be short, and the host is ahead anyway.
+#: Limit of a local block with pending acknowledgements: memory may be short, and the host is ahead
+#: anyway.
 _MOST_UNSETTLED_BYTES = 2**30
-_READ, _WRITTEN = range(2)  # events of a member; from the second on one for each piece
+_READ, _WRITTEN = range(2)  # numbers of a rank's events; from the second on one for each piece
 
 
-_Region: TypeAlias = Sequence[tuple[int, Array]]  # of pieces, each with its number
+_Region: TypeAlias = Sequence[tuple[int, Array]]  # pieces, each with its number
 
 
 class _Unsettled(NamedTuple):
-    """What others may still read."""
+    """An exchange that other ranks may still be reading."""
 
     call: Call
-    axis: int  # of pieces
-    made: list[Array]  # these
-    regions: Mapping[int, _Region]  # of these, by the rank of those to whom they belong
-    targets: dict[int, Array]  # what has not been read here, and must come otherwise
-    said: Callable[[], Mapping[int, Buffer]]  # waits for what others say: whether they read
+    axis: int  # of the pieces
+    made: list[Array]  # the pieces
+    regions: Mapping[int, _Region]  # by rank of the reader
+    targets: dict[int, Array]  # by rank of the sender: regions that must come in messages
+    said: Callable[[], Mapping[int, Buffer]]  # waits for acknowledgements, by rank of the reader
 
 
 class GpuRegions:
-    """Brings regions again and again. It is what `Regions` is for those in host memory.
+    """Exchanges regions in GPU memory, repeatedly: the counterpart of `Regions` for host memory.
 
     Parameters
     ----------
     gpu
-        Of this member.
+        The rank's GPU.
     links, reads_memory
-        As of `Regions`.
+        As for `Regions`.
     """
 
     def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
@@ -92,9 +94,9 @@ class GpuRegions:
         targets: Mapping[int, Array],
         local: Local | None = None,
     ) -> None:
-        """Do what `Regions.bring` does, on the member's stream.
+        """Exchange regions as `Regions.bring` does, on the rank's stream.
 
-        Others may still read the share: it must stay as it is until `settle` has returned.
+        Others may still read the local block: it must not change until `settle` has returned.
         """
         self.settle()
         pieces = share if isinstance(share, Pieces) else Pieces.one(share)
@@ -109,7 +111,7 @@ class GpuRegions:
             self.settle()
 
     def settle(self) -> None:
-        """Have the stream wait for those that read the last share, and send what they did not."""
+        """Make the stream wait for readers of the last local block, and send unread regions."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or self._links is None:
             return
@@ -137,7 +139,7 @@ class GpuRegions:
         targets: Mapping[int, Array],
         local: Local | None,
     ) -> _Unsettled | None:
-        """Make a share and read from others, as far as that is possible; return what is left."""
+        """Make a local block and read regions of others where possible; return the pending rest."""
         gpu, links = self._gpu, self._links
         near = {} if links is None else self._open(links, call)
         written = []
@@ -170,10 +172,10 @@ class GpuRegions:
         call: Call,
         pieces: Pieces,
         made: Sequence[Array],
-        written: Sequence[Any],  # an event behind each piece
+        written: Sequence[Any],  # an event after each piece
         local: Local,
     ) -> None:
-        """Put on the queue what of each piece stays here."""
+        """Enqueue copies of the parts of each piece that stay on this rank."""
         queue = self._gpu.queue
         for number, part, inside in pieces.of(local.box):
             queue.concurrent.wait_event(written[number])
@@ -182,15 +184,15 @@ class GpuRegions:
             queue.permute(local.target[place], source, call.axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
-        """Record an event behind what the stream was given; return it."""
-        if self._own is None:  # nobody else waits
+        """Record an event after the work of the stream so far; return it."""
+        if self._own is None:  # no other rank waits
             return self._gpu.stream.record()
         return self._gpu.stream.record(self._own.events[number])
 
     def _read(
         self, links: Links, call: Call, said: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
-        """Put reads of regions that others named on the queue; return whose these are."""
+        """Enqueue reads of the regions that others described; return the ranks of these others."""
         gpu, near, found = self._gpu, self._open(links, call), {}
         for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
             region = if_possible(gpu, partial(mapped, near[rank], said[rank], call.dtype))
@@ -210,7 +212,7 @@ class GpuRegions:
     def _read_piece(
         self, call: Call, axis: int, start: int, piece: Array, target: Array, is_last: bool
     ) -> None:
-        """Put a piece of another member's region, which begins there along the axis, into place."""
+        """Put a piece of another rank's region into place; it begins at `start` along the axis."""
         queue = self._gpu.queue
         part_bytes = self._gpu.part_bytes
         given = piece.shape, piece.strides, piece.itemsize, call.axes
@@ -224,9 +226,9 @@ class GpuRegions:
             queue.permute_prefetched(target[place], copy, call.axes)
 
     def _places(self, axis: int, region: _Region) -> bytes:
-        """Return where a region lies, for the member that reads it; nothing if that cannot.
+        """Return the descriptor of a region for its reader; empty if it cannot be read.
 
-        Members may have their shares in pieces along other axes, or in one.
+        Each rank may divide its local block along another axis, or not at all.
         """
         found = []
         for number, piece in region:
@@ -239,7 +241,7 @@ class GpuRegions:
     def _tell_read(
         self, links: Links, call: Call, read: set[int]
     ) -> Callable[[], Mapping[int, Buffer]]:
-        """Tell others whether they were read; return what waits for what they say."""
+        """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
         near = self._open(links, call)
         told = {rank: bytes([rank in read]) for rank in near}
@@ -247,7 +249,7 @@ class GpuRegions:
         return links.begin(f"{call.text}, read", told, into)
 
     def _open(self, links: Links, call: Call) -> dict[int, PeerMemory]:
-        """Find out, once, which members of the host read each other's memory."""
+        """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
             gpu, (own_rank, size) = self._gpu, links.place
             ranks = [each for each in range(size) if each != own_rank]
@@ -264,7 +266,7 @@ class GpuRegions:
         return self._near
 
 
-@lru_cache(maxsize=256)  # a member reads the same regions again and again
+@lru_cache(maxsize=256)  # a rank reads the same regions repeatedly
 def _parts(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -273,7 +275,7 @@ def _parts(
     part_bytes: int,
     is_last: bool,
 ) -> tuple[Box, ...]:
-    """Cut a region; what is read last is smaller and smaller, as nothing comes beside it."""
+    """Return the parts of a region. The last ones get smaller, as no other copy overlaps them."""
     whole = tuple((0, length) for length in shape)
     if not part_bytes or not whole:
         return (whole,)

@@ -1,8 +1,8 @@
 """A gang as tasks of a Dask graph.
 
-Member tasks, then one task that depends on all of them, then one task for each output block, which
-hands it out. The one in the middle makes culling keep all members, and brings all of them back when
-an output of any is lost.
+The graph has a task for each rank, a commit task that depends on all of them, and an output task
+for each block. Because of the commit task, culling keeps all ranks, and all ranks run again when
+any output is lost.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from dask_p2p.types import Array, DaskArray, DType, Kind
 
 
 def section_arrays(
-    prefix: str,  # of the new arrays' names: what Dask calls the tasks
+    prefix: str,  # of the new arrays' names, and thus of Dask's tasks
     function: Callable[..., Any],
     arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
-    members: Members,  # which of them has what
+    members: Members,  # decomposition of the arrays
     dtypes: Sequence[DType],  # of the arrays that are made
-    options: Options,  # what travels with the tasks
-    per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each
+    options: Options,  # sent with the tasks
+    per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
     converts: bool = True,  # whether the function may return numbers of another kind
 ) -> tuple[DaskArray, ...]:
-    """Return the lazy arrays that a gang makes, of inputs of a graph or of expressions.
+    """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
-    The function is called on each member with a context and its `Shares` of the arrays. It returns
-    as many arrays of the share's shape as there are dtypes, and then values, in a tuple.
+    Each rank calls the function with a context and its `Shares` of the arrays. The function returns
+    a tuple: an array of the local block's shape for each dtype, and then the values.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
@@ -80,7 +80,7 @@ def section_arrays(
 
 
 class ValueSpec(NamedTuple):
-    """What each member returns beside its arrays."""
+    """Shape and dtype of a value that each rank returns in addition to its arrays."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -88,19 +88,19 @@ class ValueSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What a gang does, whatever its inputs are called."""
+    """The work of a gang, without the names of its inputs."""
 
-    prefix: str  # of the names of what it makes
-    body: _Body  # what each member calls
-    options: Options  # what travels with the tasks
+    prefix: str  # of the names of its arrays
+    body: _Body  # called by each rank
+    options: Options  # sent with the tasks
 
     def token(self, names: Sequence[str]) -> str:
-        """Return what tells the gang from others, by the names of its inputs."""
+        """Return a token that identifies the gang, from the names of its inputs."""
         token: str = tokenize(self.prefix, self.body, list(names), self.options)
         return token
 
     def tasks(self, names: Sequence[str]) -> tuple[str, dict[Any, Task]]:
-        """Return the name of the gang, and the tasks of its members and of the commit."""
+        """Return the name of the gang, and the tasks of its ranks and of the commit."""
         gang, members = f"{self.prefix}-members-{self.token(names)}", self.body.members
         tasks: dict[Any, Task] = {}
         for rank in range(members.size):
@@ -112,7 +112,7 @@ class Section:
         return gang, tasks
 
     def _value(self, number: int) -> ValueSpec | None:
-        """Return what each member has one of in an array; None if it has a share."""
+        """Return the spec of the values in an array; None for an array of local blocks."""
         beside = number - self.body.outputs
         return None if beside < 0 else self.body.per_member[beside]
 
@@ -124,14 +124,14 @@ class Section:
         return ((1,) * members.size, *((length,) for length in value.shape))
 
     def meta(self, number: int) -> Array:
-        """Return an empty array of the kind of one of the arrays."""
+        """Return an empty array of the same kind as one of the arrays."""
         value = self._value(number)
         dtype = self.body.dtypes[number] if value is None else value.dtype
         backend = backend_named(self.body.kind) if value is None else NUMPY
         return backend.empty((0,) * len(self.chunks(number)), dtype)
 
     def hand_outs(self, name: str, gang: str, number: int) -> dict[Any, Task]:
-        """Return the tasks that hand out the blocks of one of the arrays."""
+        """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
         value, commit = self._value(number), Blocks((gang, COMMIT))
         for rank in range(self.body.members.size):
@@ -145,15 +145,15 @@ class Section:
 
 
 class Shares:
-    """A member's shares of the arrays, in blocks as yet."""
+    """A rank's local blocks of the arrays, not yet joined from Dask's blocks."""
 
     def __init__(
         self,
-        members: Members,  # which member has what
-        rank: int,  # which of them this is
-        arrays: Sequence[Sequence[Array]],  # of each array the blocks of this member
-        dtypes: Sequence[DType],  # of each array, as it is declared
-        device: Host = HOST,  # where they lie
+        members: Members,  # decomposition of the arrays
+        rank: int,  # this rank
+        arrays: Sequence[Sequence[Array]],  # by array: the Dask blocks of this rank
+        dtypes: Sequence[DType],  # declared dtype of each array
+        device: Host = HOST,  # of the blocks
     ) -> None:
         blocks = list(members.blocks(rank))
         self._device = device
@@ -166,7 +166,7 @@ class Shares:
         return len(self._arrays)
 
     def copy_into(self, number: int, share: Array) -> None:
-        """Copy the share of one array into memory that is given."""
+        """Copy the local block of one array into `share`."""
         dtype = self._dtypes[number]
         for box, block, index in zip(self.boxes, self._arrays[number], self._indices, strict=True):
             key, shape = (f"input {number}", *index), share[box].shape
@@ -175,7 +175,7 @@ class Shares:
             share[box] = given
 
     def copy(self, number: int) -> Array:
-        """Return the share of one array: the caller's own."""
+        """Return a new array with the local block of one array."""
         share = self._device.empty(self.shape, self._dtypes[number])
         self.copy_into(number, share)
         return share
@@ -183,7 +183,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class _Body:
-    """What a member does with its blocks: joins them, calls the function, and cuts the result."""
+    """The work of a rank: joins its blocks, calls the function, and splits the result."""
 
     function: Callable[..., Any]
     members: Members
@@ -195,12 +195,12 @@ class _Body:
 
     @property
     def arrays(self) -> int:
-        """How many arrays are made."""
+        """Number of arrays that are made."""
         return self.outputs + len(self.per_member)
 
     @property
     def outputs(self) -> int:
-        """How many of them have the share's shape."""
+        """Number of arrays with the local block's shape."""
         return len(self.dtypes)
 
     @property
@@ -227,28 +227,28 @@ class _Body:
         return made + [[value] for value in values]
 
     def _values(self, ctx: Any, returned: Any) -> list[Array]:
-        """Return the blocks of what a member returns beside its arrays."""
+        """Return the blocks of the values that a rank returns in addition to its arrays."""
         found, rank = [], ctx.rank
         count = len(returned) if isinstance(returned, (tuple, list)) else 1
         if count != self.arrays:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
-                f"{len(self.per_member)} per_member from the function on member {rank}, got "
-                f"{count} in all. Return a tuple of as many."
+                f"{len(self.per_member)} per_member from the function on rank {rank}, got "
+                f"{count} in all. Return all of them in one tuple."
             )
         for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
             check_not_masked("per_member", value)
             own = _as_numbers(ctx.device.to_host(value))
             if own.shape != spec.shape or not _holds(spec.dtype, own):
                 raise BlockMismatchError(
-                    f"expected a value of shape {spec.shape} that becomes {spec.dtype} from the "
-                    f"function on member {rank}, as per_member says, got {own.shape} {own.dtype}."
+                    f"expected a per_member value of shape {spec.shape} that becomes {spec.dtype} "
+                    f"from the function on rank {rank}, got {own.shape} {own.dtype}."
                 )
             found.append(own.astype(spec.dtype)[np.newaxis])
         return found
 
     def estimate(self) -> SectionEstimate:
-        """Return what the member that needs most memory has, and sends."""
+        """Return the estimate of the rank that needs most memory."""
         each = map(self._estimate, range(self.members.size))
         return max(each, key=lambda found: found.total_bytes)
 
@@ -268,21 +268,21 @@ class _Body:
         if found != [shape] * self.outputs:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs > 1)} of shape {shape} from "
-                f"the function on member {rank}, got {found}. Return arrays of the shape of the "
-                f"member's share, in a tuple if outputs is not 1."
+                f"the function on rank {rank}, got {found}. Return arrays of the local block's "
+                f"shape, in a tuple if outputs is not 1."
             )
         for number, (array, dtype) in enumerate(zip(each, self.dtypes, strict=True)):
             if not self._becomes(array.dtype, dtype):
                 named = ", ".join(repr(str(array.dtype)) for array in each)
                 named = named if self.outputs == 1 else f"({named})"
                 raise BlockMismatchError(
-                    f"expected an array that becomes {dtype} from the function on member {rank} "
+                    f"expected an array that becomes {dtype} from the function on rank {rank} "
                     f"as output {number}, got {array.dtype}. Give dtype={named}, or convert it, "
                     f"astype(...)."
                 )
 
     def _becomes(self, found: DType, dtype: DType) -> bool:
-        """Return whether a returned array may become one of a declared dtype.
+        """Return whether a returned dtype may be converted to the declared one.
 
         Without a dtype from the caller, floats may only change their precision.
         """
@@ -292,7 +292,7 @@ class _Body:
 
 
 def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
-    """Return the shape of what a function has returned, or its type if it is no plain array."""
+    """Return the shape of a returned value, or its type if it is no plain array."""
     is_plain = isinstance(array, (kind, np.generic)) and not np.ma.isMaskedArray(array)
     if is_plain:
         shape: tuple[int, ...] = array.shape
@@ -302,9 +302,9 @@ def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy, as a member in a process of its own would have it.
+    """Return a copy, as a rank in a process of its own would have it.
 
-    Members of one process would change the same lists and dicts otherwise, and a member that runs
+    Without copies, ranks of one process would change the same lists and dicts, and a rank that runs
     again would find them changed. An object that cannot be copied, such as a lock, is shared.
     """
     try:
@@ -321,14 +321,14 @@ def own_copy(value: Any) -> Any:
 
 
 def _holds(dtype: DType, own: Array) -> bool:
-    """Return whether a dtype holds values, apart from the precision of floats."""
+    """Return whether a dtype holds the values of an array, apart from the precision of floats."""
     if not np.can_cast(own.dtype, dtype, "same_kind"):
         return False
     return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
 
 
 def _as_numbers(value: Any) -> Array:
-    """Return a value as an array of NumPy: of an object, if it is of no one shape."""
+    """Return a value as a NumPy array, which holds an object if the value is ragged."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -336,7 +336,7 @@ def _as_numbers(value: Any) -> Array:
 
 
 def _depend_on_all(members: list[Any]) -> None:
-    """Do nothing: the members' outputs count as soon as this is done."""
+    """Do nothing: the outputs of all ranks count as soon as this is done."""
 
 
 def _hand_out(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:

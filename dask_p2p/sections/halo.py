@@ -1,4 +1,4 @@
-"""Shares with rims, and the exchange that fills these."""
+"""Local blocks with a halo, and the exchange that fills it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from dask_p2p.sections.rim_messages import RimCall
 from dask_p2p.sections.rim_windows import RimWindows
 from dask_p2p.types import Array
 
-_MOST_COMPARED_BYTES = 1 << 22  # of a share and its copy
+_MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
 
 
 class Part(NamedTuple):
-    """A part of a share, and what a stencil reads for it."""
+    """A part of a local block, and the elements that a stencil reads for it."""
 
-    data: Array  # with its rims; not to be written into, which NumPy refuses
-    inner: Any  # where the part is in `data`: slices
-    where: Any  # and in the share
+    data: Array  # the part with its halo: read-only, as NumPy enforces
+    inner: Any  # slices of the part in `data`
+    where: Any  # slices of the part in the local block
 
 
 class Padded:
-    """A member's share with rims around it.
+    """A rank's local block with a halo around it.
 
     Attributes
     ----------
     data : numpy.ndarray or cupy.ndarray
-        The share with its rims.
+        The local block with its halo.
     inner : numpy.ndarray or cupy.ndarray
-        The share: a view of `data`.
+        The local block: a view of `data`.
     """
 
-    def __init__(self, exchange: Exchange) -> None:  # what fills the rims of arrays like this one
+    def __init__(self, exchange: Exchange) -> None:  # fills the halo of arrays like this one
         self.exchange = exchange
         self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
         self.fill_unread(unread_value(exchange.dtype))
-        self._parts: dict[Any, Part] = {}  # each step asks for the same ones
-        self.first_copy: FirstCopy | None = None  # that `Context.halo` returned
+        self._parts: dict[Any, Part] = {}  # each step needs the same ones
+        self.first_copy: FirstCopy | None = None  # returned by `Context.halo`
 
     def fill_unread(self, value: Any) -> None:
         """Set the corners that no exchange fills."""
@@ -54,20 +54,20 @@ class Padded:
 
     @property
     def interior(self) -> Part:
-        """What can be computed before rims of other members are there; it may be empty.
+        """The part that can be computed without halos of other ranks; it may be empty.
 
-        A `Part`: `data`, the part with its rims; slices `inner`, where the part is in that, and
-        `where`, where it is in the share.
+        It is a `Part`. Its `data` is the part with its halo, `inner` the slices of the part in
+        `data`, and `where` the slices of the part in the local block.
         """
         return self.part(self.exchange.boxes[0])
 
     @property
     def frames(self) -> list[Part]:
-        """What cannot: two parts for each axis that is divided, or the whole share."""
+        """The boundary: two parts for each divided axis, or the whole local block."""
         return [self.part(box) for box in self.exchange.boxes[1:]]
 
     def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> Part:
-        """Return a box of the share, with rims that are no wider than given."""
+        """Return a box of the local block, with a halo that is no wider than `depth`."""
         widths = self.exchange.rims.depth if depth is None else tuple(depth)
         if (box, widths) not in self._parts:
             self._parts[box, widths] = self._part(box, widths)
@@ -86,10 +86,10 @@ class Padded:
 
 
 class FirstCopy:
-    """The first copy that `Context.halo` returned of a share, checked once.
+    """The first copy of a local block that `Context.halo` returned, checked once.
 
-    A function that computes in the copy, and expects the share to change, would go on with the
-    share as it was.
+    A function that computes in the copy, and expects the local block to change, would go on with
+    the old values.
     """
 
     def __init__(self, padded: Padded, copy: Array) -> None:
@@ -103,19 +103,19 @@ class FirstCopy:
         self._before = self._sums()
 
     def check(self) -> None:
-        """Refuse a function that has changed the copy of the share, and not the share."""
+        """Refuse a function that has changed the copy, and not the local block."""
         if self._copied is not None:
             inner, copied = self._sums()
             self._copied = None
             if inner == self._before[0] and copied != self._before[1]:
                 raise InputError(
-                    "expected a function that writes its results to the share, p.inner[...] = ..., "
-                    "got one that writes them to the copy that ctx.halo(p) returned. Write to "
-                    "p.inner, or take the share itself: ctx.halo(p, copy=False)."
+                    "expected a function that writes its results to the local block, p.inner[...] "
+                    "= ..., got one that writes them to the copy that ctx.halo(p) returned. Write "
+                    "to p.inner, or use the local block itself: ctx.halo(p, copy=False)."
                 )
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
-        """Do so if the function has returned memory of the share."""
+        """Check the copy if the function has returned memory of the local block."""
         module = self._device.module
         own = [each for each in arrays if isinstance(each, module.ndarray)]
         if any(module.may_share_memory(each, self._data) for each in own):
@@ -126,17 +126,17 @@ class FirstCopy:
 
 
 class Exchange:
-    """Fills the rims of shares, again and again."""
+    """Fills the halos of local blocks, repeatedly."""
 
     def __init__(
         self,
-        call: RimCall,  # what all members exchange
-        device: Host = HOST,  # where shares lie: of a `Gpu` nothing waits for its stream
+        call: RimCall,  # the exchange of all ranks
+        device: Host = HOST,  # of the local blocks
     ) -> None:
         self.rims, self.dtype, self.device = call.rims, call.dtype, device
         self._moved = device.moved_rims(call)
         self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.copies]
-        # NumPy takes no number for an item that is nothing but bytes.
+        # NumPy cannot assign a number to an item of raw bytes.
         is_bytes = call.dtype.kind == "V" and call.dtype.names is None
         nothing = np.zeros((), call.dtype) if is_bytes else None
         self._fills = [
@@ -147,76 +147,76 @@ class Exchange:
 
     @cached_property
     def whole(self) -> Box:
-        """The share, as a box of it."""
+        """The whole local block, as a box in it."""
         return tuple((0, stop - start) for start, stop in self.rims.inner)
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Of the share: what needs no rims of other members, then what does."""
+        """Boxes of the local block: the interior, then those that need halos of other ranks."""
         return interior_and_frames(self.rims)
 
     @cached_property
     def is_worth_hiding(self) -> bool:
-        """Whether the inside of shares should be computed while rims are on their way."""
+        """True if the interior should be computed while the halo is in flight."""
         return self._moved.is_worth_hiding(box_size(self.rims.inner))
 
     def begin(
         self,
-        data: Array,  # the share with its rims
-        beside: bool = True,  # whether the caller has something else to do: see `RimMessages`
+        data: Array,  # the local block with its halo
+        beside: bool = True,  # whether the caller works during the exchange: see `RimMessages`
     ) -> Pending:
-        """Begin to fill the rims of this member's share, from those of all members."""
+        """Begin to fill the halo of this rank's local block, from those of all ranks."""
         if self._pending is not None:
             raise InputError(
-                "expected wait() of the exchange that halo_begin() began, before these rims are "
+                "expected wait() of the exchange that halo_begin() began, before the same halo is "
                 "exchanged again. Give other fields memory of their own: ctx.padded."
             )
-        self._fill(data)  # before rims are packed for others, which include these
+        self._fill(data)  # before the halos for others are packed: they include these elements
         end = self._moved.begin(data, beside)
         self._pending = Pending(self, data, end)
         return self._pending
 
     def can_put(self) -> bool:
-        """Return whether `put` can be used, after the first exchange; make ready for it."""
+        """Return whether `put` can be used, after the first exchange, and prepare it."""
         return isinstance(self._moved, RimWindows) and self._moved.can_put()
 
     def put(self, data: Array) -> None:
-        """Put all that fills the rims on the GPU's stream: see `RimWindows.put`."""
+        """Enqueue the whole exchange on the GPU's stream: see `RimWindows.put`."""
         assert isinstance(self._moved, RimWindows)
         self._fill(data)
         self._moved.put(data)
 
     def _fill(self, data: Array) -> None:
-        """Fill the rims that need no other member."""
+        """Fill the part of the halo that needs no other rank."""
         for src, dst in self._copies:
             data[dst] = data[src]
         for dst, value in self._fills:
             data[dst] = value
 
     def end(self) -> None:
-        """Take note that the rims are filled."""
+        """Record that the halo is filled."""
         self._pending = None
 
 
 class Pending:
-    """Rims that are on their way."""
+    """A halo exchange in flight."""
 
     def __init__(
         self,
-        exchange: Exchange,  # what fills the rims
-        data: Array,  # of which share
-        end: Callable[[], Any] | None,  # waits until they are in their places
+        exchange: Exchange,  # fills the halo
+        data: Array,  # the local block with its halo
+        end: Callable[[], Any] | None,  # waits until the halo is in place
     ) -> None:
         self._exchange: Exchange | None = exchange
         self._data, self._end = data, end
 
     def wait(self) -> Array:
-        """Wait until the rims are filled; return the share with its rims.
+        """Wait until the halo is filled; return the local block with its halo.
 
         Raises
         ------
         SectionError
-            If the members made different calls, or rims differ between them.
+            If the ranks made different calls, or their halos differ.
         """
         if self._exchange is not None:
             if self._end is not None:

@@ -1,7 +1,7 @@
-"""Streams between members of one process: bytes in memory, without a socket at either end.
+"""Streams between ranks of one process: bytes in memory, without sockets.
 
-A stream does what links ask of a socket. The kernel wakes a thread that polls a socket; here each
-member has a bell, which its thread polls, and which the streams of all its peers ring.
+A stream has the methods of sockets that connections use. The kernel wakes a thread that polls a
+socket. Here each rank has a bell: its thread polls the bell, and the streams of its peers ring it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from dask_p2p.sections.files import check_files
 
-_PIPE_BYTES = 1 << 20  # that wait for their reader; the writer of more waits
+_PIPE_BYTES = 1 << 20  # limit of unread bytes: a writer of more waits
 
 
 class Bell:
-    """Wakes one member's thread, from any other one."""
+    """Wakes the thread of one rank, from any other thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,24 +37,24 @@ class Bell:
 
     def ring(self) -> None:
         """Wake the thread, or keep it from going to sleep."""
-        with self._lock:  # once it is closed, its number may be that of another file
+        with self._lock:  # after closing, the number may be that of another file
             if self._is_open:
                 os.eventfd_write(self._number, 1)
 
     def hush(self) -> None:
-        """Take note of all that has rung so far."""
+        """Clear all rings so far."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._number)
 
     def close(self) -> None:
-        """End it: to ring it does nothing any more."""
+        """Close the bell: later rings do nothing."""
         with self._lock:
             self._is_open = False
             os.close(self._number)
 
 
 class _Pipe:
-    """Bytes on their way from one member to another."""
+    """Bytes in flight from one rank to another."""
 
     def __init__(self, writer: Bell, reader: Bell) -> None:
         self._writer, self._reader = writer, reader
@@ -68,10 +68,10 @@ class _Pipe:
         return self.size_bytes < _PIPE_BYTES
 
     def write(self, buffers: Iterable[Any]) -> int:
-        """Take as many bytes as there is room for; return how many."""
+        """Take bytes while there is room; return their number."""
         with self._lock:
             if self.is_closed:
-                raise BrokenPipeError("it has ended")
+                raise BrokenPipeError("the peer's end is closed")
             if not self.has_room:
                 raise BlockingIOError
             before = self.size_bytes
@@ -84,7 +84,7 @@ class _Pipe:
         return taken
 
     def read(self, into: memoryview) -> int:
-        """Copy as many bytes as there is room for; return how many: 0 at the end."""
+        """Copy unread bytes into `into`; return their number, 0 at the end of the stream."""
         with self._lock:
             had_room, count = self.has_room, 0
             while self._parts and count < len(into):
@@ -107,33 +107,33 @@ class _Pipe:
 
 
 class Stream:
-    """One end of a stream. Methods that sockets have raise what sockets that do not block raise."""
+    """One end of a stream. Its methods raise the errors of non-blocking sockets."""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: Bell) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
 
     def sendmsg(self, buffers: Iterable[Any]) -> int:
-        """Send what there is room for."""
+        """Send bytes while there is room; return their number."""
         return self._outgoing.write(buffers)
 
     def recv_into(self, into: Any) -> int:
-        """Receive bytes that have come."""
+        """Receive bytes that have arrived; return their number."""
         return self._incoming.read(memoryview(into))
 
     def is_ready(self, events: int) -> bool:
-        """Return whether it is ready for one of these events of `select.poll`."""
+        """Return whether one of these events of `select.poll` is ready."""
         reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
         writes = self._outgoing.has_room or self._outgoing.is_closed
         return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
 
     def close(self) -> None:
-        """End it. The peer can still read all bytes that were sent."""
+        """Close this end. The peer can still read all bytes that were sent."""
         self._incoming.close()
         self._outgoing.close()
         self._peer.ring()
 
 
 def pair(one: Bell, other: Bell) -> tuple[Stream, Stream]:
-    """Return both ends of a stream: of the member that the first bell wakes, and of the other's."""
+    """Return both ends of a stream between two ranks, in the order of their bells."""
     there, back = _Pipe(one, other), _Pipe(other, one)
     return Stream(back, there, other), Stream(there, back, one)

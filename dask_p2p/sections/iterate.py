@@ -1,4 +1,4 @@
-"""`iterate`: a stencil that is applied again and again, on all workers at the same time."""
+"""`iterate`: a stencil that is applied repeatedly, on all workers at the same time."""
 
 from __future__ import annotations
 
@@ -94,95 +94,99 @@ def iterate(
     capture: bool = False,
     **kwargs: Any,
 ) -> DaskArray | tuple[DaskArray, ...]:
-    """Apply a function of blocks with rims again and again, exchanging the rims between workers.
+    """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
 
-    That is one layer of the graph for all steps. A member of each worker has one contiguous share
-    of the array; a step costs what the function takes, and the exchange of rims.
+    All steps are one layer of the graph. Each worker runs a rank, which has one contiguous local
+    block of the array. A step costs the time of the function and of the halo exchange.
 
     Parameters
     ----------
     func : callable
-        ``func(*fields, *constants, out=out)`` fills `out`, a share without rims. Without a
-        parameter `out` it returns the new share, with or without rims; that allocates in each step.
-        Fields have rims of `depth` around them. They and constants are read-only: write into `out`,
-        or into a copy. It must depend on nothing but what it is given. The first step checks it: it
-        is called once more, or a few times, for the same step.
+        ``func(*fields, *constants, out=out)`` fills `out`, a local block without a halo. Without a
+        parameter `out` it returns the new local block, with or without a halo, which allocates
+        memory in each step. Fields have a halo of width `depth`. Fields and constants are
+        read-only: write into `out`, or into a copy. The result must depend on the arguments alone.
+        The first step checks the function, and calls it one or more times again for that.
     x : dask.array.Array or sequence of them
-        The field to begin with. Several are levels of time, the newest first: what `func` makes
-        becomes the newest, and the oldest goes. Of one shape and chunks, in NumPy or CuPy blocks.
-        With CuPy blocks `func` gets CuPy arrays, with a stream of the member's own as the current
-        one, and need not wait for what it puts there.
+        The initial field. Several fields are time levels, the newest first: the result of `func`
+        becomes the newest, and the oldest is dropped. All have the same shape and chunks, in NumPy
+        or CuPy blocks. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is
+        the current one. It need not wait for work on that stream.
     depth : int, tuple, dict or list
-        Width of the rims, as `dask_p2p.map_overlap` takes it; in a list one for each field. Rims
-        may be wider than a member's share.
+        Width of the halo, as for `dask_p2p.map_overlap`; in a list one for each field. A halo may
+        be wider than a local block.
     steps : int
-        How often `func` is applied, at most. With 0 the fields come back as they are.
+        Largest number of applications of `func`. With 0 the fields are returned unchanged.
     boundary : str, scalar, tuple or dict, optional
-        What lies beyond the ends of the array, as `dask_p2p.map_overlap` takes it: by default
-        "periodic". With "none" shares at the ends have no rim there.
+        Values beyond the ends of the array, as for `dask_p2p.map_overlap`: by default "periodic".
+        With "none" local blocks at the ends have no halo there.
     constants : sequence, optional
-        What `func` reads in each step beside the fields. Of Dask arrays, which have x's shape, a
-        member gets its share, without rims; others are given as they are. All arrays are of the
-        fields' kind, NumPy's or CuPy's.
+        Further arguments, which `func` reads in each step. A Dask array must have x's shape: each
+        rank receives its local block, without a halo. Other values are passed unchanged. All arrays
+        are of the fields' kind, NumPy or CuPy.
     corners : bool, optional
-        Whether rims reach round corners, by default True: right for all stencils. Stencils that
-        are shaped like a star do not read corners. With False these are not exchanged where
-        several axes are divided between members, and hold NaN, or zero for other dtypes. The first
-        step then refuses a function whose results depend on them.
+        If True, the default, the halo includes corners: right for all stencils. A star-shaped
+        stencil does not read corners. With False they are not exchanged where several axes are
+        divided between ranks, and hold NaN, or zero if the dtype has no NaN. The first step then
+        refuses a function whose results depend on them.
     overlap : bool or "auto", optional
-        Whether `func` is applied to the inside of a share while rims are on their way, then to
-        what is left, in two parts for each axis that is divided. It is called with parts then,
-        and must give the same values for these. "auto", the default: where rims come from
-        another host, and shares have at least 2**18 elements; of CuPy blocks where shares have
-        at least 256 MiB.
+        If True, `func` computes the interior of a local block while the halo is in flight, and then
+        the boundary, in two parts for each divided axis. It must return the same values for such
+        parts. "auto", the default, overlaps if halos come from another host and local blocks have
+        at least 2**18 elements. For CuPy blocks it overlaps if local blocks have at least 256 MiB.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}
-        In which order members exchange rims: see `dask_p2p.sections.Context.redistribute`.
+        Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
     until : callable, optional
         ``until(*numbers)`` returns whether to stop. `func` returns the numbers, in a tuple after
-        the new share if it returns that; they are summed over all members.
+        the new local block if it returns one. They are summed over all ranks.
     check_every : int, optional
-        After how many steps each `until` is asked, by default after each.
+        Number of steps between calls of `until`, by default 1.
     checkpoint_every : int, str or None, optional
-        After how many steps, or how much time, members keep copies of the fields on their own and
-        on another worker. When a worker is lost, all go on from there; without, from the start.
+        Number of steps, or time, between checkpoints. For a checkpoint each rank keeps a copy of
+        its fields on its own worker and on another one. After the loss of a worker all ranks resume
+        from the last checkpoint; without one, from the start.
     members : int, optional
-        At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster that have the resources of `dask.annotate`; 1 without a cluster, with an
-        asynchronous client, or in the function of another section, where there can be no more.
+        Largest number of ranks; there are never more than blocks of the array. By default one for
+        each worker of the current cluster that has the resources of `dask.annotate`. It is 1
+        without a cluster, with an asynchronous client, or in the function of another section. There
+        it cannot be larger.
     dtype : dtype, optional
-        Of the fields and the result, by default that of the first field. Integers with a function
-        that makes fractions need it: ``dtype=float``.
+        Dtype of the fields and the result, by default that of the first field. Give it if the
+        fields are integers and the function makes fractions: ``dtype=float``.
     capture : bool, optional
-        Whether steps are captured as a CUDA graph and replayed, so that a step costs the host next
-        to nothing: for small shares, where that is most of it. `func` is called in the first steps
-        only. It must put all its work on the current stream, read no memory of the host, and wait
-        for nothing: the graph is compared with it once, bit by bit. Between members of one host
-        that read each other's memory by CUDA IPC; others, and NumPy blocks, go on as without.
+        If True, steps are captured as a CUDA graph and replayed, so that a step costs the host next
+        to nothing. This helps with small local blocks, where the host takes most of the time.
+        `func` is called in the first steps only. It must enqueue all its work on the current
+        stream, read no host memory, and wait for nothing. Its results and the graph's are compared
+        once, bit by bit. All ranks must be on one host, and read each other's memory by CUDA IPC.
+        Otherwise, and for NumPy blocks, steps are not captured.
     **kwargs
-        For `func`, as they are. Give it a keyword that `iterate` has too by `functools.partial`.
+        Keywords for `func`, passed unchanged. Use `functools.partial` for a keyword that `iterate`
+        has too.
 
     Returns
     -------
     dask.array.Array, or tuple of them
-        As many as fields, the newest first, with the chunks of `x`.
+        One array for each field, the newest first, with the chunks of `x`.
 
     Raises
     ------
     InputError
-        If `func` cannot be called, a number is too small, or depth or boundary is nothing of the
-        kind; or if constants or keywords have still to be computed, but for arrays. When it runs,
-        if `func` writes into its fields or constants, or reads corners with ``corners=False``; or
-        if `capture` is asked for, and `func` cannot be captured or gives other values then.
+        If `func` cannot be called, a number is too small, or `depth` or `boundary` is invalid. Also
+        if a constant or a keyword is lazy; only constants may be Dask arrays. When it runs, if
+        `func` writes into its fields or constants, or reads corners with ``corners=False``. Also if
+        `capture` is set, and `func` cannot be captured or then gives other values.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
     BlockMismatchError
-        When it runs, if `func` returns other values than one array and numbers for `until`, leaves
-        elements of `out` as they were, or makes numbers that the dtype of the fields cannot hold.
+        When it runs, if `func` returns other values than one array and the numbers for `until`.
+        Also if it leaves elements of `out` unset, or makes numbers that the fields' dtype cannot
+        hold.
     SectionError
-        When it runs, if the members come to no end after `p2p.attempts` attempts, or the workers
+        When it runs, if the ranks do not finish within `p2p.attempts` attempts, or if the workers
         can never run all of them at the same time.
 
     Examples
@@ -194,20 +198,20 @@ def iterate(
     >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
     array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
     """
-    check_function(func, "fields with rims", "iterate(func, x, depth, steps)")
+    check_function(func, "fields with a halo", "iterate(func, x, depth, steps)")
     count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (x, constants))
     check_names(func, count, iterate, locals())
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
     if isinstance(boundary, list):
         raise InputError(
-            f"boundary: expected one for all fields, got {boundary!r}. A field becomes the one "
-            f"before the newest, so all have the same."
+            f"boundary: expected one for all fields, which are time levels of one field, got "
+            f"{boundary!r}. Give one boundary instead of a list."
         )
     if depth is None:
         raise InputError(
-            "depth: expected how many elements around a point the function reads, got None. Give "
-            "0 if it reads none."
+            "depth: expected the number of elements around a point that the function reads, got "
+            "None. Give 0 if it reads none."
         )
     if overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
@@ -245,20 +249,21 @@ def iterate(
 
 
 def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
-    """Return the fields, in the dtype that they all have."""
+    """Return the fields, converted to their common dtype."""
     fields = list(x) if isinstance(x, (list, tuple)) else [x]
     check_shares(fields)
     kind = np.dtype(fields[0].dtype if dtype is None else dtype)
     if kind.hasobject:
         raise UnsupportedArrayError(
-            f"expected fields without Python objects, which members cannot exchange, got {kind}. "
+            f"expected fields without Python objects, which ranks cannot exchange, got {kind}. "
             f"Convert them, x.astype(...)."
         )
     for field in fields if dtype is None else ():
         if not np.can_cast(field.dtype, kind, "same_kind"):
             raise InputError(
-                f"expected fields that become {kind}, as the first one, got one of {field.dtype}. "
-                f"Give the dtype of all fields, dtype={str(np.result_type(*fields))!r}."
+                f"expected fields that become {kind}, like the first one, got one of "
+                f"{field.dtype}. Give a dtype for all fields, "
+                f"dtype={str(np.result_type(*fields))!r}."
             )
     return [field.astype(kind) for field in fields]
 
@@ -266,10 +271,10 @@ def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
 def _checked_constants(
     constants: Any, field: DaskArray
 ) -> tuple[tuple[tuple[bool, Any], ...], list[DaskArray]]:
-    """Return for each constant whether it is divided, or what it is; and those that are."""
+    """Return whether each constant is divided, with its value if not; and the divided arrays."""
     if not isinstance(constants, (list, tuple)):
         raise InputError(
-            f"constants: expected a tuple of what the function reads, got "
+            f"constants: expected a tuple of arguments for the function, got "
             f"{type(constants).__name__}. Give one as (constant,)."
         )
     backend = backend_for(field._meta)
@@ -283,7 +288,7 @@ def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
     if constant.shape != field.shape:
         raise ChunksError(
             f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
-            f"shape {constant.shape}. Compute it first, if all members are to have the whole of it."
+            f"shape {constant.shape}. Compute it first if each rank needs the whole array."
         )
     aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
     check_shares([aligned])

@@ -1,4 +1,4 @@
-"""What a member of `iterate` does, for all steps."""
+"""The work of a rank of `iterate`, for all steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dask_p2p.types import Array, DType
 
 @dataclass(frozen=True)
 class Iteration:
-    """What each member does, for all steps."""
+    """The work of each rank, for all steps."""
 
     function: Callable[..., Any]
     depths: tuple[tuple[tuple[int, int], ...], ...]  # of each field
@@ -40,7 +40,7 @@ class Iteration:
     corners: bool
     overlap: bool | str
     exchange: str
-    constants: tuple[tuple[bool, Any], ...]  # whether it is the next array, and what it is if not
+    constants: tuple[tuple[bool, Any], ...]  # whether it is divided, and its value if not
     until: Callable[..., bool] | None
     check_every: int
     period: int | str | None
@@ -58,7 +58,7 @@ class Iteration:
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
         pending: Pending | None = None
         graph: Captured | None = None
-        cycle = lcm(len(levels.fields) + 1, SLOTS)  # of steps, that bring all memory round
+        cycle = lcm(len(levels.fields) + 1, SLOTS)  # steps until each field is back in its memory
         while step < self.steps:
             if self.capture and step == first + cycle and step + 2 * cycle < self.steps:
                 graph = self._captured(ctx, levels, constants, cycle)
@@ -89,15 +89,15 @@ class Iteration:
         return levels.shares
 
     def _begun(self, ctx: Context, levels: _Levels, step: int) -> Pending | None:
-        """Begin to bring rims that the inside of shares need not wait for, if there are such."""
-        if step == self.steps or self._is_asked(step + 1):  # whose numbers are of a whole share
+        """Begin the next halo exchange; None at the last step, or before a call of `until`."""
+        if step == self.steps or self._is_asked(step + 1):  # its numbers are of a whole local block
             return None
         return ctx.halo_begin(levels.newest)
 
     def _captured(
         self, ctx: Context, levels: _Levels, constants: list[Any], cycle: int
     ) -> Captured | None:
-        """Return what does a cycle of steps again and again; None if members need messages."""
+        """Return a graph that replays a cycle of steps; None if ranks need messages."""
         exchange = levels.newest.exchange
         device = ctx.device
         if not ctx.allreduce(np.array(exchange.can_put()), "min") or not isinstance(device, Gpu):
@@ -112,7 +112,7 @@ class Iteration:
         return Captured(device, levels.fields, steps)
 
     def _is_free(self, step: int, first: int, cycle: int) -> bool:
-        """Return whether a cycle can begin after a step, in which the host has nothing to do."""
+        """Return whether a cycle without work for the host can begin after a step."""
         last = step + cycle
         if (step - first) % cycle or last >= self.steps:
             return False
@@ -121,12 +121,12 @@ class Iteration:
         return not any(map(self._is_asked, range(step + 1, last + 1)))
 
     def _apply(self, box: Box, levels: _Levels, constants: list[Any]) -> Sequence[Any]:
-        """Fill a box of the share to come; return the numbers that the function gives."""
+        """Fill a box of the next local block; return the numbers of the function."""
         part, given = self._given(box, levels, constants)
         return self._step(given, levels.spare.inner[part.where], part)
 
     def _first_step(self, ctx: Context, levels: _Levels, constants: list[Any]) -> Sequence[Any]:
-        """Do the same with the whole share, and check the function."""
+        """Fill the whole next local block, check the function, and return its numbers."""
         part, given = self._given(levels.newest.exchange.whole, levels, constants)
         step = FirstStep(self._step, ctx.device, levels.fields, given, part, levels.spare)
         return step()
@@ -145,15 +145,15 @@ class Iteration:
         return StepFunction(self.function, self.kwargs, self.until is not None)
 
     def _is_asked(self, step: int) -> bool:
-        """Return whether `until` is asked after a step."""
+        """Return whether `until` is called after a step."""
         return self.until is not None and step % self.check_every == 0
 
     def _is_done(self, ctx: Context, numbers: Sequence[Any]) -> bool:
         assert self.until is not None
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
-                "expected numbers for until= beside what the function fills or returns, got none. "
-                "Return them."
+                "expected numbers for until= from the function, got none. Return them, after the "
+                "array if it returns one."
             )
         return bool(self.until(*map(ctx.allreduce, numbers)))
 
@@ -167,14 +167,14 @@ class Iteration:
 
     @property
     def _widest(self) -> tuple[tuple[int, int], ...]:
-        """A field gets its rims when it is the newest, and keeps them: so wide are all."""
+        """Width of all halos: a field gets its halo when it is the newest, and keeps it."""
         by_axis = zip(*self.depths, strict=True)
         return tuple((max(b for b, _ in sides), max(a for _, a in sides)) for sides in by_axis)
 
     def estimate(
         self, found: SectionEstimate, members: Members, rank: int, inputs: Sequence[DType]
     ) -> SectionEstimate:
-        """Return what one member has in memory, and sends; `found` is what any function's has."""
+        """Return the estimate of one rank; `found` is the estimate for any function."""
         own = rims(members, rank, self._widest, self.boundary, self.corners)
         fields, count, item_bytes = len(self.depths), box_size(own.inner), self.dtype.itemsize
         has_states = self.period is not None and members.size > 1
@@ -196,7 +196,7 @@ class Iteration:
         )
 
     def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
-        """Return the constants, of Dask arrays the shares; the function may only read arrays."""
+        """Return the constants, local blocks for Dask arrays; arrays are for reading only."""
         numbers, device = iter(range(len(self.depths), len(shares))), ctx.device
         own = (
             shares.copy(next(numbers)) if is_share else value for is_share, value in self.constants
@@ -209,7 +209,7 @@ class Iteration:
 
 @dataclass
 class _Levels:
-    """The fields with their rims, the newest first, and memory for the one to come."""
+    """The fields with their halos, the newest first, and memory for the next one."""
 
     fields: list[Padded]
     spare: Padded
@@ -223,12 +223,12 @@ class _Levels:
         return tuple(field.inner for field in self.fields)
 
     def turn(self) -> None:
-        """Make what has been filled the newest field, and the oldest what is filled next."""
+        """Make the filled memory the newest field, and reuse that of the oldest for the next."""
         self.fields, self.spare = [self.spare, *self.fields[:-1]], self.fields[-1]
 
 
 def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
-    """Yield boxes of a share when they can be computed, those first that need no rims."""
+    """Yield boxes of a local block when they can be computed, the interior before the boundary."""
     if pending is None:
         yield field.exchange.whole
         return

@@ -286,7 +286,9 @@ def test_what_cannot_be_captured(client, way, how):
 
     y = iterate(looks, on_gpu(X, UNEVEN), 1, 50, capture=True)
     if way == "windows":
-        match = "otherwise than its own" if how == "counts" else "function that puts work on the"
+        match = (
+            "differ from its own" if how == "counts" else "function that only enqueues work on the"
+        )
         with pytest.raises(InputError, match=f"capture: expected a .*{match}"):
             y.compute()
         nothing_is_left(client)

@@ -48,7 +48,7 @@ def test_constants_are_several(constants):
     ids=["delayed", "in a list", "an array", "in a dict"],
 )
 def test_what_is_still_to_be_computed(given):
-    match = "expected constants and keywords that are computed, got (Delayed|dask.array)"
+    match = "expected computed constants and keywords, got (Delayed|dask.array)"
     with pytest.raises(InputError, match=match):
         iterate(same, array(), 0, 1, **given)
     if "c" in given:
@@ -114,12 +114,12 @@ def test_keywords_that_are_clear():
 
 def test_futures_are_not_there_yet(client):
     future = client.scatter(np.ones(4))
-    with pytest.raises(InputError, match="are computed, got <Future"):
+    with pytest.raises(InputError, match="expected computed constants and keywords, got <Future"):
         iterate(same, array(), 0, 1, constants=(future,))
 
 
 def test_fields_are_of_one_shape():
-    with pytest.raises(ChunksError, match=r"the shape of the first array for all, \(6, 4\), got"):
+    with pytest.raises(ChunksError, match=r"arrays of the first one's shape, \(6, 4\), got"):
         iterate(same, (array(), array()[:3]), 0, 1)
 
 

@@ -17,7 +17,7 @@ def test_the_place_is_named_as_it_is_written():
     bindings.check(sys._getframe())
     state["u"] = state["u"] * 1
     with pytest.raises(
-        InputError, match=r"but state\['u'\] is now another .* state\['u'\]\[\.\.\.\]"
+        InputError, match=r"but state\['u'\] is no longer the saved .* state\['u'\]\[\.\.\.\]"
     ):
         bindings.check(sys._getframe())
 

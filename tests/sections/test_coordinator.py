@@ -292,13 +292,13 @@ def test_attempts_are_bounded():
         coordinator.leave("x", 0, f"{attempt}", "a link broke")
     order = coordinator.order("x", 0, "1")
     assert order.state == "stopped"
-    assert order.reason == "2 attempts ended early, the last one since a link broke"
+    assert order.reason == "2 attempts ended early, the last one because a link broke"
 
 
 def test_members_agree_on_the_size():
     coordinator = Coordinator(MOST)
     joined(coordinator, "x", "a", size=2)
-    with pytest.raises(ValueError, match="expected a member of 2, got 2 of 3"):
+    with pytest.raises(ValueError, match="expected a rank of 2, got 2 of 3"):
         coordinator.join("x", 3, 2, "x2", "b")
 
 
@@ -347,5 +347,5 @@ def test_attempts_that_get_further_are_not_counted():
         assert coordinator.order("x", 0, f"{attempt}0").failures == 1
     resumed(coordinator, [{0: [5], 1: [5]}, {}, {2: [5]}], 6)
     assert coordinator.order("x", 0, "60").reason == (
-        "2 attempts ended early, the last one since a link broke"
+        "2 attempts ended early, the last one because a link broke"
     )

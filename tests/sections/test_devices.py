@@ -361,7 +361,7 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
             links.has_ended = True
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: 600
 
-    with pytest.raises(DeviceLostError, match=r"has waited 0\.05 s for a member"):
+    with pytest.raises(DeviceLostError, match=r"has waited 0\.05 s for a lost rank"):
         run()
     assert waited
     gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0

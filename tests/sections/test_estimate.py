@@ -120,7 +120,9 @@ def test_what_is_added_up():
         step_bytes=2 * 14 * 4,
         checkpoint_bytes=2 * 50 * 10 * 4,
     )
-    text = "2 members: at most 36.09 kiB each (7.81 kiB blocks given, 12.66 kiB shares and rims, "
+    text = (
+        "2 ranks: at most 36.09 kiB each (7.81 kiB input blocks, 12.66 kiB local blocks and halos, "
+    )
     assert str(estimate(y)).startswith(text)
     alone = iterate(wave, (x, x), 1, 3, members=1)[1]
     assert (estimate(alone).state_bytes, estimate(alone).step_bytes) == (0, 0)

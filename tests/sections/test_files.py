@@ -52,7 +52,7 @@ def test_the_hard_limit_is_all_that_there_is(monkeypatch, hard):
 
 def test_a_hard_limit_that_is_too_low_is_named(monkeypatch):
     limits = Limits(monkeypatch, 1024, 1024)
-    expected = "room for 1892 open files .* 16 of 128 members run, got a hard limit of 1024. Raise"
+    expected = "room for 1892 open files .* 16 of 128 ranks run, got a hard limit of 1024. Raise"
     with pytest.raises(SectionError, match=expected):
         files.reserve_files(16, 112)
     assert limits.now == (1024, 1024)
@@ -114,7 +114,7 @@ def test_members_of_several_processes_have_what_they_need(client, limited):
 def test_what_cannot_be_is_refused_before_the_start(client, limited):
     limited(200, 200)
     y = spmd(summed, da.zeros(32, chunks=1), members=32)
-    with pytest.raises(SectionError, match=r"of 32 members run, got a hard limit of 200\. Raise"):
+    with pytest.raises(SectionError, match=r"of 32 ranks run, got a hard limit of 200\. Raise"):
         y.compute()
     assert np.array_equal(spmd(summed, da.zeros(4, chunks=1), members=4).compute(), np.full(4, 4.0))
     nothing_is_left(client)

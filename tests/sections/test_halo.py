@@ -86,7 +86,7 @@ def test_elements_that_are_nothing_but_bytes():
 @pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])
 def test_a_share_that_has_no_rims_is_refused(call):
     ctx = Context(Members(((4,),), (1,)))
-    with pytest.raises(InputError, match=r"what ctx.padded\(\) returned, got ndarray. Make it"):
+    with pytest.raises(InputError, match=r"memory from ctx.padded\(\), got ndarray. Make it"):
         call(ctx, np.ones(4))
 
 
@@ -211,7 +211,7 @@ def in_place_once(ctx, x):
 @pytest.mark.parametrize("function", [in_place, in_place_once])
 def test_results_in_the_copy_of_a_share_are_refused(function):
     x = da.from_array(np.arange(24.0).reshape(6, 4), chunks=(3, 4))
-    with pytest.raises(InputError, match=r"writes its results to the share, p\.inner"):
+    with pytest.raises(InputError, match=r"writes its results to the local block, p\.inner"):
         spmd(function, x, members=1).compute(scheduler="sync")
 
 

@@ -286,7 +286,7 @@ def test_wrong_arguments_are_refused():
         return u
 
     for wrong, match in (
-        ((array(), func, 1, 2), "expected a function of fields with rims"),
+        ((array(), func, 1, 2), "expected a function of fields with a halo"),
         ((func, array(), -1, 2), "expected a halo width"),
         ((func, array(), 25, 2), "no wider than the array"),
         ((func, array(), 1, -1), "number of steps, at least 0, got steps=-1. Give an integer"),

@@ -334,6 +334,6 @@ def test_flags_and_depths_of_the_wrong_type_are_refused():
         ((name, value),) = wrong.items()
         with pytest.raises(InputError, match=f"{name}: expected True.*got {value!r}"):
             iterate(life, array(BITS), 1, 3, **wrong)
-    with pytest.raises(InputError, match="depth: expected how many"):
+    with pytest.raises(InputError, match="depth: expected the number of"):
         iterate(life, array(BITS), None, 3)
     assert iterate(life, array(BITS), 1, 3, overlap=np.bool_(True)) is not None

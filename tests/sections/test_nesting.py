@@ -153,7 +153,7 @@ def in_thread(make):
 
 def test_sections_in_a_further_thread_are_refused(client):
     y = spmd(in_thread(task), da.zeros(16, chunks=4))
-    with pytest.raises(InputError, match="in a further thread of its process"):
+    with pytest.raises(InputError, match="in another thread of its process"):
         y.compute()
     assert task("after a thread") == 32.0
 

@@ -358,7 +358,7 @@ def test_wrong_arguments_are_refused():
         spmd(func, array(), cut=(2,))
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
         spmd(func, X)
-    with pytest.raises(ChunksError, match="expected the chunks of the first"):
+    with pytest.raises(ChunksError, match="expected arrays of the first one's chunks"):
         spmd(func, array(), array().rechunk(3))
     with pytest.raises(ChunksError, match="known chunk sizes"):
         spmd(func, array()[array()[:, 0] > 3])
@@ -436,7 +436,7 @@ def test_values_of_members_are_not_narrowed():
 
     x = da.from_array(X, chunks=6)
     assert spmd(large, x, members=1, outputs=0, per_member=[0.0]).compute(scheduler="sync") == [300]
-    with pytest.raises(BlockMismatchError, match=r"a value .* that becomes int8"):
+    with pytest.raises(BlockMismatchError, match=r"a per_member value .* that becomes int8"):
         spmd(large, x, members=1, outputs=0, per_member=[np.int8(0)]).compute(scheduler="sync")
 
 
