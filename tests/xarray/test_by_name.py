@@ -118,7 +118,7 @@ def test_wrong_names(array, dataset):
             dataset.p2p.iterate(spread, {"x": 1}, 1, fields=fields)
     with pytest.raises(InputError, match=r"fields: expected .* as DataArrays, got str"):
         array.p2p.iterate(spread, {"x": 1}, 1, fields="u")
-    with pytest.raises(InputError, match=r"the newest field's dimensions .*got \('y', 'x'\)"):
+    with pytest.raises(InputError, match=r"fields: .*field's dimensions .*got \('y', 'x'\)"):
         array.p2p.iterate(spread, {"x": 1}, 1, fields=[dataset.u])
     with pytest.raises(InputError, match=r"constants: expected the name of .*'before'.* got 'v'"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=["v"])
