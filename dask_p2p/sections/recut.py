@@ -171,9 +171,9 @@ class Recut:
             )
         if share.shape != self.moves.before:
             raise InputError(
-                f"a: expected an array of shape {self.moves.before}, this rank's local block, got "
-                f"shape {share.shape}. Give from_cut= for another partition, and shape= if the "
-                f"whole array has another shape than the section's arrays."
+                f"a: expected an array of shape {self.moves.before}, as this rank's local block, "
+                f"got one of shape {share.shape}. Give from_cut= for another partition, and shape= "
+                f"if the whole array has another shape than the section's arrays."
             )
 
     def _check_out(self, out: Any, share: Array) -> None:
