@@ -127,9 +127,9 @@ class Links:
     def finish(self) -> None:
         """Finalize: wait until the functions of all ranks have returned.
 
-        A rank that still waits for one whose function has returned gets a mismatched call, by their
-        connection or a new one. Otherwise only the connections of a tree are made. Raises the
-        errors of `exchange`.
+        A rank may still wait for another one whose function has returned. It then receives the
+        mismatched call, by their connection or by a new one. Otherwise only the connections of a
+        tree are made. Raises the errors of `exchange`.
         """
         self.exchange(_NO_MORE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
@@ -148,10 +148,10 @@ class Links:
         receives: Mapping[int, Buffer | None],
         beside: bool = False,
     ) -> Callable[[], dict[int, memoryview]]:
-        """Begin an exchange; return a function that completes it. The next exchange does so, too.
+        """Begin an exchange; return a function that completes it.
 
-        Buffers must stay valid until then. With `beside`, a thread completes the transfers that
-        the sockets do not complete immediately.
+        The next exchange completes it as well. Buffers must stay valid until then. With `beside`, a
+        thread completes the transfers that the sockets do not complete immediately.
         """
         if self._failure:  # the user's function may have caught the first error
             raise AttemptEndedError(self._failure)

@@ -26,7 +26,7 @@ from dask_p2p.sections.links import Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
-LEAST_BYTES = 1 << 16  # mean size of a rank's region: below, messages are faster
+LEAST_BYTES = 1 << 16  # mean size of regions: below, messages are faster
 _LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
 _PROOF = struct.Struct(
     f"<QQ{process_memory.TOKEN_BYTES}s"

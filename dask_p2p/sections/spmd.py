@@ -109,9 +109,9 @@ def spmd(
     cut : sequence of int, optional
         Axes that may be divided between ranks. By default all.
     members : int, optional
-        Largest number of ranks: there are never more than blocks in an array. By default the
-        number of the cluster's workers that have the resources of `dask.annotate`. It is 1 without
-        a cluster, with an asynchronous client, and always in the function of another section.
+        Largest number of ranks. The number of blocks is a limit as well. By default the number of
+        the cluster's workers that have the resources of `dask.annotate`. It is 1 without a
+        cluster, with an asynchronous client, and always in the function of another section.
     dtype : dtype or sequence of dtype, optional
         Data type of all outputs, or a tuple with one for each output. Outputs are converted to it
         as by `numpy.can_cast` with "same_kind". By default, output i has the dtype of array i, or

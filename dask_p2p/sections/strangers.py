@@ -80,7 +80,7 @@ class Strangers:
     def __init__(
         self,
         listener: socket.socket,
-        prepared: Callable[[socket.socket], socket.socket],  # sets options; may raise `OSError`
+        prepared: Callable[[socket.socket], socket.socket],  # sets up a connection, or `OSError`
         tls_s: float,  # time that a TLS connection may be silent
     ) -> None:
         self._listener, self._prepared, self._tls_s = listener, prepared, tls_s

@@ -1,7 +1,7 @@
 """Windows: GPU memory that ranks of one host read from each other, by CUDA IPC.
 
-A window has `SLOTS` slots for each reader, an event for each slot, and a barrier counter. Large
-regions have no window: they are read in place, ordered by events as well. A stream can wait for an
+A window has `SLOTS` slots for each reader, an event for each slot, and a barrier counter. Local
+blocks have no window: they are read in place, ordered by events as well. A stream can wait for an
 event of another process only after it has been recorded, so a message reports the recording.
 
 Ranks may also synchronize by a *device barrier*, without their hosts. A kernel with one thread for

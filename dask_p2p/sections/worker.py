@@ -61,7 +61,7 @@ class Member:
     # --- in the rank's thread
 
     def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
-        """Wait until the order's state is none of these, or for a time; return the order."""
+        """Wait while the order has one of the states, `timeout_s` at most; return the order."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
             return self._order
