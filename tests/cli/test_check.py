@@ -43,7 +43,7 @@ def test_a_new_cluster_has_nothing_to_mend(run):
         result = run("--scheduler", client.scheduler.address)
     assert result.exit_code == 0, result.output
     assert "plugin" not in result.output
-    assert "Nothing is in the way." in result.output
+    assert "No problems found." in result.output
 
 
 def test_one_worker_makes_no_pair(run):
