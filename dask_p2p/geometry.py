@@ -124,9 +124,11 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
     if runs is not None and axis == runs.axis:
         axis = _cut_for_runs(box, size, max_elements, others, runs)
     start, stop = box[axis]
-    row_elements = size // (stop - start)
-    count = -(-(stop - start) // max(1, max_elements // row_elements))
+    most_rows = max(1, max_elements // (size // (stop - start)))
+    count = -(-(stop - start) // most_rows)
     rows = -(-(stop - start) // count)  # parts of about one size, without a small last one
+    if runs is not None and axis == runs.axis:
+        rows = max(rows, min(runs.least, most_rows))
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
         yield from split_box(part, max_elements, runs)
