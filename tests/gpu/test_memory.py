@@ -290,7 +290,7 @@ def test_an_array_of_three_times_the_device_memory(transport, share):
         assert set(client.run(lambda dask_worker: dask_worker.restored).values()) == {0}
 
 
-def keys_on_host(dask_worker, name):
+def keys_on_host(name, dask_worker):
     """Blocks of an array that were spilled to host memory."""
     return sorted(key for key in dask_worker.data.host if key[0] == name)
 
