@@ -1,1 +1,1 @@
-"""Benchmarks of this package, of Dask's own ways, and of rivals outside Dask."""
+"""Benchmarks of this package, of Dask's own methods, and of rivals outside Dask."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: transposes measured and checked. See `benchmarks.bench`."""
+"""``python -m benchmarks``: measured and checked transposes. See `benchmarks.bench`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""``python -m benchmarks``: transposes measured and checked, beside Dask's own ways and others.
+"""``python -m benchmarks``: measured and checked transposes, compared with other ways.
 
-It prints what the program in chapter 4 of *CUDA Fortran for Scientists and Engineers* (Ruetsch and
-Fatica) prints: devices, sizes, tiles, mode, and the bandwidth of a result that was checked. Its two
-modes::
+The output follows the program in chapter 4 of *CUDA Fortran for Scientists and Engineers* (Ruetsch
+and Fatica): devices, sizes, tiles, mode, and the bandwidth of a checked result. Its two modes::
 
     sync     reader 0  [tile][T][tile][T]
              reader 1                      [tile][T][tile][T]        one transfer at a time
@@ -11,9 +10,10 @@ modes::
              reader 1  [tile][tile]                                  staged and overlapped
                              [T]   [T]
 
-There one host thread waits for each copy of each device, so in its "sync" mode there is one
-transfer at a time in the whole machine. Here workers wait for themselves only (``p2p.mode: sync``),
-so they also take turns, and Dask's time between the turns is told apart.
+In that program one host thread waits for each copy of each device, so its "sync" mode has one
+transfer at a time in the whole machine. A worker waits only for its own copies (``p2p.mode:
+sync``). Here workers therefore take turns, and Dask's time between the turns is reported
+separately.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ __all__ = ["bench"]
     type=SHAPE,
     multiple=True,
     metavar="AxB[xC...]",
-    help="Of the array; repeatable.  [default: 6000x6000, on GPUs 32768x32768, or what fits]",
+    help="Shape of the array; repeatable.  [default: 6000x6000, on GPUs 32768x32768, or less to "
+    "fit]",
 )
 @click.option(
     "--size",
@@ -80,7 +81,7 @@ __all__ = ["bench"]
     type=COUNT,
     multiple=True,
     metavar="N",
-    help="Rows and columns of a square matrix, in place of its shape; repeatable.",
+    help="Rows and columns of a square matrix, instead of its shape; repeatable.",
 )
 @click.option(
     "--bytes",
@@ -88,7 +89,7 @@ __all__ = ["bench"]
     type=reader(parse_bytes, "a size such as 500MB or 2GiB", lambda size: size > 0),
     multiple=True,
     metavar="BYTES",
-    help="Of a square matrix, such as 64GiB, in place of its shape; repeatable.",
+    help="Size of a square matrix, such as 64GiB, instead of its shape; repeatable.",
 )
 @click.option(
     "--dtype",
@@ -97,7 +98,7 @@ __all__ = ["bench"]
     multiple=True,
     default=["float32"],
     metavar="NAME",
-    help="Repeatable.",
+    help="Dtype of the array; repeatable.",
 )
 @axes_option
 @scheduler_option
@@ -107,22 +108,22 @@ __all__ = ["bench"]
     "--mode",
     type=click.Choice(["async", "sync", "both"]),
     default="async",
-    help="Transfers staged and overlapped, or blocking ones one after another in the whole "
-    "cluster, or both in turn.",
+    help="async: staged and overlapped transfers. sync: one blocking transfer at a time in the "
+    "whole cluster. both: in turn.",
 )
-@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
+@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way after the first.")
 @click.option(
     "--rivals/--no-rivals",
     default=False,
-    help="Measure Dask's own ways too, and those without Dask that are installed.",
+    help="Measure Dask's own ways too, and the installed programs without Dask.",
 )
 @click.option(
-    "--rival-timeout", "timeout_s", type=COUNT, default=120, help="Of each one without Dask, s."
+    "--rival-timeout", "timeout_s", type=COUNT, default=120, help="Limit of each rival, seconds."
 )
 @click.option(
-    "--cases", "with_cases", is_flag=True, help="Several and uneven blocks and boxes too."
+    "--cases", "with_cases", is_flag=True, help="Add several and uneven blocks, and boxes."
 )
-@click.option("--variants", is_flag=True, help="This package with other options too.")
+@click.option("--variants", is_flag=True, help="Add this package with other options.")
 @commit_option
 @json_option
 def bench(
@@ -150,7 +151,7 @@ def bench(
         shapes = [*shapes, *((size, size) for size in sizes)]
         even = even_cases(spec, shapes, all_bytes, dtypes, axes)
         extra = {case: hard_cases(spec, case) if with_cases else [] for case in even}
-        # Alternating from the slower to the quicker, as the article lists them.
+        # The slower mode first, as in the article.
         modes = ("sync", "async") if mode == "both" else (mode,)
         ways = ways_on(spec, modes, rivals, variants)
         required = {name: way for name, way in ways.items() if way.required}
@@ -176,14 +177,14 @@ def _show_head(console: Console, report: Report, modes: Sequence[str], _: Any) -
 
 
 def compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]]) -> None:
-    """Add how long each of the other arrays takes, by the byte, over the one in even slabs."""
+    """Add the time per byte of each other array relative to the array in even slabs."""
     for one, others in extra.items():
         even_of = {row["way"]: row for row in measured[one] if "span_s" in row}
         for row in (row for case in others for row in measured[case]):
             if "span_s" in row and (even := even_of.get(row["way"])):
                 bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
                 row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio
-                # From the first task's start to the last one's end: a worker may have several.
+                # The span over all tasks: a worker may have several.
                 row["span_to_even"] = median(row["span_s"]) / median(even["span_s"]) * bytes_ratio
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/chart.py benchmarks/results/h200-x4.json -o benchmarks/results/h200-x4.svg
 
-Several files go into one chart. Ways measured on other machines are then told apart by their names.
+Several files go into one chart, where labels name the machine if there are several.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from matplotlib.ticker import (
 
 OURS = "dask_p2p"
 LIMIT = "copy engines (limit)"
-#: Dask's own time, with no transfer to compare with the limit.
+#: Dask's own time: no transfer to compare with the limit.
 FLOOR = "one no-op layer"
 #: Other arrays are not drawn; older reports do not name this one.
 EVEN = "even slabs"
-#: A part of ours: what is left of it without Dask's own time.
+#: Our exchange alone, without Dask's own time.
 EXCHANGE = "dask_p2p, exchange only"
 
 #: Colour and marker of each way, the same in all charts.
@@ -48,10 +48,10 @@ STYLES = {
     FLOOR: ("#999999", "."),
 }
 OTHER_COLOURS = ("#00798c", "#8d6a9f", "#6b705c", "#b56576")
-#: Of machines and dtypes after the first.
+#: Line styles by machine and dtype.
 LINES = ("-", "--", ":", "-.")
 
-#: For the same ids in each SVG, and no date: the same results give the same file.
+#: Fixed ids and no date: the same results give the same file.
 SETTINGS: Any = {"svg.hashsalt": "dask-p2p", "font.size": 9.0}
 METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
@@ -87,7 +87,7 @@ def dtype_of(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
-    """Collect what was measured of square matrices in even slabs; failures are left out."""
+    """Collect the medians of square matrices in even slabs; failures are left out."""
     found: dict[tuple[str, str, str], Series] = {}
     for report in reports:
         for row in report["rows"]:
@@ -120,7 +120,7 @@ def fractions(series: Series, all_series: Sequence[Series]) -> dict[int, float]:
 
 
 def caption(reports: Sequence[dict[str, Any]]) -> str:
-    """Say when each report was made, on what, and of which commit."""
+    """Return the machine, date and commit of each report, one a line."""
     lines = []
     for report in reports:
         parts = [machine(report)]
@@ -133,16 +133,16 @@ def caption(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(reports: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the chart of these reports; the right panel needs a limit in one of them."""
+    """Draw the chart of these reports; the right panel needs a report with a limit."""
     found = read_series(reports)
     if not found:
-        raise ValueError("there is nothing in these results that could be drawn")
+        raise ValueError("these results have no square matrix in even slabs to draw")
     compared = [one for one in found if one.way != LIMIT and not one.way.startswith(FLOOR)]
     limited = {id(one): f for one in compared if (f := fractions(one, found))}
     figure = Figure(layout="constrained")
     figure.set_figwidth(11.0 if limited else 6.5)
     left, *right = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
-    # The exchange alone is no way to a result: it only has a share of the limit.
+    # The exchange alone makes no result, so it appears in the right panel only.
     times_ms = {
         id(one): {nbytes: time_s * 1e3 for nbytes, time_s in one.median_s.items()}
         for one in found
@@ -165,7 +165,7 @@ def draw(reports: Sequence[dict[str, Any]]) -> Figure:
 
 
 def explain(figure: Figure, reports: Sequence[dict[str, Any]], found: Sequence[Series]) -> None:
-    """Add what the lines are, and of what machines, dtypes and commits."""
+    """Add the legend, and the title with machines, dtypes and commits."""
     lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_lines()}
     shown = {label: line for label, line in lines.items() if not label.startswith("_")}
     columns = 1 if any(len(label) > 40 for label in shown) else 4
@@ -213,7 +213,7 @@ def plot(
 
 
 def size_axis(panel: Any, drawn: Sequence[Series]) -> None:
-    """Mark the sizes that were measured, in rows too if these follow from the bytes."""
+    """Label the measured sizes, with rows too if there is one dtype."""
     rows = {nbytes: count for series in drawn for nbytes, count in series.rows.items()}
     one_dtype = len({series.dtype for series in drawn}) == 1
     kept: list[int] = []
@@ -241,7 +241,7 @@ def size_name(size_bytes: int) -> str:
 def save(reports: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the chart of these reports as SVG or PNG, by its name."""
     with mpl.rc_context(SETTINGS):
-        # One figure a file: what was laid out before is laid out a little differently again.
+        # One figure a file: a second layout of the same figure differs slightly.
         draw(reports).savefig(path, dpi=150, metadata=METADATA[path.suffix.removeprefix(".")])
 
 
@@ -254,10 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--output",
         action="append",
         type=Path,
-        help="SVG or PNG to write; repeatable. Default: both, beside the first of the results",
+        help="SVG or PNG to write; repeatable. Default: both, in the folder of the first result",
     )
-    parser.add_argument("--dtype", action="append", help="repeatable. Default: all there are")
-    parser.add_argument("--way", action="append", help="repeatable. Default: all there are")
+    parser.add_argument("--dtype", action="append", help="repeatable. Default: all")
+    parser.add_argument("--way", action="append", help="repeatable. Default: all")
     options = parser.parse_args(arguments)
     outputs = options.output or [options.results[0].with_suffix(s) for s in (".svg", ".png")]
     for path in outputs:

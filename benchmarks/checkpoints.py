@@ -1,9 +1,10 @@
-"""What a checkpoint inside a section takes, beside a copy of as many bytes.
+"""Time of a checkpoint inside a section, compared with a copy of the same size.
 
     python -m benchmarks.checkpoints --mib 256 --mib 1024 --json FILE
 
-Two workers with one thread each, of one host, with an array of so many MiB each. Both copy at the
-same time. The first checkpoints make the memory that later ones use again, and are told apart.
+Two workers on one host, with one thread each, hold an array of ``--mib`` MiB each, and work
+concurrently. The first checkpoints allocate memory that later ones use again, so they are reported
+separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COPY, FIRST, LATER = "a copy, to memory that is there", "first checkpoints", "ch
 
 
 def timed(ctx: Any, x: Any, repeats: int) -> Any:
-    """Return the seconds of copies, then of checkpoints: one row a member."""
+    """Return the seconds of copies, then of checkpoints: one row a rank."""
     to = np.zeros_like(x)
 
     def seconds(what: Any, *args: Any) -> float:
@@ -46,7 +47,7 @@ def timed(ctx: Any, x: Any, repeats: int) -> Any:
 
 
 def measured(mib: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each, the slower member's."""
+    """Return the seconds of each run on the slower rank."""
     rows = max(1, mib * 2**20 // 8 // _COLUMNS)
     x = da.ones((_WORKERS * rows, _COLUMNS), chunks=(rows, _COLUMNS))
     y: Any = dask_p2p.spmd(timed, x, members=_WORKERS, repeats=repeats)
@@ -56,11 +57,11 @@ def measured(mib: int, repeats: int) -> dict[str, list[float]]:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--mib", "sizes", multiple=True, type=int, default=(256,), help="A member's state.")
-@click.option("--repeats", default=5, help="Of each.")
+@click.option("--mib", "sizes", multiple=True, type=int, default=(256,), help="State of a rank.")
+@click.option("--repeats", default=5, help="Runs of each.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
-    """Time checkpoints inside a section, beside copies of as many bytes."""
+    """Time checkpoints inside a section, and copies of the same size."""
     from distributed import Client, LocalCluster
 
     rows = []

@@ -1,11 +1,11 @@
-"""A matrix divided along its other axis inside a section, beside mpi4py and a layer of the graph.
+"""Redistribution of a matrix inside a section, compared with mpi4py and a layer of the graph.
 
     python -m benchmarks.cuts --members 2 --members 4 --json FILE
 
-A square of float64 in slabs of rows, one a worker with a thread. `Context.redistribute` makes slabs
-of columns of it, in each order of messages, with parts read from other members' memory and without;
-and the transpose in slabs of rows. In each round all ways take their turns. A time is that of the
-slowest member, from a common start. Results are checked.
+A square of float64 lies in slabs of rows, one a worker with one thread. `Context.redistribute`
+turns it into slabs of columns, in each order of messages, with and without reading other ranks'
+memory; and into the transpose in slabs of rows. All ways take turns in each round. A time is the
+slowest rank's, from a common start. Results are checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dask_p2p.plans.orders import ORDERS
 
 __all__ = ["main"]
 
-#: Ways of a section: what `redistribute` is given, and whether members may read others' memory.
+#: Ways inside a section: keywords of `redistribute`; true if ranks may read others' memory.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "read": ({"cut": (1,)}, True),
     "transposed, read": ({"cut": (0,), "axes": (1, 0)}, True),
@@ -42,7 +42,7 @@ LAYER = "a layer of dask_p2p.transpose"
 
 
 def timed(ctx: Any, x: Any, ways: Sequence[str], rounds: int) -> Any:
-    """Return the seconds of each way and round in the first elements of the first member's rows."""
+    """Return the seconds of each way and round in the first elements of rank 0's rows."""
     outs = [ctx.redistribute(x, **WAYS[way][0]) for way in ways]
     times = []
     for _ in range(rounds):
@@ -56,7 +56,7 @@ def timed(ctx: Any, x: Any, ways: Sequence[str], rounds: int) -> Any:
 
 
 def of_sections(x: Any, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way of a section."""
+    """Return the seconds of each way inside a section."""
     found: dict[str, list[float]] = {}
     for reads, transports in ((True, "auto"), (False, ["comm"])):
         ways = [way for way, (_, may_read) in WAYS.items() if may_read == reads]
@@ -69,7 +69,7 @@ def of_sections(x: Any, rounds: int) -> dict[str, list[float]]:
 
 
 def layer_seconds(x: Any, number: int) -> float:
-    """Return how long a transpose takes as a layer, of another array each time."""
+    """Return the seconds of a transpose as a layer, of another array each time."""
     x = x.map_blocks(_again, number).persist()
     wait(x)
     return seconds(lambda x, _: dask_p2p.transpose(x), x, 1)
@@ -80,7 +80,7 @@ def _again(block: Any, number: int) -> Any:
 
 
 def wrong(x: Any) -> int:
-    """Count the elements that differ from the input when they have gone there and back."""
+    """Count the elements that differ from the input after a round trip."""
     shape = x.shape
 
     def back(ctx: Any, x: Any, keywords: dict[str, Any]) -> Any:
@@ -95,13 +95,13 @@ def wrong(x: Any) -> int:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--side", default=4096, help="Of the square.")
+@click.option("--side", default=4096, help="Side of the square.")
 @click.option("--members", "numbers", multiple=True, type=int, default=(2, 4))
-@click.option("--rounds", default=5, help="Of each repeat.")
-@click.option("--repeats", default=3, help="After a first one.")
+@click.option("--rounds", default=5, help="Rounds in each repeat.")
+@click.option("--repeats", default=3, help="Repeats after the first.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(side: int, numbers: Sequence[int], rounds: int, repeats: int, path: Path | None) -> None:
-    """Time a redistribution inside a section, beside other ways."""
+    """Time a redistribution inside a section, and by other ways."""
     from distributed import LocalCluster
 
     rows = []
@@ -127,7 +127,7 @@ def main(side: int, numbers: Sequence[int], rounds: int, repeats: int, path: Pat
                         times.setdefault(way, []).extend(each)
         for way, each in times.items():
             print(
-                f"{number} members {way:>32}: median {np.median(each) * 1e3:8.2f} ms, "
+                f"{number} ranks {way:>32}: median {np.median(each) * 1e3:8.2f} ms, "
                 f"least {min(each) * 1e3:8.2f} ms",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""What a measurement was made on: hardware, versions, commit."""
+"""The environment of a measurement: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["commit", "environment"]
 
 
 def environment() -> dict[str, Any]:
-    """Describe this machine and what is installed on it.
+    """Return the hardware, the software versions and the commit.
 
     Returns
     -------
     dict
         ``versions`` (see `versions`), ``commit`` (see `commit`) and ``hardware``: ``cpu``,
-        ``cpu_count`` (cores that can be used), ``gpus`` (names), ``driver`` (None without one)
+        ``cpu_count`` (usable cores), ``gpus`` (names), ``driver`` (None without one)
         and ``platform``.
     """
     gpus, driver = _gpus()
@@ -38,9 +38,9 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that the package lies in, "-dirty" if it was changed.
+    """Return the commit of the package's checkout, with "-dirty" if it has changes.
 
-    None if it is installed elsewhere, even into somebody else's checkout, or there is no git.
+    None without git, or if the package is installed elsewhere, even into another checkout.
     """
     folder, file = os.path.split(os.path.abspath(dask_p2p.__file__))
     tracked = _git(folder, "ls-files", "--error-unmatch", file)
@@ -65,5 +65,5 @@ def _gpus() -> tuple[list[str], str | None]:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
         return names, str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # pynvml is not there, or one of its many errors
+    except Exception:  # pynvml is missing, or raises one of its many errors
         return [], None

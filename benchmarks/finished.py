@@ -1,4 +1,4 @@
-"""Tasks of Dask on GPUs that end when their kernels do."""
+"""Dask tasks on GPUs that end when their kernels end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["done"]
 
 
 def done(y: Any) -> Any:
-    """Return a lazy array of CuPy blocks whose tasks end when the blocks are made.
+    """Return the lazy array with tasks that end when their CuPy blocks are made.
 
-    Dask's own tasks end when their kernels are queued, and `distributed.wait` with them.
+    Dask's own tasks end, and `distributed.wait` returns, when their kernels are queued.
     """
     tasks = dict(y.__dask_graph__())
     for key in flatten(y.__dask_keys__()):
         task = tasks[key]
-        if not isinstance(task, Alias):  # of a task that others wait for too
+        if not isinstance(task, Alias):  # an alias names a task that other tasks need too
             tasks[key] = Task(key, _done, task.func, *task.args, **task.kwargs)
     return da.Array(tasks, y.name, y.chunks, meta=y._meta)
 

@@ -1,9 +1,9 @@
-"""What graphs of many blocks cost: simulated without data, or measured.
+"""The cost of graphs of many blocks, simulated without data or measured.
 
-``python benchmarks/growth.py simulate`` prints what a transpose of 10,000 slabs on 1,000 workers
-costs Dask's scheduler in one pass, in groups, and in two and three passes through intermediate
-grids. ``python benchmarks/growth.py measure`` transposes an array in 64 to 1,000 slabs on 4
-workers, with and without groups and by Dask's own ways.
+``python benchmarks/growth.py simulate`` prints the cost for Dask's scheduler of a transpose of
+10,000 slabs on 1,000 workers, in one pass, in groups, and in two and three passes through
+intermediate grids. ``python benchmarks/growth.py measure`` transposes an array in 64 to 1,000 slabs
+on 4 workers, with and without groups and by Dask's own ways.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-# Of Dask 2026.7.1 on one core, where nothing else runs: `benchmarks/README.md`, "Growth".
+# Dask 2026.7.1 on one otherwise idle core: `benchmarks/README.md`, "Growth".
 EDGE_S = 35e-6
 EDGE_BYTES = 1000
 TASK_S = 500e-6
@@ -26,25 +26,25 @@ TASK_BYTES = 3000
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way through a graph costs."""
+    """The cost of one way to transpose."""
 
     way: str
     tasks: int
     edges: int
     scheduler_s: float
     scheduler_bytes: int
-    moved: float  # times that the array moves between workers
+    moved: float  # bytes moved between workers, as a multiple of the array
     stages: int  # holders that a task reads from, one after another, over all layers
 
 
 def cost(way: str, tasks: int, edges: int, moved: float, stages: int) -> Cost:
-    """Return the cost of a graph of so many tasks and edges."""
+    """Return the cost of a graph with these numbers of tasks and edges."""
     seconds = tasks * TASK_S + edges * EDGE_S
     return Cost(way, tasks, edges, seconds, tasks * TASK_BYTES + edges * EDGE_BYTES, moved, stages)
 
 
 def simulated(blocks: int, workers: int) -> list[Cost]:
-    """Return the costs of a transpose of so many slabs, by each way."""
+    """Return the cost of a transpose of `blocks` slabs by each way."""
     from dask_p2p.plans import grouped, redistribution
 
     sizes = (1,) * blocks
@@ -56,7 +56,7 @@ def simulated(blocks: int, workers: int) -> list[Cost]:
         cost(f"{groups} groups", groups + blocks, groups * blocks + blocks, elsewhere, workers),
     ]
     for passes in (2, 3):
-        # Through grids in which each task reads from the blocks of one row of the one before.
+        # In each pass a task reads the blocks of one row of the previous grid.
         each = ceil(blocks ** (1 / passes))
         tasks, edges = passes * blocks, passes * blocks * each
         way = f"{passes} passes of {each}"
@@ -65,7 +65,7 @@ def simulated(blocks: int, workers: int) -> list[Cost]:
 
 
 def measured(client: Any, blocks: int, side: int, way: str) -> dict[str, Any]:
-    """Transpose a square array in so many slabs; return what that took."""
+    """Transpose a square array in `blocks` slabs; return the times."""
     import dask
     import dask.array as da
     from distributed import wait
@@ -94,7 +94,7 @@ def measured(client: Any, blocks: int, side: int, way: str) -> dict[str, Any]:
 
 @click.group()
 def main() -> None:
-    """Tell what graphs of many blocks cost."""
+    """Simulate or measure the cost of graphs of many blocks."""
 
 
 @main.command()
@@ -102,7 +102,7 @@ def main() -> None:
 @click.option("--workers", default=1_000, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def simulate(blocks: int, workers: int, path: Path | None) -> None:
-    """Count tasks and edges, without data and without a cluster."""
+    """Count tasks and edges without data or a cluster."""
     costs = simulated(blocks, workers)
     print(f"{blocks} slabs -> {blocks} slabs on {workers} workers")
     for found in costs:
@@ -116,14 +116,14 @@ def simulate(blocks: int, workers: int, path: Path | None) -> None:
 
 @main.command()
 @click.option("--blocks", multiple=True, type=int, default=(64, 128, 256, 512, 1000))
-@click.option("--side", default=4000, show_default=True, help="Of the square array of float64.")
+@click.option("--side", default=4000, show_default=True, help="Side of the float64 square.")
 @click.option("--way", multiple=True, default=("auto", "one pass", "tasks", "p2p"))
 @click.option("--repeats", default=3, show_default=True, help="Runs after the first one.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def measure(
     blocks: tuple[int, ...], side: int, way: tuple[str, ...], repeats: int, path: Path | None
 ) -> None:
-    """Transpose an array in more and more slabs; the ways take turns."""
+    """Transpose an array in growing numbers of slabs; the ways take turns."""
     from distributed import Client
 
     import dask_p2p
@@ -146,7 +146,7 @@ def measure(
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a result, if somebody wants it."""
+    """Write a result as JSON, if there is a path."""
     if path is not None:
         path.write_text(json.dumps({"started": time.time(), **result}, indent=1) + "\n")
 

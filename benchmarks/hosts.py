@@ -1,14 +1,13 @@
-"""In which order workers of several hosts should read from each other, simulated.
+"""Simulation of the orders in which workers of several hosts may read from each other.
 
-``python -m benchmarks.hosts`` has 2 to 64 hosts of 8 GPUs transpose an array, each GPU reading an
-equal region from each. It prints the time of each order of the readers' sources as a multiple of
-the lower bound: the time of the busiest link if it never rests.
+``python -m benchmarks.hosts`` simulates a transpose on 2 to 64 hosts of 8 GPUs. Each GPU reads an
+equal region from each other one. The program prints the time of each order of the readers' sources
+as a multiple of the lower bound: the time of the busiest link if it never idles.
 
-The simulation is fluid. A reader has a few reads open at a time. Reads that share a link share what
-it carries (max-min fair). There is no latency, and switches carry everything. Links between the
-GPUs of a host carry 345 GB/s each way for each GPU, as NVLinks of H100 and H200 were measured. A
-host has one network interface, or one for each GPU: of 45 GB/s each way (InfiniBand NDR), or of 11
-(100 Gbit Ethernet).
+The simulation is fluid. A reader has a few reads open at a time. Reads divide a link's bandwidth
+max-min fairly. There is no latency, and switches have unlimited bandwidth. Each GPU has 345 GB/s of
+NVLink each way within its host, as measured on H100 and H200. A host has one network interface, or
+one for each GPU, with 45 GB/s each way (InfiniBand NDR) or 11 GB/s (100 Gbit Ethernet).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ import numpy as np
 
 from dask_p2p.plans import stage_order
 
-GPUS = 8  # of a host
-NVLINK_GBS = 345.0  # of a GPU, one way
-#: Network interfaces: what each carries one way, GB/s, and how many a host has.
+GPUS = 8  # a host
+NVLINK_GBS = 345.0  # a GPU, one way
+#: Network interfaces: GB/s of each one way, and number a host.
 NETWORKS = {
     "NDR, one a GPU": (45.0, GPUS),
     "NDR, one a host": (45.0, 1),
     "100 GbE, one a host": (11.0, 1),
 }
 HOSTS = (2, 4, 8, 16, 32, 64)
-OPEN_READS = 2  # of a reader: the next source is asked while the one before arrives
-GRAIN = 0.05  # of the time of a region alone: what ends within it ends together
+OPEN_READS = 2  # a reader: it requests the next source while the previous one arrives
+GRAIN = 0.05  # least time step, as a part of the time of one region alone
 
 #: Takes the reader's rank and the number of ranks; gives the ranks that it reads from, in order.
 Order = Callable[[int, int], Sequence[int]]
@@ -51,7 +50,7 @@ def diagonal(reader: int, ranks: int) -> list[int]:
 
 
 def host_first(reader: int, ranks: int) -> list[int]:
-    """Read from the own host, then from the hosts after it, each as a whole."""
+    """Read from all ranks of the own host, then of each host after it."""
     host, place = divmod(reader, GPUS)
     hosts = ranks // GPUS
     order = [
@@ -63,18 +62,18 @@ def host_first(reader: int, ranks: int) -> list[int]:
 
 
 def pairwise(reader: int, ranks: int) -> list[int]:
-    """Exchange with one rank after the other: the numbers differ in the bits of the stage."""
+    """Exchange with one rank a stage: its number is the reader's XOR the stage."""
     return [reader ^ stage for stage in range(1, ranks)]
 
 
 def left_right(reader: int, ranks: int) -> list[int]:
-    """Read from the right and the left neighbour, then from those behind them, and so on."""
+    """Read from the right and left neighbours, in order of distance."""
     both = [(reader + sign * far) % ranks for far in range(1, ranks // 2 + 1) for sign in (1, -1)]
     return list(dict.fromkeys(both))
 
 
 def two_levels(reader: int, ranks: int) -> list[int]:
-    """Read as the package does where it knows the hosts: `dask_p2p.plans.stage_order`."""
+    """Read in the package's order for several hosts: `dask_p2p.plans.stage_order`."""
     names = [f"{rank:06}" for rank in range(ranks)]
     order = stage_order(names, names[reader], lambda name: str(int(name) // GPUS))
     return [int(name) for name in order[1:]]
@@ -94,20 +93,20 @@ ORDERS: dict[str, Order] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What an order took."""
+    """The simulated time of an order."""
 
     network: str
     hosts: int
     order: str
-    beside: bool  # whether reads within the host go on beside those over the network
-    late: float  # share of the bound by which the last reader starts after the first one
-    bounds: float  # times the lower bound, from when the first one starts
+    beside: bool  # true if reads within the host run concurrently with reads over the network
+    late: float  # delay of the last reader's start, as a part of the bound
+    bounds: float  # time from the first reader's start, as a multiple of the lower bound
 
 
 class Links:
-    """What joins ranks: each has a link within its host, and shares one of its host's networks.
+    """The links between ranks: one a rank within its host, and its host's network interfaces.
 
-    Links are numbered: those that go out of ranks and into them, then those of the interfaces.
+    Links are numbered: first out of and into each rank, then out of and into each interface.
     """
 
     def __init__(self, hosts: int, network: str) -> None:
@@ -118,20 +117,20 @@ class Links:
         self.gbs = np.repeat([NVLINK_GBS, gbs], [2 * self.ranks, 2 * self._interfaces])
 
     def of(self, holders: Any, readers: Any) -> Any:
-        """Return the two links of each read; shape (reads, 2)."""
+        """Return the two links of each read: an array of shape (reads, 2)."""
         within = np.stack([holders, self.ranks + readers], axis=1)
         ends = np.stack([holders, readers + self._interfaces * self._sharing], axis=1)
         is_near = holders // GPUS == readers // GPUS
         return np.where(is_near[:, None], within, 2 * self.ranks + ends // self._sharing)
 
     def bound_s(self) -> float:
-        """Return the least time for a region of 1 GB from each rank to each other one."""
+        """Return the lower bound for regions of 1 GB between all pairs of ranks."""
         holders, readers = np.divmod(np.arange(self.ranks**2), self.ranks)
         used = self.of(holders, readers)[holders != readers]
         return float((np.bincount(used.ravel(), minlength=len(self.gbs)) / self.gbs).max())
 
     def shares_gbs(self, used: Any) -> Any:
-        """Return what each read gets of the links that it uses, max-min fair; shape (reads,)."""
+        """Return each read's max-min fair bandwidth: an array of shape (reads,)."""
         shares = np.zeros(len(used))
         left_gbs, is_open = self.gbs.copy(), np.ones(len(used), bool)
         while is_open.any():
@@ -148,7 +147,7 @@ class Links:
 
 
 def queues(order: str, reader: int, ranks: int, beside: bool) -> list[deque[int]]:
-    """Return what a reader reads one after the other, each queue beside the others."""
+    """Return the queues of sources that a reader works through concurrently."""
     ranked = ORDERS[order](reader, ranks)
     if not beside:
         return [deque(ranked)]
@@ -157,12 +156,12 @@ def queues(order: str, reader: int, ranks: int, beside: bool) -> list[deque[int]
 
 
 def is_near(holder: int, reader: int) -> bool:
-    """Tell whether two ranks are on one host."""
+    """Return true if two ranks are on one host."""
     return holder // GPUS == reader // GPUS
 
 
 def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -> Found:
-    """Return how long a transpose takes in which each rank reads 1 GB from each other one."""
+    """Simulate a transpose with a region of 1 GB between all pairs of ranks."""
     links = Links(hosts, network)
     ranks, bound_s = links.ranks, links.bound_s()
     grain_s = GRAIN / max(links.gbs[2 * ranks :])
@@ -176,7 +175,7 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
     of_queue: defaultdict[int, list[int]] = defaultdict(list)
     for slot, (_, queue) in enumerate(slots):
         of_queue[id(queue)].append(slot)
-    # When each slot takes its next source; none is late by more than the share.
+    # The time when each slot takes its next source.
     due_s = np.random.default_rng(0).permutation(ranks)[readers] / (ranks - 1) * late * bound_s
     holders, left_gb, time_s = np.full(len(slots), -1), np.zeros(len(slots)), 0.0
     while True:
@@ -196,7 +195,7 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
         if len(reading):
             gbs = links.shares_gbs(links.of(holders[reading], readers[reading]))
             step_s = min(step_s, max((left_gb[reading] / gbs).min(), grain_s))
-            # What a step takes off too much is taken off the slot's next source, within reason.
+            # A step may end a read too late; up to a grain of the excess counts for the next.
             left_gb[reading] -= gbs * step_s
         time_s += step_s
         done = reading[left_gb[reading] <= 1e-9]
@@ -211,7 +210,7 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
 def main(
     hosts: tuple[int, ...], networks: tuple[str, ...], late: tuple[float, ...], path: Path | None
 ) -> None:
-    """Compare orders on hosts of 8 GPUs, without data and without a cluster."""
+    """Compare orders on hosts of 8 GPUs without data or a cluster."""
     found = []
     cases = product(networks or NETWORKS, hosts, late, (False, True))
     for network, count, share, beside in cases:
@@ -219,7 +218,7 @@ def main(
         found += row
         print(
             f"{network:<20} {count:>3} hosts, last reader {share:.0%} late, within the host "
-            f"{'beside' if beside else 'in turn'}: "
+            f"{'concurrently' if beside else 'in turn'}: "
             + ", ".join(f"{each.order} {each.bounds:.3f}" for each in row),
             flush=True,
         )

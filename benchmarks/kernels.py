@@ -1,11 +1,11 @@
-"""How fast the kernels permute: on a GPU against its memcpy, on a CPU against NumPy.
+"""Speed of the permuting kernels: on a GPU against memcpy, on a CPU against NumPy.
 
     python benchmarks/kernels.py gpu --json gpu.json
     python benchmarks/kernels.py cpu --quick
 
-Each figure is the median of several runs, after the result has been checked against one computed in
-another way, in a target that was overwritten before. Bandwidth counts each byte twice, once read
-and once written, as the article on the multi-GPU transpose does.
+Each figure is the median of several runs. Before them one result is checked against another
+computation, in a target filled with garbage. Bandwidth counts each byte twice, once read and once
+written, as in the article on the multi-GPU transpose.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def run_cpu(case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int) -> R
 
 
 def cpu_seconds(works: Sequence[Callable[[], Any]], repeats: int, inner: int) -> list[float]:
-    """Return the median time of a call of each; in turns, so that other load hits all alike."""
+    """Return the median time of each call; calls take turns, so that other load hits all alike."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
         for work, seconds in zip(works, times, strict=True):
@@ -144,7 +144,7 @@ def run_gpu(case: tuple[Sequence[int], str, tuple[int, ...]], repeats: int) -> R
 
 
 def fill(cupy: Any, array: Any) -> None:
-    """Give each byte a value that depends on its place, part by part."""
+    """Fill each byte with a hash of its index, part by part."""
     flat = array.reshape(-1).view("u1")
     step = 1 << 28
     for start in range(0, flat.size, step):
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "gpu"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--gib", type=float, default=4.0, help="size of the GPU's arrays")
-    parser.add_argument("--quick", action="store_true", help="leave out what takes over 0.1 s")
+    parser.add_argument("--quick", action="store_true", help="leave out cases of over 0.1 s")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Runs several ways to transpose, times and checks them, and collects the workers' records."""
+"""Timed and checked runs of several ways to transpose, with the workers' records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "wait_for_blocks",
 ]
 
-#: What was measured of one way with one array; benchmarks/README.md says what the fields mean.
+#: The measurements of one way with one array; `benchmarks/README.md` explains the fields.
 Row = dict[str, Any]
 
 #: Takes a Dask array and the axes, returns the lazy result.
@@ -48,20 +48,20 @@ _SETTLE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An array to transpose, whose elements say where they belong."""
+    """An array to transpose; its elements encode their own index."""
 
     shape: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     axes: tuple[int, ...]
     dtype: DType  # a NumPy dtype
-    kind: Kind = "numpy"  # of its blocks, or "cupy"
+    kind: Kind = "numpy"  # type of its blocks, or "cupy"
     name: str = EVEN
-    #: Whether neighbouring blocks lie on different workers.
+    #: True if neighbouring blocks lie on different workers.
     scattered: bool = field(default=False, kw_only=True)
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return prod(self.shape) * int(self.dtype.itemsize)
 
     def make(self) -> Any:
@@ -69,13 +69,13 @@ class Case:
         return indexed_array(self.shape, self.chunks, self.dtype, self.kind)
 
     def plan(self, y: DaskArray) -> Plan:
-        """Return how a result is assembled from the array."""
+        """Return the plan that assembles a result from the array."""
         return redistribution(self.chunks, self.axes, y.chunks)
 
     def settle(self, client: Any) -> float:
-        """Wait for what tasks leave behind them, if that is theirs: it counts. Here nothing.
+        """Wait for work that tasks leave queued; return the time of its end since the epoch.
 
-        Returns when that was done, seconds since the epoch; 0 where there was nothing.
+        Return 0 without such work, as here.
         """
         return 0.0
 
@@ -84,24 +84,24 @@ class Case:
         return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
 
 
-#: What was measured of each array.
+#: The measurements of each array, one row for each way.
 Measured = dict[Case, list[Row]]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to transpose, and on what cluster."""
+    """A way to transpose, and its cluster."""
 
-    transpose: Transpose  # what needs no cluster runs at once, and returns its seconds
-    apart: bool = False  # on an array of its own: it may leave copies of blocks on other workers
-    checked: bool = True  # its result is the transpose, and is compared with it
-    required: bool = False  # its failure ends the measurement; that of others becomes a row
-    one_by_one: bool = False  # blocks one after the other: one transfer at a time in the cluster
-    protocol: str | None = None  # of its cluster, if not the usual one
+    transpose: Transpose  # a way without a cluster runs immediately, and returns its seconds
+    apart: bool = False  # on its own array: the way may leave copies of blocks on other workers
+    checked: bool = True  # its result is compared with the transpose
+    required: bool = False  # its failure ends the measurement; other failures become rows
+    one_by_one: bool = False  # one block after another: one transfer at a time in the cluster
+    protocol: str | None = None  # protocol of its cluster; None: the usual one
 
 
 def place_blocks(client: Any, make: Callable[[], Any], scattered: bool = False) -> Any:
-    """Persist a new array with as many blocks on each worker: neighbours in C order, or scattered.
+    """Persist a new array with equal numbers of blocks a worker: neighbours, or scattered.
 
     Parameters
     ----------
@@ -109,30 +109,30 @@ def place_blocks(client: Any, make: Callable[[], Any], scattered: bool = False) 
     make : callable
         Returns the lazy array, with the same keys each time.
     scattered : bool, optional
-        Whether each block is on another worker than the one before it, as where Dask makes many
-        blocks and gives them to whichever worker is free.
+        Put each block on another worker than the previous one. Otherwise workers have neighbours in
+        C order. Dask scatters blocks if it makes many and assigns each to any free worker.
     """
     addresses = sorted(workers_of(client))
     numblocks = make().numblocks
     workers, blocks = len(addresses), prod(numblocks)
 
-    def place(key: tuple[Any, ...]) -> str:  # sent to the scheduler, with all that it uses
+    def place(key: tuple[Any, ...]) -> str:  # sent to the scheduler, with its closure
         number = 0
         for index, count in zip(key[1:], numblocks, strict=True):
             number = number * count + index
-        # Dask asks for keys of other layers too, whose numbers may lie beyond the last block.
+        # Dask passes keys of other layers too; their numbers may exceed the last block's.
         worker = number % workers if scattered else min(number * workers // blocks, workers - 1)
         return str(addresses[worker])
 
     with dask.annotate(workers=place, allow_other_workers=True):
         x = make()
-    x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
+    x = client.persist(x, optimize_graph=False)  # optimization drops the workers of blocks
     wait_for_blocks(x)
     return x
 
 
 def p2p_with(changes: Mapping[str, Any]) -> Transpose:
-    """Return this package's way, to slabs, with some of its options changed."""
+    """Return this package's transpose to slabs with changed options."""
 
     def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
         with dask.config.set(changes):
@@ -142,7 +142,7 @@ def p2p_with(changes: Mapping[str, Any]) -> Transpose:
 
 
 def dask_rechunk(method: str) -> Transpose:
-    """Return Dask's own way to the same result, with a named rechunk method."""
+    """Return Dask's own way to the same result, by this rechunk method."""
 
     def way(x: DaskArray, axes: tuple[int, ...]) -> Any:
         chunks = slab_chunks(x.chunks, axes)
@@ -152,7 +152,7 @@ def dask_rechunk(method: str) -> Transpose:
 
 
 def no_op(x: DaskArray, axes: tuple[int, ...]) -> Any:
-    """Return one layer that does nothing: what Dask itself takes."""
+    """Return an empty layer: Dask's own time."""
     chunks = tuple((1,) * count for count in x.numblocks)
     return x.map_blocks(lambda block: block[(slice(1),) * block.ndim], meta=x._meta, chunks=chunks)
 
@@ -168,7 +168,7 @@ def compare(
 ) -> list[Row]:
     """Time ways to transpose one array, in turn; some ways get an array of their own.
 
-    What else goes on on the machine disturbs all those alike that are run in turn.
+    Other load on the machine disturbs alternating ways equally.
 
     Parameters
     ----------
@@ -176,22 +176,22 @@ def compare(
     ways : mapping of str to Way
     case : Case
     repeats : int
-        Timed runs of each way after its first. The result of the last one is checked.
+        Timed runs of each way after its first. The last result is checked.
     progress : callable, optional
         Called after each run.
     anew : bool, optional
-        Whether to make the array anew for each run. Then all ways take turns, and the CPU time of
-        all processes is noted too.
+        Make a new array for each run. Then all ways take turns, and the CPU time of all processes
+        is recorded too.
 
     Returns
     -------
     list of dict
-        A row for each way. One that failed says why in ``failed``, and has no times.
+        A row for each way. A failed way has the reason in ``failed`` and no times.
 
     Raises
     ------
     Exception
-        Whatever a task of a required way raises.
+        The error of a task of a required way.
     """
     together = {name: way for name, way in ways.items() if anew or not way.apart}
     groups = [together, *({name: way} for name, way in ways.items() if name not in together)]
@@ -219,7 +219,7 @@ def _in_turn(
                 if "failed" not in measured[name]:
                     if anew:
                         x = None
-                        time.sleep(_SETTLE_S)  # the keys are the same: all blocks must go first
+                        time.sleep(_SETTLE_S)  # new blocks have the same keys: the old must go
                         x = place_blocks(client, case.make, case.scattered)
                     last = number == repeats
                     _run_once(client, measured[name], way, x, case, last=last, with_cpu=anew)
@@ -241,7 +241,7 @@ def _in_turn(
 
 
 def _summary(row: Row, case: Case) -> Row:
-    """Add the figures that people compare."""
+    """Add the median, the bandwidth and the link's rate."""
     if "failed" in row:
         return row
     rates_gbs = row.pop("rates_gbs", None)
@@ -253,7 +253,7 @@ def _summary(row: Row, case: Case) -> Row:
 
 
 def _short_reason(error: BaseException) -> str:
-    """Return the first line of what is at the bottom of an error."""
+    """Return the first line of an error's root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -263,7 +263,7 @@ def _short_reason(error: BaseException) -> str:
 def _run_once(
     client: Any, row: Row, way: Way, x: DaskArray, case: Case, last: bool, with_cpu: bool
 ) -> None:
-    """Run one way once, and note it."""
+    """Run one way once, and record its measurements in the row."""
     cpu_s = _cpu_s(client) if with_cpu else 0.0
     since_s = time.time()
     y = way.transpose(x, case.axes)
@@ -275,7 +275,7 @@ def _run_once(
         y = client.persist(y)
         wait_for_blocks(y)
     until_s = max(time.time(), case.settle(client))
-    if kept is not None:  # persisting only gives `y` what was made
+    if kept is not None:  # persisting collects the blocks that `kept` holds
         y = client.persist(y)
         wait_for_blocks(y)
         del kept
@@ -289,12 +289,12 @@ def _run_once(
             row["least_anywhere_bytes"] = least_bytes(client, x, plan)
     if last and way.checked:
         row["wrong"] = case.wrong(y)
-    del y  # the next run must neither find this one's result nor share memory with it
+    del y  # the next run must neither reuse this result nor share memory with it
     time.sleep(_SETTLE_S)
 
 
 def _add_time(row: Row, way: Way, time_s: float) -> bool:
-    """Note the time of a run; return whether it is the first one."""
+    """Record the time of a run; return true for the first run."""
     if "first_s" not in row:
         row |= {"one_by_one": way.one_by_one, "first_s": time_s, "times_s": [], "wrong": None}
         return True
@@ -303,7 +303,7 @@ def _add_time(row: Row, way: Way, time_s: float) -> bool:
 
 
 def _cpu_s(client: Any) -> float:
-    """Return the CPU time of all processes of a cluster and its client so far."""
+    """Return the CPU seconds of all processes of a cluster and its client so far."""
 
     def spent() -> tuple[int, float]:
         return os.getpid(), time.process_time()
@@ -323,7 +323,7 @@ def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
 
 
 def wait_for_blocks(blocks: Any) -> None:
-    """Wait until all blocks are there; `distributed.wait` alone is content with failed ones."""
+    """Wait for all blocks; raise the error of a failed one, unlike `distributed.wait`."""
     for future in wait(blocks).done:
         if future.status != "finished":
             future.result()

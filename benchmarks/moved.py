@@ -1,4 +1,4 @@
-"""What moved between workers, by what they noted of it, and what had to move."""
+"""Bytes that moved between workers, from their records, and the least that had to move."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["collect", "least_bytes", "note"]
 
 
 def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> int:
-    """Count the bytes that have to move for the output of a plan, given where the blocks lie.
+    """Count the bytes that have to move for a plan's output, given the blocks' workers.
 
-    Those are the elements that a block of the output reads, and that its worker does not hold.
+    They are the elements that an output block reads and its worker does not hold.
 
     Parameters
     ----------
@@ -24,9 +24,9 @@ def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> i
     x : dask.array.Array
         The input, persisted.
     plan : Plan
-        How the output is assembled from it.
+        The plan that assembles the output.
     y : dask.array.Array, optional
-        The output, persisted. Without, each of its blocks may be made where the least has to move.
+        The output, persisted. If it is None, each block may be made on its best worker.
     """
     holders = client.who_has(x)
     readers = None if y is None else client.who_has(y)
@@ -43,7 +43,7 @@ def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> i
 
 
 def link_gbs(run: Run) -> list[float]:
-    """Return GB (1e9 bytes) a second that came to each task that read from other workers."""
+    """Return the rate, GB/s (1e9 bytes), of each task that read from other workers."""
     return [
         sum(stage.nbytes for stage in record.stages) / (record.stop_s - record.start_s) / 1e9
         for record in run.made
@@ -52,10 +52,10 @@ def link_gbs(run: Run) -> list[float]:
 
 
 def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
-    """Collect the records of the array with this name, as one run; None if there are none.
+    """Return the records of the array with this name as one run; None without records.
 
-    The same array may have been computed before: `since_s` (seconds since the epoch) says from
-    when on it is meant. Where its blocks are computed one by one, each is a run to `last_runs`.
+    Records before `since_s` (seconds since the epoch) are left out: the same array may have been
+    computed before. Blocks computed one by one are separate runs for `last_runs`, but not here.
     """
     found = client.sync(fetch_records, client)
     records = [record for record in found if record.name == name and record.start_s >= since_s]
@@ -63,7 +63,7 @@ def collect(client: Any, name: str, since_s: float = 0.0) -> Run | None:
 
 
 def note(row: dict[str, Any], run: Run, since_s: float, until_s: float) -> None:
-    """Note the parts of a run, by the clocks of client and workers, which are one on one host."""
+    """Add the parts of a run to a row; client and workers share one host's clock."""
     parts_s = {
         "before_s": run.start_s - since_s,
         "exchange_s": run.exchange_s,

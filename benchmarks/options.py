@@ -1,4 +1,4 @@
-"""Options of programs that measure, and the cluster that they ask for, started here or running."""
+"""Options of the benchmarks, and their cluster: a new one or an existing one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKERS_WAIT_S = 10
 def reader(
     read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
 ) -> Any:
-    """Return what click takes as the type of an option: it reads a value, or says what to give."""
+    """Return a click type that reads a valid value, or names `what` it expects."""
 
     def convert(value: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
@@ -56,7 +56,7 @@ def _dtype(value: str) -> Any:
 DTYPE = reader(
     _dtype,
     "a boolean, integer, float or complex dtype",
-    lambda dtype: dtype.kind in "biufc",  # those whose values can be checked
+    lambda dtype: dtype.kind in "biufc",  # dtypes with checkable values
 )
 AXES = reader(_numbers, "whole numbers with commas between", bool)
 
@@ -64,15 +64,15 @@ axes_option = click.option(
     "--axes",
     type=AXES,
     metavar="1,0",
-    help="Input axis that each output axis comes from.  [default: reversed]",
+    help="Input axis of each output axis.  [default: reversed]",
 )
 commit_option = click.option(
-    "--commit", help="Of the code, where git cannot be asked.", metavar="HASH"
+    "--commit", help="Commit of the code, if git is not available.", metavar="HASH"
 )
 
 
 def _target(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Find out before the measuring, not after, that a file cannot be written."""
+    """Refuse a file in a missing folder before the measurement, not after it."""
     if value not in (None, "-") and not Path(value).absolute().parent.is_dir():
         raise click.BadParameter(f"{value!r}: the folder does not exist", ctx, param)
     return value
@@ -84,12 +84,12 @@ json_option = click.option(
     type=click.Path(dir_okay=False, writable=True, allow_dash=True),
     callback=_target,
     metavar="FILE",
-    help="Write all that was measured to this file; - is standard output, with nothing else on it.",
+    help="Write all measurements to this file; - is standard output, without other output.",
 )
 
 
 def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the permutation that ``--axes`` asks for, without negative numbers."""
+    """Return the permutation of ``--axes``, without negative numbers."""
     ndim = len(shape)
     order = normal_axes(axes, ndim)
     if order is None:
@@ -102,13 +102,13 @@ def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class AnyClusterSpec(ClusterSpec):
-    """Where a program is to run: on a cluster of its own, or on one that is there."""
+    """The cluster of a program: its own, or an existing one."""
 
-    scheduler: str | None = None  # address of a cluster that is there
+    scheduler: str | None = None  # address of an existing cluster
 
 
 def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None) -> AnyClusterSpec:
-    """Choose the cluster that is there, or GPUs where there is more than one, or CPU workers."""
+    """Choose an existing cluster, or GPUs if there are several, or else CPU workers."""
     if scheduler is None:
         spec = _options.choose_cluster(workers, cpu)
         return AnyClusterSpec(spec.workers, spec.gpus, spec.note, spec.memory_bytes)
@@ -122,9 +122,9 @@ def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None)
 
 
 def _free_bytes(client: Any, on_gpus: bool) -> int:
-    """Return the memory that is free on all workers of a cluster together."""
+    """Return the free memory of all workers of a cluster together."""
 
-    def of_device() -> int:  # these two travel as they are: workers lack this folder
+    def of_device() -> int:  # sent by value, as `of_host`: workers lack this module
         import cupy
 
         return int(cupy.cuda.runtime.memGetInfo()[0])
@@ -145,9 +145,9 @@ def _free_bytes(client: Any, on_gpus: bool) -> int:
 
 @contextlib.contextmanager
 def start(spec: AnyClusterSpec, **options: Any) -> Iterator[Any]:
-    """Start the cluster, with options of `local_cluster`, or connect to the one that is there.
+    """Start a cluster, with options of `local_cluster`, or connect to the existing one.
 
-    Gives a client of it. What was started ends with the block.
+    Yields a client. A started cluster ends with the block.
     """
     if spec.scheduler is not None:
         cluster = connect(spec.scheduler)

@@ -1,4 +1,4 @@
-"""How fast arrays are cut anew, transformed, and stencils applied, beside Dask's own ways.
+"""Times of rechunks, transforms and stencils, compared with Dask's own ways.
 
     python -m benchmarks.redistributions --repeats 5 --json FILE
     python -m benchmarks.redistributions --case "3-D pencils" --megabytes 50
@@ -6,9 +6,9 @@
     python -m benchmarks.redistributions --gpus --workers 2 --json FILE
 
 In one run all ways take turns, each time on a new array: Dask leaves copies of blocks on other
-workers, and a second run would find them there. Blocks lie as a user's would, as many neighbours on
-each worker. Every result is checked element by element, or against ``dask.array.map_overlap``.
-With ``--first`` each timed run is the first one of a cluster of its own.
+workers, and a second run would reuse them. Each worker has the same number of neighbouring blocks,
+as in a user's array. Every result is checked element by element, or against
+``dask.array.map_overlap``. With ``--first`` each timed run is the first one of its own cluster.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from dask_p2p.plans import Plan, halo_plan
 _CPU_MEGABYTES = (50, 800)
 _GPU_MEGABYTES = (17180,)  # 16 GiB
 _CPU_BLOCKS = 16
-_LINK_GBS = 310.0  # what a GPU is to receive
+_LINK_GBS = 310.0  # required rate into a GPU
 _SLACK_S = 0.002
 FUNCTION = "the function alone"
-TOO_EARLY = "unfinished, dask "  # of those that end before their kernels do
+TOO_EARLY = "unfinished, dask "  # prefix of ways that end before their kernels end
 
 
 @dataclass(frozen=True, slots=True)
 class Redistribution(Case):
-    """An array, and what its blocks are to be cut into."""
+    """An array, and the chunks of its result."""
 
     after: tuple[tuple[int, ...], ...] = ()
-    reach: float = 1.0  # how many times as fast as the faster of Dask's ways
+    reach: float = 1.0  # required speed relative to the faster of Dask's ways
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
@@ -80,7 +80,7 @@ class Redistribution(Case):
 
 @dataclass(frozen=True, slots=True)
 class Stencil(Case):
-    """An array, periodic, and how far a star reaches from each of its elements."""
+    """A periodic array, and the radius of a star-shaped stencil."""
 
     depth: int = 1
     reach: float = 1.0
@@ -100,18 +100,18 @@ class Stencil(Case):
         }
 
     def mapped(self, map_overlap: Callable[..., Any], x: Any, axes: Any, **options: Any) -> Any:
-        """Return the lazy result, of one of the functions of this name."""
+        """Return the lazy result of this package's or Dask's `map_overlap`."""
         options = options or {"corners": False}
         function = partial(star, depth=self.depth)
         options |= {"depth": self.depth, "boundary": "periodic", "trim": False}
         return map_overlap(function, x, meta=x._meta, **options)
 
     def _dask(self, x: Any, axes: Any) -> Any:
-        # No `done` is needed: the function waits for its kernel.
+        # `done` is unnecessary: the function waits for its kernel.
         return self.mapped(da.map_overlap, x, axes, chunks=x.chunks, allow_rechunk=False)
 
     def plan(self, y: Any) -> Plan:
-        """Return what a star needs: its rims have no corners."""
+        """Return the plan of a star's halo, which has no corners."""
         ndim = len(self.shape)
         depth = ((self.depth, self.depth),) * ndim
         return halo_plan(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
@@ -139,7 +139,7 @@ _STAR = """
 
 
 def star(block: Any, depth: int) -> Any:
-    """Add to each element its neighbours along the axes; the result has no rims."""
+    """Add to each element its neighbours along the axes; the result has no halo."""
     if isinstance(block, np.ndarray):
         inner = [slice(depth, n - depth) for n in block.shape]
         out = block[tuple(inner)].copy()
@@ -155,12 +155,12 @@ def star(block: Any, depth: int) -> Any:
     )
     out = cupy.empty([n - 2 * depth for n in block.shape], block.dtype)
     kernel(cupy.ascontiguousarray(block), *out.shape[1:], depth, out)
-    cupy.cuda.get_current_stream().synchronize()  # so that its time counts
+    cupy.cuda.get_current_stream().synchronize()  # the kernel's time counts
     return out
 
 
 def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribution]:
-    """Return the cases that there are of any size, of about so many bytes (1e6 each)."""
+    """Yield the cases that exist in every size, with about this many megabytes (1e6)."""
     on_gpus = kind == "cupy"
     dtype = np.dtype("f4" if on_gpus else "f8")
     elements = megabytes * 10**6 // dtype.itemsize
@@ -193,7 +193,7 @@ def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribu
 
 
 def fixed_cases(workers: int, kind: str) -> Iterator[AnyCase]:
-    """Return the cases of one size."""
+    """Yield the cases of a fixed size."""
     f4, f8 = np.dtype("f4"), np.dtype("f8")
     yield from transforms(workers, kind)
     if kind == "cupy":
@@ -217,13 +217,13 @@ def _multiple(length: float, of: int) -> int:
 
 
 def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
-    """Move the inner bounds of blocks by a share of the first one."""
+    """Move the inner bounds of blocks by a fraction of the first block."""
     shift = max(1, round(sizes[0] * share))
     return (sizes[0] + shift, *sizes[1:-1], sizes[-1] - shift)
 
 
 def judged(rows: Sequence[Row], case: AnyCase, workers: int) -> None:
-    """Add to the row of this package what it is to reach, and how far it is from there."""
+    """Add the goals to this package's row, and its measured ratios."""
     ways = {row["way"]: row for row in rows if "failed" not in row}
     ours = ways[OURS]
     dask_s = [row["median_s"] for way, row in ways.items() if way.startswith(DASK)]
@@ -238,7 +238,7 @@ def judged(rows: Sequence[Row], case: AnyCase, workers: int) -> None:
 
 
 def _summary(measured: Measured) -> Any:
-    """Return one line for each array."""
+    """Return a table with one line for each array."""
     made = table("case", "MB", "ms", "budget", "faster by", "reach", "CPU s", "moved", "least")
     for case, rows in measured.items():
         ours = next((row for row in rows if "reach" in row), None)
@@ -260,7 +260,7 @@ def _summary(measured: Measured) -> Any:
 
 
 def is_wanted(case: AnyCase, wanted: Sequence[str], spec: AnyClusterSpec) -> bool:
-    """Whether a part of its name is wanted; or, where none is, whether it is not too large."""
+    """Return true if the name has a wanted part or, with no wanted parts, if the array fits."""
     if wanted:
         return any(part in case.name for part in wanted)
     return not isinstance(case, Spectrum) or case.is_usual(spec.memory_bytes)
@@ -271,11 +271,14 @@ def is_wanted(case: AnyCase, wanted: Sequence[str], spec: AnyClusterSpec) -> boo
     "--case", "wanted", multiple=True, help="Part of a name; repeatable.  [default: all that fit]"
 )
 @click.option(
-    "--megabytes", type=COUNT, multiple=True, help="Of 1e6 bytes.  [default: 50, 800; GPUs: 17180]"
+    "--megabytes",
+    type=COUNT,
+    multiple=True,
+    help="1e6 bytes each.  [default: 50, 800; GPUs: 17180]",
 )
-@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way, after a first one.")
-@click.option("--first", is_flag=True, help="Time the first run of each of as many clusters.")
-@click.option("--gpus", is_flag=True, help="On GPUs, in place of four CPU workers.")
+@click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way after the first.")
+@click.option("--first", is_flag=True, help="Time the first run in a new cluster each time.")
+@click.option("--gpus", is_flag=True, help="Use GPUs instead of four CPU workers.")
 @click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
 @commit_option
 @json_option
@@ -289,7 +292,7 @@ def main(
     commit: str | None,
     target: str | None,
 ) -> None:
-    """Measure rechunk and map_overlap beside Dask's own, and check them."""
+    """Measure and check rechunk, map_overlap and transforms, and Dask's own ways."""
     console = output(to_stderr=target == "-")
     with one_line_errors():
         spec = choose_cluster(workers, cpu=not gpus)
@@ -301,7 +304,7 @@ def main(
         cases = [case for case in every if is_wanted(case, wanted, spec)]
         if not cases:
             names = ", ".join(dict.fromkeys(case.name for case in every))
-            raise click.BadParameter(f"none is named so; there are {names}", param_hint="--case")
+            raise click.BadParameter(f"no case has this name; choose {names}", param_hint="--case")
         for case in cases:
             check_fits(spec, case.shape, case.dtype, (), "--megabytes")
         report = Report(spec, repeats, commit, target)
@@ -324,7 +327,7 @@ def main(
 
 
 def _ways(case: AnyCase) -> dict[str, Way]:
-    """Return the ways to measure, by name; Dask's on GPUs are quickest over UCX."""
+    """Return the ways to measure, by name; on GPUs Dask's ways use UCX, their fastest."""
     on_gpus = case.kind == "cupy"
     ways = case.ways(on_gpus)
     if on_gpus and find_spec("distributed_ucxx") is not None:

@@ -1,4 +1,4 @@
-"""Arrays, ways to transpose them and programs without Dask, and a report of what they took."""
+"""Arrays, ways to transpose them, rivals without Dask, and the report of all times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from dask_p2p.types import DType
 NO_OP = "one no-op layer"
 
 _ROOT = Path(__file__).resolve().parents[1]  # of the checkout
-# By the way's name: none, less than the 384 MiB that are usual, and more.
+# Staging by the way's name: none, less and more than the default of 384 MiB.
 _STAGING = {
     "kernels read in place": "0 B",
     "96 MiB of staging": "96 MiB",
@@ -50,14 +50,14 @@ _STAGING = {
 
 
 class Report:
-    """All that is measured with one kind of cluster, also as JSON.
+    """All measurements with one kind of cluster, also as JSON.
 
     Parameters
     ----------
     spec, repeats
-        What it is measured on, and how often after a first run.
+        The cluster, and the number of runs after the first.
     commit
-        Of the code, if it was given.
+        Commit of the code; None: from git.
     target
         Path of the JSON file; None or "-" for no file.
     """
@@ -87,7 +87,7 @@ class Report:
         *,
         anew: bool = False,
     ) -> None:
-        """Start what clusters the ways need, and measure on them. What is done is kept.
+        """Start the clusters of the ways, and measure on them; `measured` keeps all rows.
 
         Parameters
         ----------
@@ -95,7 +95,7 @@ class Report:
         started : callable
             Called with the client of the first cluster, before anything is measured.
         doing : str, optional
-            What the bar of progress says.
+            Text of the progress bar.
         anew : bool, optional
             See `compare`.
         """
@@ -121,7 +121,7 @@ class Report:
     ) -> None:
         """Measure the first run of each way on a cluster of its own; the ways take turns.
 
-        The times of rows are those of first runs. ``second_s`` has those of the next runs.
+        The times of rows are from first runs, ``second_s`` is from the next runs.
 
         Parameters
         ----------
@@ -150,19 +150,19 @@ class Report:
         return json.dumps({**self._head, "devices": self.devices, "rows": rows}, indent=1) + "\n"
 
     def _save(self) -> None:
-        """Write the file, if one is wanted: in between too, since measuring takes long."""
+        """Write the file, if there is one; also in between, because measuring takes long."""
         if self._target not in (None, "-"):
             Path(self._target).write_text(self._json(), "utf-8")
 
     def finish(self) -> None:
-        """Write the file for the last time, or all of it to standard output."""
+        """Write the final file, or print it on standard output."""
         self._save()
         if self._target == "-":
             sys.stdout.write(self._json())
 
 
 def _with_first(before: Row | None, row: Row) -> Row:
-    """Return a row of first runs with one more, whose own times are those of later runs."""
+    """Return a row of first runs with one more run; its later times become ``second_s``."""
     if "failed" in row or (before is not None and "failed" in before):
         return row if before is None or "failed" in row else before
     first_s = row["first_s"]
@@ -175,7 +175,7 @@ def _with_first(before: Row | None, row: Row) -> Row:
 
 
 def rows_of(matrix_bytes: int, itemsize: int) -> int:
-    """Return the rows of a square matrix of about so many bytes, a multiple of 1024 if large.
+    """Return the rows of a square matrix of about this size, a multiple of 1024 if large.
 
     >>> rows_of(2**36, 4), rows_of(2**36, 2)
     (131072, 185344)
@@ -187,7 +187,7 @@ def rows_of(matrix_bytes: int, itemsize: int) -> int:
 def slabs(
     spec: AnyClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> Case:
-    """Return an array in one slab a worker, if it fits into the memory that is free."""
+    """Return an array in one slab a worker, after a check that it fits into free memory."""
     check_fits(spec, shape, dtype, axes, hint)
     if spec.gpus and (dtype.char in "gG" or not dtype.isnative):
         raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
@@ -202,7 +202,7 @@ def even_cases(
     dtypes: Sequence[Any],
     axes: tuple[int, ...] | None,
 ) -> list[Case]:
-    """Return the arrays that options ask for, smallest first; or a square matrix that fits."""
+    """Return the requested arrays, smallest first, or a square matrix that fits."""
     cases: list[Case] = []
     for dtype in dict.fromkeys(dtypes):
         sides = [rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
@@ -216,7 +216,7 @@ def even_cases(
 
 
 def hard_cases(spec: AnyClusterSpec, even: Case) -> list[Case]:
-    """Return arrays of as many bytes that could be slower by the byte than an even matrix."""
+    """Return arrays of the same size that could be slower per byte than an even matrix."""
     elements, workers = prod(even.shape), spec.workers
     size = isqrt(elements)
     side = max(1, round(elements ** (1 / 3)))
@@ -225,8 +225,8 @@ def hard_cases(spec: AnyClusterSpec, even: Case) -> list[Case]:
     matrix = slabs(spec, (size, size), even.dtype, (1, 0), "--cases")
     if size < 8 * workers:
         raise click.BadParameter(
-            f"{size} rows cannot be cut into several and uneven blocks for {workers} workers; ask "
-            f"for at least {8 * workers}",
+            f"{size} rows are too few for several and uneven blocks on {workers} workers; give "
+            f"at least {8 * workers}",
             param_hint="--cases",
         )
     blocks = (split_evenly(size, 4 * workers), (size,))
@@ -240,9 +240,9 @@ def hard_cases(spec: AnyClusterSpec, even: Case) -> list[Case]:
 
 
 def split_unevenly(length: int, parts: int) -> tuple[int, ...]:
-    """Split a length into parts that are in turn a quarter longer and shorter than even ones.
+    """Split a length into parts that are alternately a quarter longer and shorter.
 
-    By an odd number, so that no boundary falls on one of a kernel's tiles.
+    The difference is odd, so that no boundary falls on a boundary of a kernel's tiles.
 
     >>> split_unevenly(4096, 4)
     (1281, 767, 1281, 767)
@@ -261,7 +261,7 @@ def ways_on(
     rivals: bool = False,
     variants: bool = False,
 ) -> dict[str, Way]:
-    """Return ways to transpose by name: ours, Dask's floor, ours with other options, Dask's own."""
+    """Return ways by name: this package, the no-op layer, other options, Dask's own ways."""
     ways = {
         OURS if mode == "async" else OURS_SYNC: Way(
             p2p_with({"p2p.mode": mode}), required=True, one_by_one=mode == "sync"
@@ -275,8 +275,8 @@ def ways_on(
         for name, size in _STAGING.items() if spec.gpus else ():
             ways[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
     if rivals:
-        # On GPUs Dask's own way is quickest over UCX, and its p2p rechunk fails: it cannot put
-        # CuPy blocks through host memory.
+        # On GPUs Dask's own way is fastest over UCX. Its p2p rechunk fails: it cannot move CuPy
+        # blocks through host memory.
         over_ucx = spec.gpus and spec.scheduler is None and find_spec("distributed_ucxx")
         for method in ("tasks",) if spec.gpus else ("tasks", "p2p"):
             protocol = "ucx" if over_ucx else None
@@ -287,9 +287,9 @@ def ways_on(
 def add_rivals(
     spec: AnyClusterSpec, measured: Measured, repeats: int, timeout_s: int
 ) -> str | None:
-    """Measure square matrices without Dask, too; say what is left out, and why."""
+    """Measure the rivals on square matrices; return the reason for omitted arrays."""
     if spec.scheduler is not None:
-        return "What needs no Dask is left out: it is for clusters that are started here."
+        return "Rivals without Dask are omitted: they run only for clusters that are started here."
     even = [case for case in measured if case.name == EVEN]
     squares = [case for case in even if case.axes == (1, 0) and len({*case.shape}) == 1]
     for dtype in dict.fromkeys(case.dtype for case in squares):
@@ -297,13 +297,13 @@ def add_rivals(
         for row in _without_dask(spec, str(dtype), cases, repeats, timeout_s):
             case = cases[row["size"]]
             measured[case].append({**row, "case": EVEN, "shape": [*case.shape], "axes": [1, 0]})
-    return None if squares == even else "What needs no Dask transposes square matrices only."
+    return None if squares == even else "Rivals without Dask transpose square matrices only."
 
 
 def _without_dask(
     spec: AnyClusterSpec, dtype: str, sizes: Iterable[int], repeats: int, timeout_s: int
 ) -> list[Row]:
-    """Run what needs no Dask in processes of their own; a failure is a row."""
+    """Run the rivals in processes of their own; a failure becomes a row."""
     command = [sys.executable, "-m", "benchmarks.rivals", "--gpus", str(spec.workers)]
     command += ["--dtype", dtype, "--repeats", str(repeats), "--timeout", str(timeout_s)]
     command += [] if spec.gpus else ["--cpu", "--only", "mpi4py_fft"]

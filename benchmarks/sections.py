@@ -1,11 +1,11 @@
-"""A step of a five-point stencil by `iterate`, beside mpi4py and layers of `map_overlap`.
+"""A step of a five-point stencil by `iterate`, compared with mpi4py and `map_overlap`.
 
     python -m benchmarks.sections --side 512 --side 1024 --json FILE
 
-Two workers with one thread each have a square of float64 each. In each round all ways take their
-turns. What a way takes for a step is the difference between many steps and one, over the number of
-steps, where all steps are one layer. Results are checked against NumPy. The five steps in a row
-that take least, beside those of the kernel alone, tell what an exchange costs undisturbed.
+Two workers with one thread each have a square of float64 each. All ways take turns in each round.
+Where all steps are one layer, the time of a step is the difference between many steps and one,
+divided by the number of steps. Results are checked against NumPy. The five fastest consecutive
+steps, less the kernel's, are the undisturbed cost of an exchange.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FIXED, OUR_LAYER = "dask_p2p.iterate, one step", "dask_p2p.map_overlap, one laye
 
 
 def with_rims(u: Any) -> Any:
-    """Do the same for `map_overlap`, which cuts the rims off."""
+    """Return the step's result with a halo, which `map_overlap` trims."""
     out = u.copy()
     five_points(u, out[1:-1, 1:-1])
     return out
 
 
 def iterated(x: Any, steps: int, step: Callable[..., Any] = five_points) -> Any:
-    """Return the lazy result of so many steps in one layer."""
+    """Return the lazy result of `steps` steps in one layer."""
     return dask_p2p.iterate(step, x, 1, steps, boundary="periodic")
 
 
 def least_of(client: Any, x: Any, steps: int) -> float:
-    """Return the seconds of a step by `iterate`, of those in a row that take least."""
+    """Return the seconds of a step in the fastest consecutive steps of `iterate`."""
     client.run(least_noted)
     seconds(partial(iterated, step=noted), x, steps)
     found: dict[str, float] = client.run(least_noted)
@@ -57,21 +57,21 @@ def least_of(client: Any, x: Any, steps: int) -> float:
 
 
 def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
-    """Return the lazy result of so many layers."""
+    """Return the lazy result of `steps` layers."""
     for _ in range(steps):
         x = map_overlap(with_rims, x, depth=1, boundary="periodic")
     return x
 
 
 def seconds(make: Callable[[Any, int], Any], x: Any, steps: int) -> float:
-    """Return how long it takes to compute what `make` makes, wherever that stays."""
+    """Return the seconds to compute the result of `make`, which stays on the workers."""
     from distributed import wait
 
     start_s = time.perf_counter()
     y = make(x, steps).persist()
     wait(y)
     elapsed_s = time.perf_counter() - start_s
-    y.map_blocks(_failure).sum().compute()  # which raises if it has failed
+    y.map_blocks(_failure).sum().compute()  # raises the error of a failed block
     return elapsed_s
 
 
@@ -80,12 +80,12 @@ def _failure(block: Any) -> Any:
 
 
 def counts(side: int) -> tuple[int, int]:
-    """Return how many steps, and how many layers, are timed at once: about a second."""
+    """Return the numbers of steps and of layers that take about a second."""
     return min(6400, max(20, 400 * 512**2 // side**2)), min(40, max(2, 10 * 512 // side))
 
 
 def ways(client: Any, x: Any) -> dict[str, Callable[[], float]]:
-    """Return what measures each way: the seconds of a step."""
+    """Return by way a function that measures the seconds of a step."""
     workers, side = x.numblocks[0], x.shape[1]
     steps, few = counts(side)
 
@@ -112,7 +112,7 @@ def ways(client: Any, x: Any) -> dict[str, Callable[[], float]]:
 
 
 def wrong(x: Any) -> int:
-    """Count the elements that differ from what NumPy makes of the whole array."""
+    """Count the elements that differ from NumPy's result for the whole array."""
     whole = x.compute()
     for _ in range(3):
         padded = np.pad(whole, 1, "wrap")
@@ -121,7 +121,7 @@ def wrong(x: Any) -> int:
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return how ours compares, of the medians."""
+    """Return ratios of the medians, this package against the other ways."""
     of = {way: median(each) for way, each in times.items()}
     found = {f"{way} / ours": of[way] / of[OURS] for way in (OUR_LAYERS, DASK_LAYERS)}
     found |= {f"ours / {way}": of[OURS] / of[way] for way in (MPI, KERNEL) if way in of}
@@ -129,18 +129,20 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def exchanges(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return the seconds of an exchange: how much longer steps in a row take than the kernel's."""
+    """Return the seconds of an exchange: the time of consecutive steps less the kernel's."""
     of = {way: min(times[way + LEAST]) for way in (OURS, MPI, KERNEL) if way + LEAST in times}
     return {way: of[way] - of[KERNEL] for way in of if way != KERNEL and KERNEL in of}
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--side", "sides", multiple=True, type=int, default=(512, 1024), help="Of a square.")
-@click.option("--workers", default=2, help="Of one thread, with a square each.")
-@click.option("--repeats", default=5, help="Rounds after a first one.")
+@click.option(
+    "--side", "sides", multiple=True, type=int, default=(512, 1024), help="A square's side."
+)
+@click.option("--workers", default=2, help="Workers of one thread, with a square each.")
+@click.option("--repeats", default=5, help="Rounds after the first.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(sides: Sequence[int], workers: int, repeats: int, path: Path | None) -> None:
-    """Time a step of a stencil by one layer for all steps, beside other ways."""
+    """Time a step of a stencil with all steps in one layer, and by other ways."""
     from distributed import Client, LocalCluster
 
     rows = []

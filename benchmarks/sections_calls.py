@@ -1,4 +1,4 @@
-"""What a transpose and a Fourier transform take inside a section, called several times in a row."""
+"""Times of consecutive transposes and Fourier transforms inside a section."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dask_p2p.tools.indexed import count_wrong, indexed_array
 __all__ = ["REAL", "attempt", "computed", "transforms_of", "transposes_of", "wait_until_gone"]
 
 IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
-REAL = {"Context.fftn": False, "Context.rfftn": True}  # whether each is of real numbers
+REAL = {"Context.fftn": False, "Context.rfftn": True}  # true: of real numbers
 _TOLERANCE = 1e-4
-_CALLS = 8  # of transforms, or of transposes in a section at once
+_CALLS = 8  # consecutive transforms or transposes in a section
 _POLL_S = 0.01
 
 
 def attempt(what: str, measure: Callable[[], Any]) -> Any:
-    """Return what is measured; None, with a line that says so, if that fails."""
+    """Return the measurement; after a failure, print its reason and return None."""
     try:
         return measure()
     except Exception as exc:
@@ -33,15 +33,15 @@ def attempt(what: str, measure: Callable[[], Any]) -> Any:
 
 
 def _attempted(size: int, ways: dict[str, Callable[[], list[float]]]) -> dict[str, list[float]]:
-    """Return what is measured of each way that does not fail."""
+    """Return the times of each way that does not fail."""
     found = {way: attempt(f"{size} {way}", measure) for way, measure in ways.items()}
     return {way: times for way, times in found.items() if times is not None}
 
 
 def computed(y: Any, timeout_s: float) -> float:
-    """Return how long it takes to compute an array, wherever it stays; it is gone afterwards.
+    """Return the seconds to compute an array on the workers; then release it.
 
-    The next call may have the same keys, and would find what is still there of this one.
+    The next call may have the same keys, and would reuse blocks that still exist.
     """
     from distributed import futures_of, wait
 
@@ -69,14 +69,14 @@ def wait_until_gone(name: str, timeout_s: float) -> None:
 
 
 def transposed(ctx: Any, x: Any, rounds: int, exchange: str) -> tuple[Any, Any]:
-    """Return the transpose of a square in slabs, and for each round the seconds of a call."""
+    """Return the transpose of a square in slabs, and the seconds of a call in each round."""
     transpose = partial(ctx.redistribute, x, (0,), axes=(1, 0), exchange=exchange)
     out = transpose()
     return out, _rounds(ctx, x, partial(transpose, out=out), rounds)
 
 
 def _rounds(ctx: Any, x: Any, call: Callable[[], Any], rounds: int) -> Any:
-    """Return for each round the seconds of a call, of the member that takes longest."""
+    """Return the slowest rank's seconds of a call in each round."""
     times = []
     for _ in range(rounds):
         _done(x)
@@ -90,7 +90,7 @@ def _rounds(ctx: Any, x: Any, call: Callable[[], Any], rounds: int) -> Any:
 
 
 def _done(array: Any) -> None:
-    """Wait for what is on the member's stream, if there is one for such arrays."""
+    """Wait for the rank's stream, if arrays are on a GPU."""
     if not isinstance(array, np.ndarray):
         import cupy
 
@@ -100,7 +100,7 @@ def _done(array: Any) -> None:
 def transposes_of(
     client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
 ) -> dict[str, list[float]]:
-    """Return seconds of a transpose by each way; of those that did not fail."""
+    """Return the seconds of a transpose by each way that did not fail."""
     workers, kind = len(client.nthreads()), "cupy" if is_on_gpu else "numpy"
     x = client.persist(
         indexed_array((side, side), (-(-side // workers), side), np.dtype("f4"), kind)
@@ -134,7 +134,7 @@ def transposes_of(
 
 
 def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[float, Any]:
-    """Return how much a cube differs after a way back, and for each round seconds of a call."""
+    """Return a cube's error after a round trip, and the seconds of a call in each round."""
     there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
     transform = partial(there, x, cut=(1,), from_cut=(0,), shape=shape)
     error = abs(back(transform(), cut=(0,), from_cut=(1,), shape=shape) - x).max()
@@ -144,7 +144,7 @@ def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tup
 def transforms_of(
     client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
 ) -> dict[str, list[float]]:
-    """Return seconds of a transform by each way; of those that did not fail."""
+    """Return the seconds of a transform by each way that did not fail."""
     workers, shape = len(client.nthreads()), (side,) * 3
 
     def seconds(is_real: bool) -> list[float]:
@@ -159,7 +159,7 @@ def transforms_of(
         found = client.compute(list(dask_p2p.spmd(transformed, client.persist(x), **given)))
         error, times = (each.result(timeout=timeout_s) for each in found)
         if not error.max() < _TOLERANCE:
-            raise RuntimeError(f"values differ by {error.max():g} after their way back")
+            raise RuntimeError(f"values differ by {error.max():g} after a round trip")
         return [float(each) for each in times.max(axis=0)[1:]]
 
     return _attempted(side, {way: partial(seconds, is_real) for way, is_real in REAL.items()})

@@ -1,25 +1,25 @@
-"""A step of a wave, transposes and Fourier transforms of sections on GPUs, beside their rivals.
+"""Wave steps, transposes and Fourier transforms in sections on GPUs, compared with rivals.
 
     timeout 240 python -m benchmarks.sections_gpu --json FILE
     python -m benchmarks.sections_gpu --size 0 --side 65536 --workers 1
     python -m benchmarks.sections_gpu --size 0 --cube 512 --cube 1024
     python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512 --cube 64
 
-The wave has 25 points in float32, one cube a GPU, with a periodic boundary: rims lie along the
-first axis, and the kernel goes round along the others. What `iterate` takes for a step is the
-difference between many steps and one, over the number of steps. The kernel alone runs in a worker,
-on memory of the same layout, with nothing exchanged. Values are compared with NumPy's first.
+The wave is a 25-point stencil in float32 on one cube a GPU, with a periodic boundary. The halo lies
+along the first axis; along the others the kernel wraps around. The time of a step of `iterate` is
+the difference between many steps and one, divided by the number of steps. The kernel alone runs in
+a worker, on memory of the same layout, without an exchange. Values are first compared with NumPy's.
 
-Transposes are of squares in float32, in slabs of rows, one a worker: by `Context.redistribute` in a
-section, in each order of exchange, several calls at once and nothing waited for between them, as a
-layer of `dask_p2p.transpose`, from the client's call until it is done, and by JAX. Each element is
-checked.
+Transposes are of float32 squares in slabs of rows, one a worker. `Context.redistribute` makes them
+in a section, in each order of exchange, in several consecutive calls without a wait between them.
+They are also timed as a layer of `dask_p2p.transpose`, from the client's call to its end, and by
+JAX. Each element is checked.
 
-Fourier transforms are of cubes in slabs, in complex64 and float32, by `Context.fftn` and `rfftn`,
-which leave them in slabs of the second axis, and by JAX's `shard_map`. Each is transformed back,
-and compared with what it was made of.
+Fourier transforms are of cubes in slabs, in complex64 and float32. `Context.fftn` and `rfftn`
+return slabs of the second axis. JAX uses `shard_map`. Each result is transformed back, and compared
+with the input.
 
-Each thing that is timed has a time-out, after which the others follow.
+Each measurement has a time-out; the others follow after it.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = ["main"]
 OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
 CAPTURED = "dask_p2p.iterate, capture=True"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
-#: How seconds are called in the file, by what the size is of.
+#: Names of times in the file, by the kind of size.
 SECONDS_OF = {"size": "step_s", "side": "transpose_s", "cube": "transform_s"}
-_CHECKED = 16  # side of the cubes that are compared with NumPy's
+_CHECKED = 16  # side of the cubes that are compared with NumPy's result
 _TOLERANCE = 1e-4
-_AT_ONCE = 5  # arrays of the size of the transposed one that there are, of which each has a part
+_AT_ONCE = 5  # arrays of the transposed one's size in memory, divided among the workers
 
 
 def steps_of(size: int) -> int:
-    """Return how many steps are timed at once: less than a second on a GPU."""
+    """Return the number of steps to time: less than a second on a GPU."""
     return max(100, min(4000, 200 * 512**3 // size**3))
 
 
@@ -74,13 +74,13 @@ def field(size: int, workers: int, is_on_gpu: bool) -> Any:
 
 
 def iterated(x: Any, steps: int, **options: Any) -> Any:
-    """Return the lazy field after so many steps."""
+    """Return the lazy field after `steps` steps."""
     depths: list[Any] = [{0: RADIUS}, 0]
     return dask_p2p.iterate(wave, (x, x), depths, steps, checkpoint_every=None, **options)[0]
 
 
 def wrong(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
-    """Return how much some steps differ from NumPy's at most, captured ones too."""
+    """Return the largest difference from NumPy after some steps, also captured ones."""
     from distributed import get_client
 
     x = field(_CHECKED, workers, is_on_gpu)
@@ -97,7 +97,7 @@ def _on_host(block: Any) -> Any:
 
 
 def kernel_alone(size: int, steps: int, is_on_gpu: bool) -> float:
-    """Return the seconds of a step without any exchange, on fields with rims. On a worker."""
+    """Return the seconds of a step without an exchange, on fields with a halo, on a worker."""
     module: Any = np
     if is_on_gpu:
         import cupy as module  # type: ignore[no-redef]
@@ -127,7 +127,7 @@ def ours(x: Any, steps: int, timeout_s: float, **options: Any) -> float:
 def times_of(
     client: Any, size: int, steps: int, repeats: int, is_on_gpu: bool, timeout_s: float
 ) -> dict[str, list[float]]:
-    """Return seconds of a step by each way on the cluster, in turns; of those that did not fail."""
+    """Return the seconds of a step by each way that did not fail; the ways take turns."""
     workers = sorted(client.nthreads())
     x = client.persist(field(size, len(workers), is_on_gpu))
 
@@ -155,7 +155,7 @@ def times_of(
 
 
 def by_jax(module: str, size: int, *arguments: object, timeout_s: float) -> list[float]:
-    """Return the seconds that one of JAX's programs finds, in a process of its own."""
+    """Return the seconds measured by one of the JAX programs in its own process."""
     said = run_program(module, "--size", size, *arguments, timeout_s=timeout_s)
     if said.get("wrong"):
         raise RuntimeError(f"{said['wrong']} elements are wrong")
@@ -165,14 +165,14 @@ def by_jax(module: str, size: int, *arguments: object, timeout_s: float) -> list
 
 @dataclass
 class Results:
-    """What was measured: printed and written as it comes, as the program may be ended early."""
+    """Measurements, printed and written one by one in case the program ends early."""
 
     head: dict[str, Any]
     path: Path | None
     rows: dict[tuple[str, int], dict[str, list[float]]] = dataclasses.field(default_factory=dict)
 
     def add(self, kind: str, size: int, times: dict[str, list[float]]) -> None:
-        """Add the seconds of some ways, by what the size is of."""
+        """Add the seconds of some ways for a kind of size."""
         for way, each in times.items():
             print(f"{kind} {size:>6} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
         self.rows.setdefault((kind, size), {}).update(times)
@@ -182,15 +182,15 @@ class Results:
 
 @click.command(context_settings={"show_default": True})
 @click.option(
-    "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Of a cube; 0: none."
+    "--size", "sizes", multiple=True, type=int, default=(512, 256, 128), help="Wave cube; 0: none."
 )
-@click.option("--side", "sides", multiple=True, type=int, help="Of a square that is transposed.")
-@click.option("--cube", "cubes", multiple=True, type=int, help="Side of one to be transformed.")
-@click.option("--workers", default=2, help="With a GPU each.")
-@click.option("--steps", type=int, help="At a time. By default by the size.")
-@click.option("--repeats", default=3, help="Rounds after a first one.")
-@click.option("--timeout", "timeout_s", default=30.0, help="Of each thing that is timed, seconds.")
-@click.option("--cpu", "on_cpu", is_flag=True, help="NumPy, to try the program out.")
+@click.option("--side", "sides", multiple=True, type=int, help="Side of a square to transpose.")
+@click.option("--cube", "cubes", multiple=True, type=int, help="Side of a cube to transform.")
+@click.option("--workers", default=2, help="Workers with a GPU each.")
+@click.option("--steps", type=int, help="Timed steps.  [default: by the size]")
+@click.option("--repeats", default=3, help="Rounds after the first.")
+@click.option("--timeout", "timeout_s", default=30.0, help="Limit of a measurement, seconds.")
+@click.option("--cpu", "on_cpu", is_flag=True, help="Use NumPy, to try the program.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
     sizes: Sequence[int],
@@ -203,10 +203,10 @@ def main(
     on_cpu: bool,
     path: Path | None,
 ) -> None:
-    """Time a step of a wave, and transposes and Fourier transforms of sections, on GPUs."""
+    """Time wave steps, transposes and Fourier transforms in sections on GPUs."""
     from distributed import Client
 
-    # In one piece, which others map: a multiple of 2 MiB.
+    # A pool in one allocation, which other processes map: a multiple of 2 MiB.
     squares_bytes, cubes_bytes = (max(sides, default=0) ** 2 * 4, max(cubes, default=0) ** 3 * 8)
     largest_bytes = max(squares_bytes, 2 * cubes_bytes) // workers
     pool_bytes = max(2**34, -(-_AT_ONCE * largest_bytes // 2**30) * 2**30)
@@ -228,7 +228,7 @@ def main(
             results.add("side", side, transposes_of(client, side, *common))
         for side in cubes:
             results.add("cube", side, transforms_of(client, side, *common))
-    # When nobody else has the GPUs' memory.
+    # The workers have released the GPUs' memory.
     rivals: list[tuple[str, int, str, str, Sequence[object]]] = [
         *(("size", n, JAX, "jax_wave", ("--steps", count)) for n, count in steps_at.items()),
         *(("side", n, "JAX", "sharded_jax", ()) for n in sides),

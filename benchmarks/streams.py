@@ -1,15 +1,15 @@
-"""An array in host memory through one GPU: one after the other, in parts, and by `map_on_gpu`.
+"""Times of an array in host memory through one GPU: as a whole, in parts, by `map_on_gpu`.
 
     python -m benchmarks.streams --megabytes 16 --megabytes 4096 --json FILE
 
-The first ways are those of M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and of G.
-Ruetsch and M. Fatica for CUDA Fortran: an array of pinned memory goes to the GPU as a whole,
-through a function and back; or in four parts on four streams, given to them part by part, or kind
-by kind; or in 32 parts. The others are Dask arrays of eight blocks on one worker: `map_on_gpu`, and
-the transpose of a square array and its rechunk to slabs along the other axis, by the CPU and by the
-GPU (`p2p.permute-numpy`). Each way is run twice in a row, and the second run is timed: outputs find
-the memory that the first has left, as in a chain of calls, but where all is new. The first result
-of each way is checked. It needs a GPU.
+The first ways follow M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and G. Ruetsch and
+M. Fatica for CUDA Fortran. An array of pinned memory goes to the GPU, through a function and back:
+as a whole; in four parts on four streams, queued part by part or kind by kind; or in 32 parts. The
+other ways use Dask arrays of eight blocks on one worker: `map_on_gpu`, and by the CPU and by the
+GPU (`p2p.permute-numpy`) a transpose of a square array and its rechunk to slabs along the other
+axis. Each way runs twice, and the second run is timed: outputs reuse the first run's memory, as in
+a chain of calls. Only "all new" releases that memory first. The first result of each way is
+checked. The program needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 
 __all__ = ["by_kind", "by_part", "main"]
 
-_STREAMS = 4  # of the article
+_STREAMS = 4  # as in the article
 _PARTS = 32
 _BLOCKS = 8
 SEQUENTIAL, BY_PART, BY_KIND = "one after the other", "parts, part by part", "parts, kind by kind"
@@ -48,19 +48,19 @@ FIRST = "map_on_gpu, pageable, all new"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
 TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
 RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
-_SETTLE_S = 0.2  # in which workers have heard that results are gone
+_SETTLE_S = 0.2  # enough for workers to release results
 _AS_IT_IS = host_threads._MOST, host_copies._FEW_THREADS
 
 Issued = Iterator[tuple[str, int]]
 
 
 def function(a: Any) -> Any:
-    """Return what the array goes through for."""
+    """Return the result of the function that the array is sent through."""
     return a * 2 + 1
 
 
 def by_part(count: int) -> Issued:
-    """Yield what is given to streams: all that is done with a part, then the next part.
+    """Yield operations in the order of parts: all of one part, then the next part.
 
     >>> list(by_part(2))
     [('up', 0), ('run', 0), ('down', 0), ('up', 1), ('run', 1), ('down', 1)]
@@ -71,7 +71,7 @@ def by_part(count: int) -> Issued:
 
 
 def by_kind(count: int) -> Issued:
-    """Yield the same, all copies up first: better where a device has one copy engine for both.
+    """Yield operations by kind, all copies up first: better with one copy engine.
 
     >>> list(by_kind(2))
     [('up', 0), ('up', 1), ('run', 0), ('run', 1), ('down', 0), ('down', 1)]
@@ -82,14 +82,14 @@ def by_kind(count: int) -> Issued:
 
 
 class Issuer:
-    """Gives copies and the function to streams, one for each part.
+    """Queues copies and the function on streams, one for each part.
 
     Parameters
     ----------
     source, out : numpy.ndarray
         One-dimensional, in pinned memory.
     work : callable
-        Of an array of the device.
+        Function of an array on the device.
     """
 
     def __init__(self, source: Any, out: Any, work: Callable[[Any], Any]) -> None:
@@ -101,7 +101,7 @@ class Issuer:
         cupy.cuda.Stream.null.synchronize()
 
     def run(self, issued: Issued, count: int) -> None:
-        """Do it in so many parts; return when all is done."""
+        """Queue the operations of `count` parts in this order, and wait for their end."""
         copy = self._cupy.cuda.runtime.memcpyAsync
         size = -(-self._source.size // count)
         results: dict[int, Any] = {}
@@ -129,7 +129,7 @@ def pinned(values: Any) -> Any:
 
 
 def issuing(size: int) -> dict[str, Callable[[], float]]:
-    """Return what measures each way without Dask: seconds for so many float32 in pinned memory."""
+    """Return functions that time each way without Dask, on `size` float32 in pinned memory."""
     values = np.arange(size, dtype="f4")
     source, out = pinned(values), pinned(np.zeros_like(values))
     issuer = Issuer(source, out, function)
@@ -154,7 +154,7 @@ def issuing(size: int) -> dict[str, Callable[[], float]]:
 def mapping(
     client: Any, size: int, threads: Sequence[int] = (), fallback: str | None = None
 ) -> dict[str, Callable[[], float]]:
-    """Return what measures each way of Dask's: from `persist` to `wait`, of blocks in memory."""
+    """Return functions that time each way with Dask, from `persist` to `wait`."""
     x = client.persist(da.arange(size, dtype="f4", chunks=-(-size // _BLOCKS)))
 
     def on_gpu(of: Any, by: Callable[..., Any] = function) -> Any:
@@ -165,7 +165,7 @@ def mapping(
 
         return x.map_blocks(cupy.asarray).map_blocks(function).map_blocks(cupy.asnumpy)
 
-    same = client.persist(on_gpu(x, by=unchanged))  # whose blocks lie in pinned memory
+    same = client.persist(on_gpu(x, by=unchanged))  # its blocks lie in pinned memory
     pageable = {PAGEABLE: _AS_IT_IS, REGISTERED: (1, 2)}
     pageable |= {f"{PAGEABLE}, {count} thread(s)": (count, 0) for count in threads}
     measure = partial(_of_dask, client, wanted=function(x))
@@ -181,14 +181,14 @@ def mapping(
 
 
 def _fill_by(most: int, few: int) -> None:
-    """Have a worker fill slots by so many threads; if these are few, pin blocks where they lie."""
+    """Set the number of threads that fill slots; below `few`, a worker pins blocks in place."""
     host_threads._MOST, host_copies._FEW_THREADS = most, few
     host_threads.thread_count.cache_clear()
     host_threads.pool.cache_clear()
 
 
 def _forget_all(client: Any) -> None:
-    """Wait until no worker has memory of results that are gone; have them fill slots as they do."""
+    """Release all workers' memory of freed results, and reset the threads that fill slots."""
     held_bytes = -1
     while (now_bytes := sum(client.run(_forget).values())) != held_bytes:
         held_bytes = now_bytes
@@ -196,7 +196,7 @@ def _forget_all(client: Any) -> None:
 
 
 def _forget(dask_worker: Any) -> int:
-    """Have a worker keep no such memory; return what is pinned of arrays that there are."""
+    """Release a worker's unused pinned memory; return the pinned bytes of existing arrays."""
     _fill_by(*_AS_IT_IS)
     pinned = dask_worker.plugins[PLUGIN_NAME].context.pinned
     pinned.clear()
@@ -204,12 +204,12 @@ def _forget(dask_worker: Any) -> int:
 
 
 def unchanged(a: Any) -> Any:
-    """Return what it gets."""
+    """Return the argument."""
     return a
 
 
 def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
-    """Return what measures a transpose and a rechunk of about so many elements."""
+    """Return functions that time a transpose and a rechunk of about `size` elements."""
     side = isqrt(size)
     x = da.arange(side**2, dtype="f4", chunks=-1).reshape(side, side)
     x = client.persist(x.rechunk((-(-side // _BLOCKS), side)))
@@ -239,7 +239,7 @@ def _of_dask(
         return y
 
     def prepare() -> None:
-        """Wait until the result of the run before is gone: it has the same name."""
+        """Wait until the previous result, which has the same name, is released."""
         name = make().name
         while client.run_on_scheduler(_has_tasks, name):
             time.sleep(0.001)
@@ -255,7 +255,7 @@ def _has_tasks(name: str, dask_scheduler: Any) -> bool:
 def _measuring(
     run: Callable[[], Any], check: Callable[[Any], bool], prepare: Callable[[], None]
 ) -> Callable[[], float]:
-    """Return what runs and gives the seconds that takes. The first result is checked."""
+    """Return a function that runs and returns the seconds; it checks the first result."""
     unchecked = [check]
 
     def measure() -> float:
@@ -271,19 +271,21 @@ def _measuring(
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--megabytes", "sizes", multiple=True, type=int, default=(16, 1024), help="In, MiB.")
-@click.option("--repeats", default=7, help="Rounds after a first one.")
-@click.option("--threads", multiple=True, type=int, help="That fill slots; repeatable.")
-@click.option("--only", default="", help="Ways whose names have this in them.")
+@click.option(
+    "--megabytes", "sizes", multiple=True, type=int, default=(16, 1024), help="Size, MiB."
+)
+@click.option("--repeats", default=7, help="Rounds after the first.")
+@click.option("--threads", multiple=True, type=int, help="Threads that fill slots; repeatable.")
+@click.option("--only", default="", help="Only ways with this text in their names.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
     sizes: Sequence[int], repeats: int, threads: Sequence[int], only: str, path: Path | None
 ) -> None:
-    """Time an array of float32 in host memory on its way through a GPU and back."""
+    """Time an array of float32 in host memory through a GPU and back."""
     if (obstacle := gpu_obstacle()) is not None:
         raise click.ClickException(
-            f"this benchmark needs a GPU, and there is none: {obstacle}. Nothing else is worth "
-            f"timing."
+            f"this benchmark needs a GPU, and there is none: {obstacle}. Run it on a machine with "
+            f"a GPU."
         )
     rows = []
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:

@@ -1,4 +1,4 @@
-"""What programs that measure show: tables of ways, and a bar of progress."""
+"""Output of the benchmarks: tables of ways, and a progress bar."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dask_p2p.cli import _options
 from dask_p2p.cli._options import pluralize
 from dask_p2p.types import DType
 
-#: Names of ways that others are compared with.
+#: Names of this package's ways, the reference for others.
 OURS = "dask_p2p"
 OURS_SYNC = "dask_p2p, sync"
-#: Of `benchmarks.rivals`: nothing that transposes on these links can be quicker.
+#: The rival that copies without transposing: the limit of these links.
 LIMIT = "copy engines (limit)"
 
 _WIDE_COLUMNS = 110
@@ -36,15 +36,15 @@ _SHAPES_SHOWN = 6
 
 
 def output(*, to_stderr: bool = False) -> Console:
-    """Return a console for results, whose words are printed as they are."""
+    """Return a console that prints results without markup."""
     console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_COLUMNS  # a file has no edge to fold tables at
+        console.width = _FILE_COLUMNS  # a file has no width to fold tables to
     return console
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """Return a table of numbers: the first column is of names, the others are set right."""
+    """Return a table with a column of names and right-aligned columns of numbers."""
     result = Table(title=title, title_justify="left", title_style="bold")
     for place, name in enumerate(columns):
         result.add_column(name, justify="right" if place else "left", overflow="fold")
@@ -52,7 +52,7 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape.
+    """Return a shape as text.
 
     >>> shape_text((192, 1024))
     '192 x 1024'
@@ -61,7 +61,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
-    """Write how many there are of each shape.
+    """Return the number of arrays of each shape as text.
 
     >>> shapes_text([(2, 5), (2, 5), (1, 5)])
     '2 of 2 x 5, 1 of 1 x 5'
@@ -74,13 +74,13 @@ def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
 
 
 def array_text(shape: Sequence[int], dtype: DType) -> str:
-    """Write an array's shape, dtype and size."""
+    """Return an array's shape, dtype and size as text."""
     size_bytes = prod(shape) * dtype.itemsize
     return f"{shape_text(shape)} {dtype}, {format_bytes(size_bytes)}"
 
 
 def devices_text(spec: AnyClusterSpec, names: Sequence[str]) -> str:
-    """Write which workers there are, and on what, by the names of GPUs or processors."""
+    """Return the number of workers and the names of their GPUs or CPUs as text."""
     if spec.scheduler is None:
         return _options.devices_text(spec, names)
     listed = ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
@@ -88,7 +88,7 @@ def devices_text(spec: AnyClusterSpec, names: Sequence[str]) -> str:
 
 
 def summary(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a borderless table of names and what they are."""
+    """Return a borderless table of names and values."""
     result = Table.grid(padding=(0, 2))
     result.add_column(no_wrap=True, style="bold")
     result.add_column(overflow="fold")
@@ -98,9 +98,9 @@ def summary(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> Table:
-    """Return what was measured with one array: a line for each way that did not fail.
+    """Return the table of one array: a line for each way that did not fail.
 
-    Narrow consoles, of few `columns`, get the most important figures only.
+    Consoles with few `columns` get only the most important figures.
     """
     measured = [row for row in rows if "failed" not in row]
     medians_s = {row["way"]: row["median_s"] for row in measured}
@@ -125,7 +125,7 @@ def ways_table(rows: Sequence[Row], columns: int, title: str | None = None) -> T
     result = table("times in ms", *cells, title=title)
     result.box, result.collapse_padding = SIMPLE_HEAD, True
     for column in result.columns[1:]:
-        column.no_wrap = True  # a figure in two lines is read as two
+        column.no_wrap = True  # a figure broken over two lines looks like two
     for place, row in enumerate(measured):
         result.add_row(row["way"], *(texts[place] for texts in cells.values()))
     return result
@@ -140,7 +140,7 @@ def _ms(*times_s: float) -> str:
 
 
 def moved_lines(rows: Sequence[Row]) -> list[str]:
-    """Say of each way of this package what it moved, and how many pairs used which transport."""
+    """Return a line for each way of this package: bytes moved, and pairs by transport."""
     lines = []
     for row in rows:
         if "pairs" in row:
@@ -152,18 +152,18 @@ def moved_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def show_ways(console: Console, rows: Sequence[Row], title: str | None = None) -> None:
-    """Print what was measured with one array, and what moved."""
+    """Print the table of one array, and the bytes that moved."""
     for part in (ways_table(rows, console.width, title), *moved_lines(rows)):
         console.print(part)
 
 
 def report_correctness(console: Console, measured: Measured) -> None:
-    """Say which ways failed, and whether all elements are right.
+    """Print the ways that failed, and that all elements are right.
 
     Raises
     ------
     click.ClickException
-        If some are wrong: exit status 1.
+        If some elements are wrong: exit status 1.
     """
     wrong = []
     for case, rows in measured.items():
@@ -180,7 +180,7 @@ def report_correctness(console: Console, measured: Measured) -> None:
 
 @contextlib.contextmanager
 def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, and nothing elsewhere; gives what is to be called at each step."""
+    """Show a bar on terminals only; yield the function to call after each step."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -188,7 +188,7 @@ def progress(total: int, doing: str) -> Iterator[Callable[[], None]]:
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
-        redirect_stdout=False,  # the bar is on standard error: results stay where they belong
+        redirect_stdout=False,  # results stay on standard output; the bar is on standard error
         transient=True,
     ) as bar:
         task = bar.add_task(doing, total=total)

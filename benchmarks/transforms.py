@@ -1,10 +1,10 @@
-"""A Fourier transform of an array in slabs, beside what is written with Dask, and others' ways.
+"""Fourier transforms of an array in slabs, by this package, Dask and others.
 
     python -m benchmarks.transforms
     python -m benchmarks.transforms --gpus --workers 2
 
-The program prints how much values differ from NumPy's in double precision; what transforms take is
-for `benchmarks.redistributions` to measure.
+The program prints how much values differ from NumPy's in double precision.
+`benchmarks.redistributions` measures the times.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from dask_p2p.cli._options import COUNT, one_line_errors
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, redistribution
 
-DASK = "dask "  # the first word of Dask's own ways
-_TOLERANCE = 4500  # units of the last place of the largest value
-_CHECKED_BYTES = 2**32  # of a worker's share of the input, at a time
-_AT_ONCE = 5  # arrays as large as the input: itself, on its way, the result, and to work in
-_USUAL_SHARE = 0.6  # of the workers' memory
+DASK = "dask "  # prefix of Dask's own ways
+_TOLERANCE = 4500  # units in the last place of the largest value
+_CHECKED_BYTES = 2**32  # bytes of a worker's input that are checked at a time
+_AT_ONCE = 5  # arrays of the input's size in memory: input, in transit, result, work area
+_USUAL_SHARE = 0.6  # part of the workers' memory
 _SHAPES = ((64,) * 3, (2**20,), (999_983,), (3 * 5 * 7 * 11 * 13,))  # 999,983 is a prime
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum(Case):
-    """An array in slabs, to be transformed along all axes, and left in slabs of another axis."""
+    """An array in slabs, transformed along all axes into slabs of another axis."""
 
-    reach: float = 2.0  # how many times as fast as the faster of Dask's ways
+    reach: float = 2.0  # required speed relative to the faster of Dask's ways
 
     @property
     def is_real(self) -> bool:
-        """Whether it is of real numbers, of whose spectrum half is made."""
+        """True for real input, for which half of the spectrum is made."""
         return self.dtype.kind == "f"
 
     def is_usual(self, memory_bytes: int) -> bool:
-        """Whether it leaves enough of the workers' memory to be measured where none is named."""
+        """Return true if the array is small enough to be measured by default."""
         return _AT_ONCE * self.size_bytes <= _USUAL_SHARE * memory_bytes
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
-        """Return the ways to measure, by name; on GPUs JAX in place of Dask's p2p and MPI."""
+        """Return the ways to measure, by name; on GPUs JAX instead of Dask's p2p and MPI."""
         ours, workers = fft.rfftn if self.is_real else fft.fftn, len(self.chunks[0])
         ways = {
             OURS: Way(lambda x, _: ours(x), required=True),
@@ -70,7 +70,7 @@ class Spectrum(Case):
         return ways
 
     def by_rechunk(self, x: Any, method: str) -> Any:
-        """Return what a user of Dask writes: axes that are whole, a rechunk, the other one."""
+        """Return a Dask user's code: transform unchunked axes, rechunk, transform the other."""
         there = dask_fft.rfftn if self.is_real else dask_fft.fftn
         return self._along_the_first(there(x, axes=(1, 2)), method)
 
@@ -79,23 +79,24 @@ class Spectrum(Case):
         return dask_fft.fft(half.rechunk({0: -1, 1: parts}, method=method), axis=0)
 
     def settle(self, client: Any) -> float:
-        """Wait for the GPUs: all ways' last tasks end when their kernels are queued.
+        """Wait for the GPUs: the last tasks of all ways end when their kernels are queued.
 
-        Of what it takes to ask, only the way there counts: all processes are on one host.
+        The workers return the time of the end, and all processes share one host's clock, so the
+        reply's travel time does not count.
         """
         done_s = client.run(_synchronize).values() if self.kind == "cupy" else ()
         return max(done_s, default=0.0)
 
     def plan(self, y: Any) -> Plan:
-        """Return how a result is assembled, taking a complex number for two of real ones."""
+        """Return the plan of a result, where a complex number counts as two real ones."""
         columns = (y.shape[2] * (2 if self.is_real else 1),)
         before, after = (*self.chunks[:2], columns), (*y.chunks[:2], columns)
         return redistribution(before, self.axes, after)
 
     def wrong(self, y: Any) -> int:
-        """Count the elements that differ from Dask's, some columns at a time if they are many."""
+        """Count the elements that differ from Dask's; large arrays go by ranges of columns."""
         x, workers = self.make(), len(self.chunks[0])
-        # No element is negative: so the first one of the spectrum, their sum, is the largest.
+        # No element is negative, so the spectrum's first element, their sum, is the largest.
         largest = float(da.abs(x).sum(dtype="f8").compute())
         most = _TOLERANCE * float(np.finfo(self.dtype).eps) * largest
         parts = -(-self.size_bytes // workers // _CHECKED_BYTES)
@@ -104,7 +105,7 @@ class Spectrum(Case):
             place = (..., slice(columns[0], columns[-1] + 1))
             last = (dask_fft.rfft if self.is_real else dask_fft.fft)(x, axis=2)
             expected = self._along_the_first(dask_fft.fft(last[place], axis=1), "tasks")
-            is_right = da.abs(y[place] - expected) <= most  # what is no number is not
+            is_right = da.abs(y[place] - expected) <= most  # false for NaN
             count += int((~is_right).sum().compute())
         return count
 
@@ -117,7 +118,7 @@ def _synchronize() -> float:
 
 
 def transforms(workers: int, kind: str) -> Iterator[Spectrum]:
-    """Return the cases."""
+    """Yield the cases."""
 
     def case(shape: tuple[int, ...], dtype: str, name: str) -> Spectrum:
         cut = (split_evenly(shape[0], workers), (shape[1],), (shape[2],))
@@ -132,7 +133,7 @@ def transforms(workers: int, kind: str) -> Iterator[Spectrum]:
 
 
 def error(shape: tuple[int, ...], dtype: Any, workers: int, kind: str) -> float:
-    """Return how much `fftn` differs at most from NumPy's in double precision, by the largest."""
+    """Return the largest difference of `fftn` from NumPy, relative to the largest value."""
     rng, chunks = da.random.default_rng(0), (-(-shape[0] // workers), *shape[1:])
     parts = (rng.standard_normal(shape, chunks=chunks) for _ in range(2))
     x = (next(parts) + 1j * next(parts)).astype(dtype)
@@ -147,10 +148,10 @@ def error(shape: tuple[int, ...], dtype: Any, workers: int, kind: str) -> float:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--gpus", is_flag=True, help="On GPUs, in place of CPU workers.")
+@click.option("--gpus", is_flag=True, help="Use GPUs instead of CPU workers.")
 @click.option("--workers", type=COUNT, help="[default: one for each GPU, else 4]")
 def main(gpus: bool, workers: int | None) -> None:
-    """Print how much values differ from NumPy's in double precision, relative to the largest."""
+    """Print the difference from NumPy in double precision, relative to the largest value."""
     console = output()
     with one_line_errors():
         spec = choose_cluster(workers, cpu=not gpus)

@@ -1,10 +1,10 @@
-"""Time what users call on two GPUs, for comparing two versions of the package in turn.
+"""Times of public functions on two GPUs, to compare two versions of the package in turn.
 
     PYTHONPATH=OLD python benchmarks/verbs.py old >> results.jsonl
     PYTHONPATH=NEW python benchmarks/verbs.py new >> results.jsonl
 
-Only public functions are used, so that any version can be on the path. It prints a line of JSON for
-each case: medians of nine runs from `persist()` to `wait()`, after two to warm up.
+The program calls public functions only, so any version can be on the path. It prints a line of JSON
+for each case: medians of nine runs from `persist()` to `wait()`, after two warm-up runs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PAUSE_S = 0.15
 
 
 def filled(block: Any) -> Any:
-    """Return a CuPy block of numbers up to 1000, of the shape of a NumPy one."""
+    """Return a CuPy block of numbers below 1000, in the shape of a NumPy block."""
     import cupy
 
     return cupy.arange(block.size, dtype="f4").reshape(block.shape) % 1000
 
 
 def made(client: Any, shape: Sequence[int], chunks: Sequence[int]) -> Any:
-    """Make an array on the GPUs, as many neighbouring blocks on each worker."""
+    """Make an array on the GPUs, with equal numbers of neighbouring blocks a worker."""
     import cupy
 
     workers = sorted(client.nthreads())
@@ -49,15 +49,15 @@ def made(client: Any, shape: Sequence[int], chunks: Sequence[int]) -> Any:
 
     with dask.annotate(workers=worker_of, allow_other_workers=True):
         x = empty.map_blocks(filled, meta=cupy.empty((0,) * len(shape), "f4"), dtype="f4")
-    x = client.persist(x, optimize_graph=False)  # which keeps the annotation
+    x = client.persist(x, optimize_graph=False)  # keeps the annotation
     wait(x)
     return x
 
 
 def cases(client: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any], list[str] | str]]:
-    """Yield name, array, what is done to it, and the order of transports, of each case."""
+    """Yield each case: its name, array, operation and order of transports."""
     for rows in (32768, 65536):
-        for blocks in (1, 4):  # of a worker
+        for blocks in (1, 4):  # a worker
             x = made(client, (rows, rows), (rows // (2 * blocks), rows))
             for transport in ("ipc", "ucx"):
                 name = f"transpose, {rows} rows, {blocks} blocks a worker, {transport}"

@@ -3,8 +3,8 @@
 >>> import dask_p2p
 >>> y = dask_p2p.transpose(x)  # doctest: +SKIP
 
-What is here loads with its first use: `dask` itself imports this package at each start, for its
-command line.
+Functions and classes load at their first use, since the `dask` command imports this package at each
+start, for its subcommands.
 """
 
 from threading import RLock
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
-from dask_p2p.errors import *  # noqa: F403  # all of them, by its own list
+from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 ensure_defaults()
 
-# Where each function and class is. No module may have the name of a function: importing it would
-# hide that.
+# Module of each function and class. No module may have the name of a function, since importing the
+# module would hide the function.
 _FUNCTIONS = {
     "MemoryEstimate": "dask_p2p.ops.estimate",
     "check": "dask_p2p.tools.check",
@@ -51,8 +51,8 @@ _FUNCTIONS = {
     "transpose": "dask_p2p.ops.transpose",
     "uninstall": "dask_p2p.tools.dropin",
 }
-__all__ = sorted({*_FUNCTIONS, *errors.__all__} - {"Obstacle"})  # which errors have
-# Python's imports fail where threads begin at different modules of one package at the same time.
+__all__ = sorted({*_FUNCTIONS, *errors.__all__} - {"Obstacle"})  # an attribute of errors
+# Python's imports fail if threads import different modules of one package at the same time.
 _loading = RLock()
 
 

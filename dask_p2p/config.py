@@ -1,11 +1,11 @@
-"""Options: the ``p2p`` part of Dask's configuration, read in this place only.
+"""Options: the ``p2p`` part of Dask's configuration, read in this module only.
 
-Workers do not see what a client sets later with `dask.config.set`: the options that a task
-needs are read when its graph is built, and travel with it as an `Options` value. Per-worker
-settings are read from the worker's own configuration.
+Workers do not receive a client's later `dask.config.set`. A client therefore reads the options of
+tasks when it builds their graph, and tasks carry them as an `Options` value. Per-worker settings
+are read from the worker's own configuration.
 
-Options of one transport are a `Section`, which its module declares. The transports themselves are
-looked up in `dask_p2p.transports` when options are first read.
+Options of one transport are a `Section`, declared in the transport's module. The first read of
+options looks up the transports in `dask_p2p.transports`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dask_p2p.versioned import versioned
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="Section")
 
-# --- how values are read: a `ValueError` says what was expected ---
+# --- readers of values: a `ValueError` names the expected value ---
 
 
 def yes_or_no(value: Any) -> bool:
@@ -63,7 +63,7 @@ def duration_s(value: Any) -> float:
 
 
 def limit_s(value: Any) -> float:
-    """Read a duration of which something may take a part, in seconds."""
+    """Read a time limit of at least 1 ms, in seconds."""
     return _number(value, parse_timedelta, 1e-3, "a duration of at least 1 ms, like '30 s'")
 
 
@@ -88,7 +88,7 @@ def _groups(value: Any) -> int | None:
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("expected auto, or a number of groups; 0 for none")
+        raise ValueError("expected auto, or a number of groups (0: no groups)")
     return value
 
 
@@ -103,10 +103,10 @@ def _transports(value: Any) -> tuple[str, ...] | None:
         return None
     known = transport_classes()
     if not isinstance(value, (list, tuple)) or not all(name in known for name in value):
-        raise ValueError(f"expected auto, or a list of names out of {', '.join(known)}")
+        raise ValueError(f"expected auto, or a list of names from {', '.join(known)}")
     if not value:
         raise ValueError("expected auto, or at least one name: comm alone, for example")
-    # comm works between any two workers: without a last resort a task could not end.
+    # comm works between any two workers: without this last resort a task might never end.
     return tuple(dict.fromkeys([*value, "comm"]))
 
 
@@ -114,7 +114,7 @@ def _transports(value: Any) -> tuple[str, ...] | None:
 
 
 def option(name: str, parse: Callable[[Any], _T]) -> _T:
-    """Declare a field: its name in the configuration, and how it is read."""
+    """Declare a field by its name in the configuration and the reader of its value."""
     declared: _T = field(metadata={"option": name, "parse": parse})
     return declared
 
@@ -122,13 +122,13 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
 @versioned(shared=True)
 @dataclass(frozen=True)
 class Options:
-    """What a task needs to know; made by `options`."""
+    """The options of tasks; made by `options`."""
 
-    sections: tuple[Section, ...]  # of transports, one of a class
+    sections: tuple[Section, ...]  # the transports' sections, one of each class
     mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
-    groups: int | None = option("groups", _groups)  # 0: none; None: as many as seem best
-    passes: int | None = option("passes", _passes)  # 1 or 2; None: as many as seem best
+    groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
+    passes: int | None = option("passes", _passes)  # 1 or 2; None: chosen by the graph
     permute_numpy: str = option("permute-numpy", _one_of("auto", "cpu", "gpu"))
     checksum: bool = option("checksum", yes_or_no)
     producer_streams: str = option("producer-streams", _one_of("any", "default"))
@@ -142,11 +142,11 @@ class Options:
 
     @property
     def any_producer_stream(self) -> bool:
-        """Whether blocks may have been written on other streams than CUDA's default ones."""
+        """True if blocks may have been written on streams other than CUDA's default streams."""
         return self.producer_streams == "any"
 
     def order(self, kind: Kind) -> tuple[str, ...]:
-        """Return the transports to try for blocks of a kind ("numpy", "cupy"), best first."""
+        """Return the transports for blocks of a kind ("numpy", "cupy"), best first."""
         if self.transports is not None:
             return self.transports
         known = transport_classes().items()
@@ -157,22 +157,22 @@ class Options:
 def transport_classes() -> dict[str, Any]:
     """Return the classes of all transports by name, best first.
 
-    They need this module to be imported, and so are looked up when they are first needed.
+    They import this module, so the look-up happens at the first call.
     """
     found: dict[str, Any] = import_module("dask_p2p.transports").all_transports()
     return found
 
 
 class Section:
-    """Options of one transport. Subclasses are decorated with `section`."""
+    """Options of one transport. Decorate subclasses with `section`."""
 
-    name: ClassVar[str]  # in the configuration, without ``p2p.``
+    name: ClassVar[str]  # name in the configuration, without ``p2p.``
 
     @classmethod
     def of(cls: type[_S], options: Options) -> _S:
-        """Return what came with `options`; of a transport that the client lacks, this process' own.
+        """Return the section in `options`, or this process's own if the client lacks the transport.
 
-        `ConfigError` if it has to be read, and has a value that it cannot have.
+        `ConfigError` if this process's own configuration has an invalid value.
         """
         for given in options.sections:
             if type(given) is cls:
@@ -181,13 +181,13 @@ class Section:
 
     @classmethod
     def configured(cls: type[_S]) -> _S:
-        """Read it from the configuration; `ConfigError` if a value is wrong."""
+        """Read the section from the configuration; `ConfigError` if a value is invalid."""
         return cls(**_values(cls, f"{cls.name}."))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def section(name: str) -> Callable[[type[_S]], type[_S]]:
-    """Make a dataclass of a subclass of `Section`, read from this part of the configuration."""
+    """Turn a subclass of `Section` into a dataclass for this part of the configuration."""
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name
@@ -197,7 +197,7 @@ def section(name: str) -> Callable[[type[_S]], type[_S]]:
 
 
 def ensure_defaults() -> None:
-    """Put the package's defaults under the user's configuration. Idempotent."""
+    """Add the package's defaults to Dask's configuration, below the user's. Idempotent."""
     dask.config.update_defaults(_defaults())
 
 
@@ -217,7 +217,7 @@ def _defaults_by_name() -> dict[str, Any]:
 def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full name and the value of each option, ``p2p.memory.staging-limit``."""
     for part, value in tree.items():
-        name = prefix + str(part).replace("_", "-")  # Dask takes one for the other
+        name = prefix + str(part).replace("_", "-")  # Dask treats both as equal
         if isinstance(value, Mapping):
             yield from _by_name(value, f"{name}.")
         else:
@@ -225,12 +225,11 @@ def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def checked_options() -> Options:
-    """Read the options for a user's call: as `options`, and refuse names that are no option's.
+    """Read the options for a user's call, as `options`, and refuse unknown names.
 
-    Workers do not refuse them: a configuration may be shared with other versions of the package.
+    Workers accept unknown names, because other versions of the package may share a configuration.
 
-    `ConfigError` if there is no option of a name that is set, or one has a value that it cannot
-    have.
+    `ConfigError` if a name is unknown or a value invalid.
     """
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
@@ -238,14 +237,14 @@ def checked_options() -> Options:
         if name not in known and not empty_section:
             raise ConfigError(
                 f"expected the name of an option, got {name}; the nearest is "
-                f"{_nearest(name, known)}. Correct it where it is set: in a Dask configuration "
-                f"file, by dask.config.set or by an environment variable."
+                f"{_nearest(name, known)}. Correct it in a Dask configuration file, in "
+                f"dask.config.set or in an environment variable."
             )
     return options()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return the first name of a section, or the one most like another in all or its last part."""
+    """Return the first option of a section of this name, or else the most similar name."""
 
     def likeness(other: str) -> float:
         pairs = [(name, other), (name.split(".")[-1], other.split(".")[-1])]
@@ -256,22 +255,19 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def options() -> Options:
-    """Read the options that travel with tasks.
-
-    `ConfigError` if an option has a value that it cannot have.
-    """
+    """Read the options that tasks carry; `ConfigError` if a value is invalid."""
     transports = transport_classes().values()
     declared = dict.fromkeys(known for transport in transports for known in transport.sections)
     return Options(**_values(Options), sections=tuple(known.configured() for known in declared))
 
 
 def installs_with_preload() -> bool:
-    """Tell whether `dask_p2p.preload` is to call `dask_p2p.install`; `ConfigError` if unclear."""
+    """Return true if `dask_p2p.preload` calls `dask_p2p.install`; `ConfigError` if invalid."""
     return _read("install", yes_or_no)
 
 
 def _values(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Read the fields of a class that are options."""
+    """Read the options among the fields of a class."""
     return {
         known.name: _read(prefix + known.metadata["option"], known.metadata["parse"])
         for known in fields(cls)
@@ -280,7 +276,7 @@ def _values(cls: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:
-    # Dask drops a section's other defaults where the section is set as a whole.
+    # If a user sets a whole section, Dask drops the section's other defaults.
     value = dask.config.get(f"p2p.{name}", _defaults_by_name()[f"p2p.{name}"])
     try:
         return parse(value)

@@ -1,6 +1,6 @@
-"""Every error class of this package: all but `P2PWarning` are kinds of `P2PError`.
+"""All error classes of this package: subclasses of `P2PError`, and `P2PWarning`.
 
-Each message says what was expected, what was found, and what to do.
+Each message names the expected value, the actual value and the remedy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a transport is not used between two workers, and what to do about it."""
+    """The reason why two workers do not use a transport, and its remedy."""
 
-    code: str  # by which programs tell one from another
+    code: str  # identifier for programs
     text: str
     remedy: str = "Leave it as it is, or name another order in p2p.transports.order"
 
@@ -31,33 +31,33 @@ class P2PError(Exception):
 
 
 class InputError(P2PError, ValueError):
-    """The request cannot be carried out as given."""
+    """The arguments of a call are invalid."""
 
 
 class AxesError(InputError):
-    """The axes are no permutation of the array's axes."""
+    """The axes are not a permutation of the array's axes."""
 
 
 class ChunksError(InputError, TypeError):
     """The chunks are unknown, or do not fit the array's shape.
 
-    A `TypeError` too: that is what Dask raises for names in the place of axes.
+    Also a `TypeError`, as Dask raises for names instead of axes.
     """
 
 
 class UnsupportedArrayError(InputError):
-    """The array is of a kind whose values are not kept by copying bytes."""
+    """Copies of the array's bytes would not keep its values."""
 
 
 class VersionError(InputError):
-    """Another version of the package wrote what this one cannot read."""
+    """Another version of the package wrote a value that this one cannot read."""
 
 
 class BlockMismatchError(P2PError):
-    """A block's real shape, dtype or type differs from what its Dask array declares."""
+    """A block's actual shape, dtype or type differs from its Dask array's declaration."""
 
 
-#: What does not come from a holder, as far as an error tells.
+#: The extent of a failure at a holder.
 Scope: TypeAlias = Literal["region", "block", "route", "holder"]
 
 
@@ -69,21 +69,21 @@ class TransferError(P2PError):
     message : str
         Names the block and the worker.
     reason : str, optional
-        The same without these names, so that equal failures of other blocks are warned of once.
+        The message without these names, so that equal failures of several blocks give one warning.
     obstacle : Obstacle, optional
-        What keeps the transport from working, if that is known.
+        The known reason why the transport does not work.
 
     Attributes
     ----------
     silent_s : float
-        For how long the holder is known not to answer; 0 if it is not.
+        Seconds of the holder's known silence; 0 if it answers.
     """
 
-    #: "block": this block, by whichever transport. "route": this block by this transport, which is
-    #: not tried again for the holder. "holder": no block. "region": this block by this transport,
-    #: which is no failure.
+    #: "block": this block over any transport. "route": this block over this transport, which is not
+    #: tried again for the holder. "holder": all blocks of the holder. "region": this block over
+    #: this transport, which does not count as a failure.
     scope: ClassVar[Scope] = "route"
-    #: Whether nothing came in time, so that other blocks would be waited for in vain.
+    #: True if no answer came in time, so that waiting for other blocks would be useless.
     is_silence: ClassVar[bool] = False
 
     silent_s = 0.0
@@ -97,47 +97,47 @@ class TransferError(P2PError):
 
 
 class BlockUnavailableError(TransferError):
-    """A holder no longer has the block that it was asked for, or does not answer at all.
+    """A holder no longer has the requested block, or does not answer at all.
 
-    Another transport would not help; another holder may.
+    Another transport would not help, but another holder may.
     """
 
     scope: ClassVar[Scope] = "block"
 
 
 class UnreachableError(BlockUnavailableError):
-    """A holder does not answer, or cannot be reached: so it is for all its blocks."""
+    """A holder does not answer or cannot be reached; applies to all its blocks."""
 
     scope: ClassVar[Scope] = "holder"
     is_silence = True
 
 
 class SilentError(TransferError):
-    """Nothing came from a holder in time: so it is for all its blocks by the same transport."""
+    """A holder did not answer in time; applies to all its blocks over this transport."""
 
     is_silence = True
 
 
 class UnsuitableError(TransferError):
-    """Another transport brings this block better. That is no failure, and nobody is warned."""
+    """Another transport suits this block better; neither a failure nor a reason to warn."""
 
     scope: ClassVar[Scope] = "region"
 
 
-# MemoryError comes first: the class is then made by that one's __new__, by which pickle makes it
-# again on another machine.
+# MemoryError comes first: its __new__ then makes the class, and pickle uses the same __new__ on
+# another machine.
 class MemoryLimitError(MemoryError, P2PError):
-    """A block of a result needs more memory than its worker has, or than is free there.
+    """A block of a result needs more memory than its worker has or can spare.
 
     Parameters
     ----------
     message : str
-        Says what needs how much, and what would make it fit.
+        Names the block, its memory need and the remedy.
     needed_bytes : int
-        All that the task needs at the same time.
+        Largest memory need of the task at any time.
     missing_bytes : int, optional
-        Of that, what there can never be. None if an allocation failed, since others may have
-        taken what is missing.
+        The part of it that the worker can never provide. None if an allocation failed, since other
+        tasks may hold the missing memory.
     """
 
     def __init__(
@@ -149,41 +149,41 @@ class MemoryLimitError(MemoryError, P2PError):
 
 
 class DeviceLostError(P2PError):
-    """The CUDA context of a process is lost: by a kernel that failed, or by the hardware.
+    """The CUDA context of a process is lost, by a failed kernel or by the hardware.
 
-    Nothing works on its GPU until the process has ended.
+    The process cannot use its GPU any more; restart it.
     """
 
 
 class NoDeviceError(P2PError):
-    """A task is to compute on a GPU, and its worker has none."""
+    """A task needs a GPU, and its worker has none."""
 
 
 class ConfigError(P2PError, ValueError):
-    """An option has a value that it cannot have."""
+    """An option has an invalid value."""
 
 
 class RegistrationError(P2PError):
     """The scheduler or a worker cannot take part in transfers.
 
-    The package is missing there, or is another version, or its configuration is wrong.
+    The package is missing there, has another version, or is configured incorrectly.
     """
 
 
 class SectionError(P2PError):
-    """The members of a gang made different calls, or too many of their attempts have failed.
+    """The ranks of a gang made different calls, or too many of their attempts failed.
 
-    Or they never can run at the same time, since workers lack resources or another gang waits for
-    them.
+    Also if the ranks can never run at the same time, since workers lack resources or another gang
+    waits for them.
     """
 
 
 class FileError(P2PError, OSError):
-    """A file cannot be read or written as asked."""
+    """A file cannot be read or written as requested."""
 
 
 class P2PWarning(UserWarning):
-    """Something works, but not in the way or at the speed that was asked for."""
+    """An operation works, but not as requested or not at the expected speed."""
 
 
 _Error = TypeVar("_Error", bound=BaseException)

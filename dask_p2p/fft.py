@@ -1,24 +1,26 @@
-"""Fourier transforms of Dask arrays, along axes that may be cut into several blocks.
+"""Fourier transforms of Dask arrays, along axes that may be split into several blocks.
 
-The functions have the names, parameters and values of `numpy.fft`. An axis that is whole, one block
-along it, is transformed where it lies. Another one is made whole by an exchange between the
-workers, and transformed in the tasks that assemble its blocks: so a transform of slabs along all
-axes is two layers, of which one moves data. `dask_p2p.plans.fft` says which axis comes when.
+The functions have the names, parameters and values of `numpy.fft`. An axis with one block is whole,
+and is transformed in place. For any other axis, an exchange between the workers makes it whole, and
+the tasks that assemble the blocks transform them. So a transform of slabs along all axes is two
+layers, and one of them moves data. `dask_p2p.plans.fft` plans the order of the axes.
 
-NumPy blocks are transformed by `scipy.fft` where SciPy is installed, else by `numpy.fft`; CuPy
-blocks by cuFFT. Single precision stays single: float16, float32 and complex64 give complex64 or
-float32, all others double precision; long doubles stay what they are.
+NumPy blocks are transformed by `scipy.fft` if SciPy is installed, else by `numpy.fft`; CuPy blocks
+by cuFFT. The dtypes float16, float32 and complex64 give single precision (complex64 or float32).
+Long doubles keep their precision, and all others give double precision.
 
-All functions take `chunks`, the chunks of the result, as `dask.array.rechunk` takes them; by
-default they are those that come of the fewest exchanges, and for ``ifftn(y)`` those that x had, if
-y was made of ``fftn(x)``. The result of an exchange can have any chunks that leave the axis whole
-which was transformed last: ``ifftn(y, chunks=x.chunks)`` takes no more exchanges than ``ifftn(y)``
-where one of these axes is whole in x.
+All functions take `chunks`, the chunks of the result, in any form that `dask.array.rechunk` takes.
+The default chunks need the fewest exchanges; for ``ifftn(y)`` with y computed from ``fftn(x)``,
+they are the chunks of x. An exchange can produce any chunks, as long as the axis that is
+transformed last stays whole. So ``ifftn(y, chunks=x.chunks)`` takes no more exchanges than
+``ifftn(y)`` if one of the transformed axes is whole in x.
 
-All raise `UnsupportedArrayError` for what is no Dask array of numbers, `AxesError` for axes that
-the array does not have or that are named twice, `ChunksError` for unknown chunk sizes or chunks
-that do not fit, and `InputError` for lengths below 1, unknown norms, and complex input of a real
-transform.
+Errors of all functions:
+
+- `UnsupportedArrayError`: the input is not a Dask array of numbers.
+- `AxesError`: the array lacks an axis, or an axis is given twice.
+- `ChunksError`: the chunk sizes are unknown, or `chunks` does not fit the result.
+- `InputError`: a length is below 1, the norm is unknown, or a real transform gets complex input.
 """
 
 from __future__ import annotations
@@ -62,18 +64,18 @@ def fft(
     x : dask.array.Array
         Array of NumPy or CuPy blocks.
     n : int, optional
-        Length of the transform: the axis is cropped, or padded with zeros. By default its length.
+        Length of the transform: the axis is cropped, or padded with zeros. Default: its length.
     axis : int, optional
-        The axis, by default the last.
+        Axis of the transform. Default: the last.
     norm : {"backward", "ortho", "forward"}, optional
-        Which direction is scaled, by default the inverse one.
+        Direction that is scaled. Default: "backward", the inverse.
     chunks : int, str, tuple or dict, optional
-        Chunks of the result. By default those that come of the fewest exchanges.
+        Chunks of the result. Default: the chunks that need the fewest exchanges.
 
     Returns
     -------
     dask.array.Array
-        Lazy, of complex numbers of the precision of `x`, in blocks of its type.
+        Lazy array of complex numbers, with the precision and block type of `x`.
 
     Raises
     ------
@@ -93,35 +95,35 @@ def fft(
 def ifft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Undo `fft`, as `numpy.fft.ifft` does. For parameters and errors see `fft`."""
+    """Undo `fft`, as `numpy.fft.ifft` does. See `fft` for parameters and errors."""
     return _along_one("ifft", x, n, axis, norm, chunks)
 
 
 def rfft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Transform real numbers along one axis, to ``n // 2 + 1`` complex ones; else as `fft`."""
+    """Transform real numbers along one axis to ``n // 2 + 1`` complex ones. See `fft`."""
     return _along_one("rfft", x, n, axis, norm, chunks)
 
 
 def irfft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Undo `rfft`: `n` real numbers along the axis, by default an even number of them."""
+    """Undo `rfft`: return `n` real numbers along the axis, by default an even number. See `fft`."""
     return _along_one("irfft", x, n, axis, norm, chunks)
 
 
 def hfft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Transform Hermitian numbers to `n` real ones, as `numpy.fft.hfft` does; else as `irfft`."""
+    """Transform Hermitian numbers to `n` real ones, as `numpy.fft.hfft` does. See `irfft`."""
     return _along_one("hfft", x, n, axis, norm, chunks)
 
 
 def ihfft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:
-    """Undo `hfft`, as `numpy.fft.ihfft` does; else as `rfft`."""
+    """Undo `hfft`, as `numpy.fft.ihfft` does. See `rfft`."""
     return _along_one("ihfft", x, n, axis, norm, chunks)
 
 
@@ -141,16 +143,17 @@ def fftn(
         Array of NumPy or CuPy blocks.
     s : sequence of int, optional
         Lengths of the transform, one for each of `axes`: an axis is cropped, or padded with zeros.
-        None and -1 stand for the axis as it is. By default all are as they are.
+        None and -1 keep the axis's length. Default: all lengths are kept.
     axes : sequence of int, optional
-        The axes, each once. By default all, or the last ``len(s)``. An empty sequence gives `x`.
+        Axes of the transform, each once. Default: all axes, or the last ``len(s)``. With an empty
+        sequence the result is `x`.
     norm, chunks
         See `fft`.
 
     Returns
     -------
     dask.array.Array
-        Lazy, of complex numbers of the precision of `x`, in blocks of its type.
+        Lazy array of complex numbers, with the precision and block type of `x`.
 
     Raises
     ------
@@ -159,7 +162,7 @@ def fftn(
 
     Examples
     --------
-    Slabs are cut along another axis afterwards, and inverted come back as they were:
+    The transform of slabs has slabs along another axis; its inverse has the original chunks:
 
     >>> import dask.array as da
     >>> y = fftn(da.ones((4, 6, 8), chunks=(2, 6, 8)))
@@ -177,7 +180,7 @@ def ifftn(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Undo `fftn`, as `numpy.fft.ifftn` does. For parameters and errors see `fftn`."""
+    """Undo `fftn`, as `numpy.fft.ifftn` does. See `fftn` for parameters and errors."""
     return transformed("ifft", x, s, axes, norm, chunks)
 
 
@@ -189,7 +192,7 @@ def rfftn(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Transform real numbers: along the last of `axes` as `rfft`, the others as `fftn`."""
+    """Transform real numbers: as `rfft` along the last of `axes`, as `fftn` along the others."""
     return transformed("rfft", x, s, axes, norm, chunks)
 
 
@@ -201,9 +204,9 @@ def irfftn(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Undo `rfftn`: real numbers, by default an even number of them along the last of `axes`.
+    """Undo `rfftn`: return real numbers, by default an even number along the last of `axes`.
 
-    In `s`, None stands for that number, and -1 for the number of elements of `x` along the axis.
+    In `s`, None is the default length, and -1 the number of elements of `x` along the axis.
     """
     return transformed("irfft", x, s, axes, norm, chunks)
 
@@ -216,7 +219,7 @@ def fft2(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Do what `fftn` does, by default along the last two axes."""
+    """Transform along two axes, by default the last two. See `fftn`."""
     return fftn(x, s, axes, norm, chunks=chunks)
 
 
@@ -228,7 +231,7 @@ def ifft2(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Do what `ifftn` does, by default along the last two axes."""
+    """Undo `fft2`: `ifftn` along two axes, by default the last two."""
     return ifftn(x, s, axes, norm, chunks=chunks)
 
 
@@ -240,7 +243,7 @@ def rfft2(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Do what `rfftn` does, by default along the last two axes."""
+    """Transform real numbers along two axes, by default the last two. See `rfftn`."""
     return rfftn(x, s, axes, norm, chunks=chunks)
 
 
@@ -252,7 +255,7 @@ def irfft2(
     *,
     chunks: ChunksLike = None,
 ) -> DaskArray:
-    """Do what `irfftn` does, by default along the last two axes."""
+    """Undo `rfft2`: `irfftn` along two axes, by default the last two."""
     return irfftn(x, s, axes, norm, chunks=chunks)
 
 

@@ -1,16 +1,15 @@
-"""Where blocks and boxes lie: integers only, no arrays.
+"""Blocks and boxes as integers, without arrays.
 
-Vocabulary, used by the whole package:
+Terms of the whole package:
 
 axis
     A dimension of an array, in logical (never memory) order.
 chunks
     Dask's: for each axis the sizes of its blocks, ``((3, 3, 2), (5,))``.
 block index
-    The place of a block in the grid of blocks, ``(2, 0)``.
+    The index of a block in the grid of blocks, ``(2, 0)``.
 box
-    A region: for each axis its ``(start, stop)``. Relative to a block unless a name says
-    otherwise.
+    A region: for each axis its ``(start, stop)``, relative to a block unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Index: TypeAlias = tuple[int, ...]
 
 
 def split_evenly(length: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` pieces of `length`, as even as possible, longer ones first.
+    """Return the sizes of `parts` pieces of `length`, as even as possible, longer ones first.
 
-    No piece is empty while ``length >= parts``.
+    No piece is empty if ``length >= parts``.
 
     >>> split_evenly(10, 4)
     (3, 3, 2, 2)
@@ -39,9 +38,9 @@ def split_evenly(length: int, parts: int) -> tuple[int, ...]:
 
 
 def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
-    """Return a permutation of `ndim` axes without negative numbers; None if it is none.
+    """Return a permutation of `ndim` axes without negative numbers, or None if it is invalid.
 
-    Without axes the order is reversed, as in `numpy.transpose`.
+    The default is the reversed order, as in `numpy.transpose`.
 
     >>> normal_axes((-1, 0), 2), normal_axes(None, 3), normal_axes((0, 0), 2)
     ((1, 0), (2, 1, 0), None)
@@ -57,7 +56,7 @@ def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None
 
 
 def block_bounds(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Offsets of the blocks along one axis, and the axis' length at the end.
+    """Return the offsets of the blocks along one axis, then the axis's length.
 
     >>> block_bounds((3, 3, 2))
     (0, 3, 6, 8)
@@ -66,47 +65,47 @@ def block_bounds(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def block_indices(chunks: Chunks) -> Iterable[Index]:
-    """All block indices, the last axis running fastest."""
+    """Return all block indices, with the last axis fastest."""
     return product(*(range(len(sizes)) for sizes in chunks))
 
 
 def block_shape(chunks: Chunks, index: Index) -> tuple[int, ...]:
-    """Shape of the block at `index`."""
+    """Return the shape of the block at `index`."""
     return tuple(sizes[i] for sizes, i in zip(chunks, index, strict=True))
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Lengths of a box along each axis."""
+    """Return the lengths of a box along each axis."""
     return tuple(stop - start for start, stop in box)
 
 
 def box_size(box: Box) -> int:
-    """Elements in a box."""
-    size = 1  # a task asks a hundred times, and `prod` of a generator takes thrice as long
+    """Return the number of elements in a box."""
+    size = 1  # a loop: a task calls this a hundred times, and `prod` of a generator is 3 x slower
     for start, stop in box:
         size *= stop - start
     return size
 
 
 def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
-    """Return what selects a box from an array as a view, of 0-d arrays too."""
+    """Return the index that selects a box from an array as a view, also from 0-d arrays."""
     return (*(slice(start, stop) for start, stop in box), ...)
 
 
 class Runs(NamedTuple):
-    """Along which axis parts of a box keep runs of elements, and of how many."""
+    """The axis along which parts of a box keep contiguous runs, and their least length."""
 
     axis: int
     least: int
-    #: Axes from here on may be cut in its place: along these, elements lie without gaps in memory.
+    #: First axis that may be divided instead: from it on, elements lie without gaps in memory.
     others_from: int = 0
 
 
 def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator[Box]:
-    """Cut a box into boxes of at most `max_elements`, along its first axes first.
+    """Divide a box into boxes of at most `max_elements`, along its first axes first.
 
-    So the parts of a C-ordered box stay as contiguous as can be. An empty box has no parts. Where
-    `runs` along the first axis would become too short, another one is cut before it.
+    This keeps the parts of a C-ordered box as contiguous as possible. An empty box has no parts. If
+    `runs` along the first axis would become too short, another axis is divided before it.
 
     >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20))
     [((0, 2), (0, 2), (0, 5)), ((2, 4), (0, 2), (0, 5))]
@@ -125,18 +124,20 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
     if runs is not None and axis == runs.axis:
         axis = _cut_for_runs(box, size, max_elements, others, runs)
     start, stop = box[axis]
-    row_elements = size // (stop - start)
-    count = -(-(stop - start) // max(1, max_elements // row_elements))
-    rows = -(-(stop - start) // count)  # parts of about one size: none comes with little beside it
+    most_rows = max(1, max_elements // (size // (stop - start)))
+    count = -(-(stop - start) // most_rows)
+    rows = -(-(stop - start) // count)  # parts of about one size, without a small last one
+    if runs is not None and axis == runs.axis:
+        rows = max(rows, min(runs.least, most_rows))
     for lo in range(start, stop, rows):
         part = (*box[:axis], (lo, min(lo + rows, stop)), *box[axis + 1 :])
         yield from split_box(part, max_elements, runs)
 
 
 def _cut_for_runs(box: Box, size: int, max_elements: int, others: Sequence[int], runs: Runs) -> int:
-    """Return which axis to cut: another one, if there would be too little of that of the runs.
+    """Return the axis to divide: another axis if runs along the first would become too short.
 
-    The last one is cut if as much is left of it: what is read runs along it.
+    The last axis is divided only if its runs stay long enough, because reads go along it.
     """
     start, stop = box[runs.axis]
     other = next((axis for axis in others if axis >= runs.others_from), None)
@@ -148,7 +149,7 @@ def _cut_for_runs(box: Box, size: int, max_elements: int, others: Sequence[int],
 
 
 def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Return the first axis from which on items follow each other in memory without a gap.
+    """Return the first axis such that it and all later axes are contiguous in memory.
 
     >>> gapless_from((4, 5, 6), (240, 48, 8), 8), gapless_from((4, 5, 3), (240, 48, 8), 8)
     (0, 2)
@@ -164,7 +165,7 @@ def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
 def taper_last(
     boxes: Iterable[Box], least_elements: int, runs: Runs | None = None
 ) -> Iterator[Box]:
-    """Cut the last of some boxes into smaller and smaller ones, of about so many elements at last.
+    """Divide the last box into smaller and smaller ones, down to about `least_elements`.
 
     >>> list(taper_last([((0, 8), (0, 10)), ((8, 16), (0, 10))], 20))
     [((0, 8), (0, 10)), ((8, 12), (0, 10)), ((12, 14), (0, 10)), ((14, 16), (0, 10))]

@@ -1,4 +1,4 @@
-"""Checks of clients and numbers that users give."""
+"""Checks of users' arguments: clients, numbers and flags."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dask_p2p.errors import InputError
 
 
 def checked_client(client: Any) -> Any:
-    """Return a client that is open; by default the current one.
+    """Return an open client; by default the current one.
 
-    `ValueError` if there is none, `InputError` if it is closed, or something else was given.
+    `ValueError` without a current client, `InputError` if the argument is closed or no client.
     """
     from distributed import Client, default_client
 
     client = default_client(client)
     if not isinstance(client, Client):
         raise InputError(
-            f"expected a distributed.Client, got {client!r}. Make one of a cluster, or of the "
+            f"expected a distributed.Client, got {client!r}. Make one from a cluster, or from the "
             f"address of its scheduler: Client(cluster)."
         )
     if client.status in ("closing", "closed"):
@@ -27,9 +27,9 @@ def checked_client(client: Any) -> Any:
 
 
 def checked_count(of: str, least: int = 1, **given: Any) -> int:
-    """Return a number of at least `least`, given by the name of its parameter.
+    """Return a number of at least `least`, given as a keyword with its parameter's name.
 
-    `InputError` if it is none.
+    `InputError` for any other value.
     """
     ((name, value),) = given.items()
     try:
@@ -45,9 +45,9 @@ def checked_count(of: str, least: int = 1, **given: Any) -> int:
 
 
 def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool:
-    """Return a parameter that is true or false, of Python or NumPy.
+    """Return a Boolean parameter, of Python or NumPy.
 
-    `InputError` if it is anything else: a text or a number may be a mistake.
+    `InputError` for any other type, because a text or a number may be a mistake.
     """
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)

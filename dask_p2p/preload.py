@@ -1,8 +1,9 @@
-"""For ``dask scheduler --preload dask_p2p.preload``, and the same for workers.
+"""Preload module for ``dask scheduler --preload dask_p2p.preload``, and for workers and clients.
 
-On a scheduler it sets up the scheduler and all workers that join. On a worker it sets up that
-worker, which then asks its scheduler for the rest. In a client, which loads it where Dask's option
-``distributed.client.preload`` names it, and on a worker it also does what ``p2p.install`` says.
+On a scheduler it registers the plugins on the scheduler and on all workers that join. On a worker
+it registers that worker's plugin; the worker then requests the scheduler's. Clients load the module
+if Dask's option ``distributed.client.preload`` lists it. On clients and workers it also calls
+`install` if the option ``p2p.install`` is true.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dask_p2p.tools.dropin import install
 
 
 async def dask_setup(server: Any) -> None:
-    """Put the plugin on a scheduler or a worker, and have Dask use this package if wanted."""
+    """Register the plugin on a scheduler or worker, and call `install` if configured."""
     if isinstance(server, (Client, Worker)) and installs_with_preload():
         install()
     if isinstance(server, Worker):

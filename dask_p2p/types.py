@@ -1,6 +1,6 @@
-"""Types of signatures; `dask_p2p.geometry` has others.
+"""Types for signatures; `dask_p2p.geometry` has more.
 
-Libraries of arrays share methods, not a class: a checker takes an `Array` for anything.
+Array libraries share methods but no class, so `Array` is `Any` for type checkers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import (
     TypeAlias,
 )
 
-if TYPE_CHECKING:  # `dask` itself imports this package at each start, and need load nothing else
+if TYPE_CHECKING:  # `dask` imports this package at each start, so imports stay minimal
     import dask.array
     import numpy as np
     from distributed import Client as Client
@@ -28,37 +28,37 @@ else:
 
 
 class AsynchronousClient(Protocol):
-    """A `distributed.Client` that was made with ``asynchronous=True``: its answers are awaited.
+    """A `distributed.Client` with ``asynchronous=True``; its results are awaited.
 
-    Type checkers cannot tell it from others by its class. `typing.cast` tells them.
+    Its class is the same as that of other clients. For type checkers use `typing.cast`.
     """
 
     @property
     def asynchronous(self) -> Literal[True]:
-        """Whether that is so."""
+        """True for an asynchronous client."""
 
 
-#: A block, or a part of one: of NumPy, CuPy, or another library that has a backend.
+#: A block or a part of one, of NumPy, CuPy or another library with a backend.
 Array: TypeAlias = Any
 DaskArray: TypeAlias = "dask.array.Array"
-#: What NumPy and CuPy share.
+#: The dtype class of NumPy and CuPy.
 DType: TypeAlias = "np.dtype[Any]"
-#: Name of the backend of an array: "numpy", "cupy".
+#: Name of an array's backend: "numpy", "cupy".
 Kind: TypeAlias = str
-#: Of a task of Dask: a name, or a name and the index of a block.
+#: Key of a Dask task: a name, or a name and a block index.
 Key: TypeAlias = str | tuple[Any, ...]
 
-# Of one axis; None leaves it as it is.
+# Sizes along one axis; None leaves the axis unchanged.
 _Sizes: TypeAlias = float | SupportsIndex | str | Sequence[int] | None
-#: What `dask.array.rechunk` takes as chunks: one size for all axes, or sizes for each or by axis.
+#: Chunks as in `dask.array.rechunk`: one size for all axes, a sequence, or a mapping by axis.
 ChunksLike: TypeAlias = _Sizes | Sequence[_Sizes] | Mapping[int, _Sizes]
 
 _Width: TypeAlias = SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None  # of one axis
 _Depth: TypeAlias = _Width | Sequence[_Width] | Mapping[int, _Width]  # of one array
-#: Widths of rims: for all axes, for each or by axis; or a list of these, one for each array.
+#: Halo widths for all axes, in a sequence or by axis; or a list of these, one for each array.
 DepthLike: TypeAlias = _Depth | list[_Depth]
 
 _Boundary: TypeAlias = str | SupportsFloat | SupportsComplex | None
 _Boundaries: TypeAlias = _Boundary | Sequence[_Boundary] | Mapping[int, _Boundary]
-#: What lies beyond the ends of an array, given as a `DepthLike` is.
+#: Boundary conditions at the ends of an array, in the forms of `DepthLike`.
 BoundaryLike: TypeAlias = _Boundaries | list[_Boundaries]

@@ -1,15 +1,15 @@
-"""Values that travel between processes, where another version of the package may run.
+"""Values that are sent between processes, which may run other versions of the package.
 
-A value is pickled as the version of the package, its class by name and the values of its fields.
-No other version reads it: the error names both.
+A value is pickled as the package's version, the name of its class and the values of its fields. Any
+other version refuses it, with an error that names both versions.
 
-Values in tasks are read without errors, because Dask takes an error of unpickling for a broken
-connection and gives up the worker at its other end. An `Unreadable` stands for what cannot be read,
+Values in tasks are read without errors, because Dask treats an error of unpickling as a broken
+connection, and gives up the worker at its other end. An `Unreadable` replaces an unreadable value,
 and the task raises its error by `check_readable`.
 
-What thousands of tasks carry, such as a plan, is *shared*: it is pickled once, and read once by
-each process as long as anything there has it. That saves a worker 0.1 ms a task, and what is worked
-out of a plan is worked out once.
+A value that thousands of tasks carry, such as a plan, is *shared*: it is pickled once, and each
+process reads it once while it is in use there. This saves a worker 0.1 ms a task, and derived data
+of a plan are computed once.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import cloudpickle
 
 from dask_p2p.errors import P2PError, RegistrationError, VersionError
 
-#: Those that the tests pass with; pyproject.toml has the same. The plugins replace private parts of
-#: Dask (see tests/plugins/test_canary.py), so nothing is promised of other releases.
+#: Releases of Dask that pass the tests, as in pyproject.toml. Other releases are unsupported,
+#: because the plugins replace private parts of Dask (see tests/plugins/test_canary.py).
 DASK_RELEASES = ">=2025.12,<2026.9"
 
 _C = TypeVar("_C", bound=type)
 
-_shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by what they were read from
+_shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by their pickled bytes
 
 
 def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _C]:
-    """Have a class pickled with the version of the package: a dataclass, or a named tuple.
+    """Pickle instances of a dataclass or named tuple with the package's version.
 
-    Strict: a value that cannot be read is an error at once; for what does not travel in tasks.
-    Shared: all that read the same get one object. That is for what many tasks carry and none
-    changes; the class may not have slots.
+    Strict: reading raises an error for an unreadable value; for values outside tasks.
+    Shared: all readers of one value in a process get the same object; for values that many tasks
+    carry and no task changes. The class may not have slots.
     """
 
     def decorate(cls: _C) -> _C:
@@ -57,7 +57,7 @@ def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _
 
         changed: Any = cls
         changed.__reduce__ = reduce_once if shared else reduce
-        # Once for all: each task asks, before it does anything else.
+        # Computed once, because each task reads it first.
         changed._p2p_names = (
             tuple(field.name for field in fields(cls))
             if is_dataclass(cls)
@@ -69,39 +69,39 @@ def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _
 
 
 def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
-    """Return a value from what was pickled; these parameters stay as they are in all versions.
+    """Return a value from its pickled form; all versions keep these parameters.
 
-    `VersionError` if another version wrote it, or its class, perhaps of another package, is not
-    here.
+    `VersionError` if another version wrote it, or this process lacks its class, perhaps of another
+    package.
     """
     check_version(version)
     try:
         return getattr(import_module(module), name)(*values)
     except (ImportError, AttributeError, TypeError) as exc:
         raise VersionError(
-            f"expected {module}.{name} as its sender has it, got {exc}. Install the same packages "
-            f"on clients, scheduler and workers."
+            f"expected the sender's version of {module}.{name}, got {exc}. Install the same "
+            f"packages on clients, scheduler and workers."
         ) from exc
 
 
 def check_version(version: str) -> None:
-    """Raise `VersionError` if another version of the package has sent something."""
+    """Raise `VersionError` if the sender's version differs from this one."""
     if version != own_version():
         raise VersionError(
-            f"expected values of {this_version()}, got those of dask_p2p {version}. Install the "
+            f"expected values of {this_version()}, got values of dask_p2p {version}. Install the "
             f"same version on clients, scheduler and workers."
         )
 
 
 class Unreadable:
-    """Stands for a value that another version of the package has written."""
+    """Placeholder of a value from another version of the package."""
 
     def __init__(self, error: P2PError) -> None:
-        self.error = error  # to be raised where the value is needed
+        self.error = error  # raised by `check_readable`
 
 
 def check_readable(*values: Any) -> None:
-    """Raise the error of the first value that is unreadable, or has a field that is."""
+    """Raise the error of the first unreadable value or field of a value."""
     for value in values:
         for part in (value, *(getattr(value, name) for name in _names(type(value)))):
             if isinstance(part, Unreadable):
@@ -109,10 +109,10 @@ def check_readable(*values: Any) -> None:
 
 
 def named_fields(value: Any) -> Any:
-    """Return the name of a value's class and its fields, in tuples; what does not travel as it is.
+    """Return tuples of a versioned value's class name and fields; other values unchanged.
 
-    Dask gives equal tokens to equal ones, as it does to dataclasses, for which it pickles the class
-    twice every time.
+    Dask gives equal tuples equal tokens. It does so for dataclasses too, but pickles the class
+    twice each time.
     """
     if isinstance(value, tuple) and any(map(_names, set(map(type, value)))):
         return tuple(map(named_fields, value))
@@ -125,7 +125,7 @@ def named_fields(value: Any) -> Any:
 
 
 def this_version() -> str:
-    """Name this package with its version."""
+    """Return this package's name and version."""
     return f"dask_p2p {own_version()}"
 
 
@@ -134,12 +134,12 @@ def own_version() -> str:
     """Return the version of this package."""
     try:
         return metadata.version("dask-p2p")
-    except metadata.PackageNotFoundError:  # it runs from a folder
+    except metadata.PackageNotFoundError:  # not installed: it runs from a folder
         return "unknown"
 
 
 def check_dask() -> None:
-    """Raise `RegistrationError` if this process runs a release of Dask that may not work."""
+    """Raise `RegistrationError` if this process runs an unsupported release of Dask."""
     from packaging.specifiers import SpecifierSet
 
     found = metadata.version("distributed")
@@ -162,12 +162,12 @@ def _read_once(pickled: bytes) -> Any:
     value = _shared.get(pickled)
     if value is None:
         value = _read_or_replace(*pickle.loads(pickled))
-        vars(value)["_p2p_pickle"] = pickled  # it may travel on
+        vars(value)["_p2p_pickle"] = pickled  # this process may send it further
         value = _shared.setdefault(pickled, value)
     return value
 
 
 def _names(cls: type) -> tuple[str, ...]:
-    """Return the names of a value's fields; none for what does not travel."""
+    """Return the names of a versioned value's fields; none for other values."""
     names: tuple[str, ...] = getattr(cls, "_p2p_names", ())
     return names

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package of this checkout, and what is beside
+# This checkout, then the scripts of docs.
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import options_table  # noqa: E402
 
@@ -22,33 +23,43 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx_click",
+    "sphinx_copybutton",
     "sphinx_design",
 ]
 exclude_patterns = ["_build", "_generated/*.md"]
-# The first is that of the pages that autosummary makes.
-source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-nb"}
+# autosummary writes its pages with the first suffix.
+source_suffix = {
+    ".rst": "restructuredtext",
+    ".md": "myst-nb",
+    ".ipynb": "myst-nb",
+}
 templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-# The notebook is kept without outputs. It runs at each build, and an error in it fails the build.
+# The repository has the notebook without outputs. Each build runs it; its errors fail the build.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
-autodoc_typehints = "none"  # the docstrings say more
+autodoc_typehints = "none"  # the docstrings contain more
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # autodoc does
+
+copybutton_exclude = ".gp, .go"  # prompts and printed results
 
 html_theme = "pydata_sphinx_theme"
 html_title = "dask-p2p"
 html_theme_options = {
     "github_url": "https://github.com/dask-p2p/dask-p2p",
+    "header_links_before_dropdown": 5,
     "navigation_with_keys": False,
     "show_toc_level": 2,
 }
-# No column of pages beside those that have none below them.
-html_sidebars = {page: [] for page in ("benchmarks", "coming-from", "security", "when")}
+# Pages without pages below them have no sidebar.
+html_sidebars = {
+    page: [] for page in ("benchmarks", "coming-from", "security", "when")
+}
 
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)

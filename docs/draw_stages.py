@@ -15,8 +15,8 @@ GAP = 34
 LEFT, TOP = 78, 58
 WIDTH, HEIGHT = LEFT + 6 * (PANEL + GAP), TOP + PANEL + 50
 
-# Of the workers: they differ for colour-blind eyes too (Okabe and Ito). All is legible on white and
-# on black: text is grey, and dark frames have a white halo.
+# By worker; readable for colour-blind people (Okabe and Ito). The picture is legible on white and
+# on black: text is grey, and dark frames have a white outline.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #737d88; text-anchor: middle }
@@ -28,8 +28,12 @@ STYLE = """
 
 
 def picture() -> str:
-    """Return the picture, as SVG: the input, the output after each stage, and what it says."""
-    panels = [_panel(0, "x", "one row slab a worker", lambda r, _: r, lambda r, c: False)]
+    """Return the picture as SVG: the input, the output after each stage, and captions."""
+    panels = [
+        _panel(
+            0, "x", "one row slab a worker", lambda r, _: r, lambda r, c: False
+        )
+    ]
     for stage in range(WORKERS):
         source = "its own tile" if stage == 0 else f"from worker r + {stage}"
         panels.append(
@@ -37,12 +41,20 @@ def picture() -> str:
                 stage + 1,
                 f"stage {stage}",
                 source,
-                # Worker r has by now the tiles of r, r + 1, ..., r + stage.
+                # Worker r now has the tiles of r, r + 1, ..., r + stage.
                 lambda r, c, s=stage: c if (c - r) % WORKERS <= s else None,
                 lambda r, c, s=stage: (c - r) % WORKERS == s,
             )
         )
-    panels.append(_panel(5, "x.T", "one row slab a worker", lambda _, c: c, lambda r, c: False))
+    panels.append(
+        _panel(
+            5,
+            "x.T",
+            "one row slab a worker",
+            lambda _, c: c,
+            lambda r, c: False,
+        )
+    )
     rows = [
         f'<text class="row" x="{LEFT - 10}" y="{TOP + r * CELL + 20}">worker {r}</text>'
         for r in range(WORKERS)
@@ -77,7 +89,11 @@ def _panel(place, title, text, holder, is_new) -> str:
             parts.append(f'<rect class="cell" {box}/>')
             if is_new(r, c):
                 new.append(box)
-    frames = [f'<rect class="{kind}" {box}/>' for kind in ("halo", "new") for box in new]
+    frames = [
+        f'<rect class="{kind}" {box}/>'
+        for kind in ("halo", "new")
+        for box in new
+    ]
     return "\n".join([*parts, *frames])
 
 

@@ -12,14 +12,16 @@ __all__ = ["rows", "table"]
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    """Give each option's name, default, possible values and description."""
+    """Yield name, default, possible values and description of each option."""
     package = files("dask_p2p")
     schema = yaml.safe_load((package / "p2p-schema.yaml").read_text("utf-8"))
     defaults = yaml.safe_load((package / "p2p.yaml").read_text("utf-8"))
     yield from _rows("p2p", schema["properties"]["p2p"], defaults["p2p"])
 
 
-def _rows(name: str, schema: Mapping[str, Any], default: Any) -> Iterator[tuple[str, ...]]:
+def _rows(
+    name: str, schema: Mapping[str, Any], default: Any
+) -> Iterator[tuple[str, ...]]:
     for part, inner in schema.get("properties", {}).items():
         yield from _rows(f"{name}.{part}", inner, default[part])
     if "properties" not in schema:
@@ -28,7 +30,7 @@ def _rows(name: str, schema: Mapping[str, Any], default: Any) -> Iterator[tuple[
 
 
 def _unit(default: Any) -> str:
-    """Name what a text with a unit is."""
+    """Return the kind of a text with a unit: size, duration, or an empty string."""
     if not str(default)[:1].isdigit() or not isinstance(default, str):
         return ""
     return "size" if default.endswith("B") else "duration"
@@ -53,9 +55,9 @@ def _plain(value: Any) -> str:
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = ["| option | what it does |", "|---|---|"]
+    lines = ["| option | meaning |", "|---|---|"]
     lines += [
-        f"| `{name}` | Default `{default}`, of: {values}. {text} |"
+        f"| `{name}` | Default `{default}`; values: {values}. {text} |"
         for name, default, values, text in rows()
     ]
     return "\n".join(lines) + "\n"

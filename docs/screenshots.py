@@ -1,12 +1,12 @@
-"""Make the pictures of the dashboard's page, from real runs.
+"""Make the pictures of the dashboard page from real runs.
 
-On the machine whose runs are to be shown, then where there are Chromium and its driver, from the
-root of the repository::
+Run the first command on the machine of the runs, and the second on a machine with Chromium and its
+driver, both from the root of the repository::
 
     PYTHONPATH=. python docs/screenshots.py record RECORDS [--gpus]
     PYTHONPATH=. python docs/screenshots.py draw RECORDS p2p-page
 
-The second makes ``docs/images/p2p-page.png``, and ``p2p-page-dark.png`` for dark pages.
+The second command writes ``docs/images/p2p-page.png``, and ``p2p-page-dark.png`` for dark pages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from dask_p2p.monitoring.records import packed, unpacked
 from dask_p2p.monitoring.runs import fetch_records
 from tests.browser import chromium, until, visit
 
+RUNS = 5  # of `compute`
 IMAGES = Path(__file__).parent / "images"
-SIZE = (1500, 860)
+SIZE = (1700, 860)
 
 
 @click.group()
 def main() -> None:
-    """Make the pictures of the dashboard's page."""
+    """Make the pictures of the dashboard page."""
 
 
 @main.command()
@@ -40,37 +41,54 @@ def main() -> None:
 @click.option("--gpus", is_flag=True, help="On GPUs, and larger.")
 @click.option("--side", type=int, help="Rows and columns of the array.")
 def record(records: Path, gpus: bool, side: int | None) -> None:
-    """Compute what is to be shown, and write down what happened."""
+    """Run the operations, and write their records."""
     side = side or (32_768 if gpus else 8_000)
-    with dask_p2p.local_cluster(gpus=gpus) as cluster, Client(cluster) as client:
+    with (
+        dask_p2p.local_cluster(gpus=gpus) as cluster,
+        Client(cluster) as client,
+    ):
         dask_p2p.register(client)
         compute(client, side, len(client.nthreads()), gpus)
-        found = client.sync(fetch_records, client, 4)
+        found = client.sync(fetch_records, client, RUNS)
         records.write_bytes(packed(found))
 
 
 def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
-    """Do a rechunk, a transpose by messages, and two as they come; once before, to warm up."""
+    """Run time steps, a rechunk, a transpose by messages and two others, after a warm-up."""
     with dask.config.set({"array.backend": "cupy" if gpus else "numpy"}):
         x = da.random.random((side, side), chunks=(side // workers, -1))
     for _ in range(2):
         x = client.persist(x + 1)
         wait(x)
-        runs = [dask_p2p.rechunk(x, (-1, side // workers))]
+        field = x[:, : side // 8].persist()
+        runs = [dask_p2p.iterate(heat, field, {0: 1}, steps=20)]
+        runs += [dask_p2p.rechunk(x, (-1, side // workers))]
         with dask.config.set({"p2p.transports.order": ["comm"]}):
             runs += [dask_p2p.transpose(x)]
-        runs += [dask_p2p.transpose(x), dask_p2p.transpose(x, chunks=(side // workers // 2, -1))]
+        runs += [
+            dask_p2p.transpose(x),
+            dask_p2p.transpose(x, chunks=(side // workers // 2, -1)),
+        ]
         for y in runs:
             wait(client.persist(y))
+
+
+def heat(u, out):
+    """Diffuse along the rows."""
+    out[...] = 0.5 * u[1:-1] + 0.25 * (u[2:] + u[:-2])
 
 
 @main.command()
 @click.argument("records", type=click.Path(exists=True, path_type=Path))
 @click.argument("name")
 def draw(records: Path, name: str) -> None:
-    """Have a dashboard show what happened, and take the page once light, once dark."""
+    """Show the records on a dashboard, and save the page in both themes."""
     IMAGES.mkdir(exist_ok=True)
-    nobody = {"n_workers": 0, "processes": False, "dashboard_address": "127.0.0.1:0"}
+    nobody = {
+        "n_workers": 0,
+        "processes": False,
+        "dashboard_address": "127.0.0.1:0",
+    }
     with (
         LocalCluster(**nobody) as cluster,
         Client(cluster) as client,
@@ -84,9 +102,10 @@ def draw(records: Path, name: str) -> None:
         for theme, suffix in (("light", ""), ("dark", "-dark")):
             visit(driver, f"{page}?theme={theme}")
             until(
-                driver, "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length"
+                driver,
+                "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length",
             )
-            time.sleep(1)  # until all of it is drawn
+            time.sleep(1)  # until the page is complete
             driver.save_screenshot(str(IMAGES / f"{name}{suffix}.png"))
 
 

@@ -77,6 +77,8 @@ def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
     assert {box_shape(part) for part in split_box(box, 64)} == {(2, 8, 4)}
     assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4))} == {(8, 2, 4)}
     assert {box_shape(part) for part in split_box(box, 128, Runs(0, 4))} == {(4, 8, 4)}
+    uneven = split_box(((0, 5), (0, 2), (0, 4)), 32, Runs(0, 4))
+    assert [box_shape(part) for part in uneven] == [(4, 2, 4), (1, 2, 4)]
     assert {box_shape(part) for part in split_box(box, 64, Runs(2, 4))} == {(2, 8, 4)}
     # Not one whose rows have gaps: nor the last one, if too little of that would be left.
     assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4, 2))} == {(2, 8, 4)}

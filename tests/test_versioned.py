@@ -92,7 +92,7 @@ def test_sections_of_transports_travel_too():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"version": "9.9"}, f"of dask_p2p {own_version()}, got those of dask_p2p 9.9"),
+        ({"version": "9.9"}, f"of dask_p2p {own_version()}, got values of dask_p2p 9.9"),
         ({"values": ()}, "missing 1 required positional argument: 'needed'"),
         ({"values": (1, 2, 3)}, "takes from 2 to 3 positional arguments but 4"),
         ({"name": "Later"}, "has no attribute 'Later'"),
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_is_an_error_where_it_is_used(changes, expected):
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_no_value_of_another_version_is_read(value):
-    with pytest.raises(VersionError, match=r"got those of dask_p2p 9\.9"):
+    with pytest.raises(VersionError, match=r"got values of dask_p2p 9\.9"):
         check_readable(written(value, version="9.9"))
 
 
@@ -121,5 +121,5 @@ def test_plugins_of_another_version_are_refused_at_once(monkeypatch):
     monkeypatch.setattr(module, "own_version", lambda: "9.9")
     sent = pickle.dumps(P2PPlugin())
     monkeypatch.undo()
-    with pytest.raises(VersionError, match=r"got those of dask_p2p 9\.9"):
+    with pytest.raises(VersionError, match=r"got values of dask_p2p 9\.9"):
         pickle.loads(sent)

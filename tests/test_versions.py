@@ -140,8 +140,9 @@ def test_a_cluster_without_the_package(lacking):
 def test_installed_for_a_cluster_without_the_package(lacking):
     """Dask goes on as it did, and tells why once."""
     x = da.from_array(indexed((40, 12)), chunks=(10, 12))
+    words = "Dask's own function is used: expected dask_p2p"
     with dask_p2p.install() as used:
-        with pytest.warns(P2PWarning, match="Dask's own way is used: expected dask_p2p") as caught:
+        with pytest.warns(P2PWarning, match=words) as caught:
             y = x.rechunk((-1, 3), method="p2p")
         assert len(caught) == 1
         z = x.map_overlap(np.negative, 1).rechunk((-1, 4), method="p2p")

@@ -1,4 +1,4 @@
 """Transposes of the same sharded matrix without Dask, each in its best form and checked.
 
-They know nothing of this package, so that they run wherever their own library does.
+They do not use this package, so they run wherever their own library runs.
 """

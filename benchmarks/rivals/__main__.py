@@ -2,7 +2,8 @@
 
     python -m benchmarks.rivals --gpus 8 --size 65536 --size 131072 --json FILE
 
-Their memory is given back between them, and one that fails or hangs is a row that says so.
+Each process returns its memory before the next one starts. A rival that fails or hangs gets a row
+with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import psutil
 from benchmarks.rivals import copy_engines, mpi_fft, sharded_jax, torch_nccl
 from benchmarks.rivals.common import ROOT, parser, why
 
-#: Way, module, and the library that it needs; mpi4py-fft on processors, the others on GPUs.
+#: Way, module and required library; mpi4py-fft runs on CPUs, the others on GPUs.
 RIVALS = (
     (copy_engines.WAY, copy_engines.__name__, "cupy"),
     (torch_nccl.WAY, torch_nccl.__name__, "torch"),
@@ -33,7 +34,7 @@ RIVALS = (
     (mpi_fft.WAY, mpi_fft.__name__, "mpi4py_fft"),
 )
 
-#: Those of rivals that are run where none are named, by whether it is on processors.
+#: Libraries of the default rivals; true: on CPUs.
 LIBRARIES = {
     False: ("cupy", "torch", "jax"),
     True: ("cupy", "torch", "jax", "mpi4py_fft"),
@@ -43,8 +44,8 @@ LIBRARIES = {
 def run_rival(
     way: str, module: str, library: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Run one rival at all sizes; where there is no figure, the row says why in ``failed``."""
-    # On processors NumPy stands in for CuPy.
+    """Run one rival at all sizes; a row without figures has the reason in ``failed``."""
+    # On CPUs NumPy replaces CuPy.
     if find_spec(library) is None and not (options.cpu and library == "cupy"):
         return failed(way, options, options.size, f"{library} is not installed")
     command = [sys.executable, "-m", module, "--gpus", str(options.gpus)]
@@ -66,13 +67,13 @@ def run_rival(
 
 
 def run_for(command: Sequence[str], timeout_s: float, errors: Any) -> str | None:
-    """Run a command; end it, and all that it started, when its time is over, and say so."""
+    """Run a command; after its time, end it and its children, and return the reason."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=errors, stderr=errors, start_new_session=True
     )
     try:
         process.wait(timeout_s)
-    except BaseException as exc:  # an interrupt too: the processes of single GPUs must not stay
+    except BaseException as exc:  # also an interrupt: the processes of the GPUs must end
         started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -88,7 +89,7 @@ def run_for(command: Sequence[str], timeout_s: float, errors: Any) -> str | None
 def failed(
     way: str, options: argparse.Namespace, sizes: Sequence[int], reason: str
 ) -> list[dict[str, Any]]:
-    """Return rows that have a reason in place of figures."""
+    """Return rows with a reason instead of figures."""
     return [
         {
             "way": way,
@@ -102,7 +103,7 @@ def failed(
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row of the table that people read."""
+    """Return a printed row of the table."""
     head = f"{row['size']:>8}  {row['dtype']:<10}  {row['way']:<21}"
     if "failed" in row:
         return f"{head}  failed: {row['failed'][:100]}"
@@ -115,7 +116,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """Read the command line, run, print, write."""
     made = parser(__doc__)
-    made.add_argument("--timeout", type=float, default=120, help="of each rival, s")
+    made.add_argument("--timeout", type=float, default=120, help="limit of each rival, seconds")
     made.add_argument("--only", action="append", help="library of a rival; repeatable")
     options = made.parse_args()
     rows = []
@@ -126,7 +127,7 @@ def main() -> None:
         for row in measured:
             print(line(row), flush=True)
         rows += measured
-        if options.json:  # after each: this program may be ended too
+        if options.json:  # after each rival, in case this program ends early
             Path(options.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What the rivals share: their command line, how they are timed, and the rows that they write."""
+"""Command line, timing and rows of all rivals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-#: Each element is its linear index in the matrix modulo the largest prime that its dtype holds
-#: exactly, so that equal values are never a power of two, or a tile, apart.
+#: By dtype: the largest prime that it holds exactly. An element is its linear index in the matrix
+#: modulo this prime, so that equal values are never a power of two, or a tile, apart.
 MODULI = {
     "int8": 127,
     "int16": 32749,
@@ -31,11 +31,11 @@ MODULI = {
 
 ROOT = Path(__file__).parents[2]
 
-#: Of the temporaries with which matrices are filled and checked, elements.
+#: Elements of the temporaries that fill and check matrices.
 BAND = 2**25
 
-# NVLink multicast is no part of an all-to-all, and a program that dies with it in use can put a
-# host's GPUs out of service: off unless somebody has said otherwise.
+# Defaults that switch NVLink multicast off. An all-to-all does not use it, and a program that dies
+# while it uses multicast can disable a host's GPUs.
 _DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -51,7 +51,7 @@ class Case:
     dtype: str
     gpus: int
     repeats: int  # timed runs
-    cpu: bool  # try it on processors, where times mean nothing
+    cpu: bool  # a trial on CPUs, with meaningless times
 
     def __post_init__(self) -> None:
         if self.size % self.gpus:
@@ -59,31 +59,31 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of one slab."""
+        """Rows of one slab."""
         return self.size // self.gpus
 
     @property
     def itemsize(self) -> int:
-        """Of an element, bytes."""
+        """Bytes of an element."""
         return int(np.dtype(self.dtype).itemsize)
 
     @property
     def modulus(self) -> int:
-        """Of the elements' values."""
+        """Modulus of the elements' values."""
         return MODULI[self.dtype]
 
     @property
     def matrix_bytes(self) -> int:
-        """Of all slabs together."""
+        """Bytes of all slabs together."""
         return self.size**2 * self.itemsize
 
     @property
     def received_bytes(self) -> int:
-        """That one GPU receives from the others."""
+        """Bytes that one GPU receives from the others."""
         return self.rows**2 * (self.gpus - 1) * self.itemsize
 
     def bands(self) -> Iterator[tuple[int, int]]:
-        """Cut the rows of a slab into ranges, so that temporaries stay small."""
+        """Yield ranges of a slab's rows, so that temporaries stay small."""
         step = max(1, BAND // self.size)
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
@@ -91,7 +91,7 @@ class Case:
 
 @dataclass(slots=True)
 class Timing:
-    """Runs of the quickest of several forms."""
+    """Runs of the fastest of several forms."""
 
     form: str
     first_s: float
@@ -100,17 +100,17 @@ class Timing:
 
 
 def time_forms(forms: Mapping[str, Callable[[], float]], repeats: int, trials: int = 3) -> Timing:
-    """Try each form of a rival, and time the quickest.
+    """Try each form of a rival, and time the fastest.
 
     Parameters
     ----------
     forms : mapping of str to callable
         Each runs once and returns the seconds that it took.
     repeats : int
-        Timed runs of the quickest form. Its trial runs are not among them: chosen for being
-        short, they would flatter it.
+        Timed runs of the fastest form. Its trial runs do not count: they were selected for their
+        speed, and would flatter it.
     trials : int
-        Runs of each form after its first, from which the quickest is chosen.
+        Runs of each form after its first; their median selects the fastest form.
     """
     first_s, forms_s = {}, {}
     for name, run in forms.items():
@@ -121,7 +121,7 @@ def time_forms(forms: Mapping[str, Callable[[], float]], repeats: int, trials: i
 
 
 def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[str, Any]:
-    """Return what was measured, under the names that `python -m benchmarks` uses."""
+    """Return a row of measurements, with the field names of `python -m benchmarks`."""
     median_s = median(timing.times_s)
     return {
         "way": way,
@@ -142,7 +142,7 @@ def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[s
 
 
 def emit(made: Mapping[str, Any], path: str | None) -> None:
-    """Print a row as a line of JSON, and append it to a file, at once: the next may never come."""
+    """Print a row as a line of JSON, and append it to a file in case the program ends early."""
     line = json.dumps(made)
     print(line, flush=True)
     if path is not None:
@@ -153,13 +153,13 @@ def emit(made: Mapping[str, Any], path: str | None) -> None:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line of a rival."""
     made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    made.add_argument("--gpus", type=int, required=True, help="how many, from the first on")
+    made.add_argument("--gpus", type=int, required=True, help="number of GPUs, from the first on")
     made.add_argument(
         "--size", type=int, action="append", required=True, help="rows of the matrix; repeatable"
     )
     made.add_argument("--dtype", choices=sorted(MODULI), default="float32")
-    made.add_argument("--repeats", type=int, default=9, help="timed runs of the quickest form")
-    made.add_argument("--cpu", action="store_true", help="on processors: to try the program only")
+    made.add_argument("--repeats", type=int, default=9, help="timed runs of the fastest form")
+    made.add_argument("--cpu", action="store_true", help="use CPUs, only to try the program")
     made.add_argument("--json", metavar="FILE", help="write the rows there too")
     return made
 
@@ -173,7 +173,7 @@ def read(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Return one case a size, the smallest first: it is the largest that may run out of memory."""
+    """Yield one case a size, the smallest first: the largest may run out of memory."""
     for size in sorted(options.size):
         yield Case(size, options.dtype, options.gpus, options.repeats, options.cpu)
 
@@ -181,18 +181,18 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def run_program(
     module: str, *arguments: object, timeout_s: float, **environment: str
 ) -> dict[str, Any]:
-    """Run a module of this folder as a program of its own; return the last thing that it printed.
+    """Run a module of this folder as a program; return its last line, parsed as JSON.
 
     Parameters
     ----------
     module
         Its name in this folder.
     *arguments
-        Of its command line.
+        Its command line.
     timeout_s
-        After which it is ended.
+        Its time limit.
     **environment
-        What else it finds in its environment.
+        Additional environment variables.
 
     Raises
     ------
@@ -215,11 +215,11 @@ def run_program(
 
 
 def why(said: str) -> str:
-    r"""Return the line of a program's last words that names the error.
+    r"""Return the line of a program's error output that names the error.
 
     >>> why("Traceback (most recent call last):\n  File ...\nValueError: too small\n\n")
     'ValueError: too small'
     """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
-    return (named or lines or ["it ended without a word"])[-1][:300]
+    return (named or lines or ["it ended without a message"])[-1][:300]

@@ -1,11 +1,11 @@
-"""The limit: copy engines do the plain all-to-all of the same bytes, contiguous, transposing none.
+"""The limit: a contiguous all-to-all of the same bytes by copy engines, without transposing.
 
     python -m benchmarks.rivals.copy_engines --gpus 8 --size 65536 --size 131072
 
-One process with a stream for each GPU. At stage s, GPU r gets its tile from GPU (r + s) mod n, so
-that each sends to one and receives from one. What a GPU would keep is not copied: only what has to
-cross a link counts. Tried as pulls (on a stream of the receiver) and as pushes (of the sender); the
-quicker is reported. The matrix is bytes here: `--dtype` only says how many.
+One process has a stream for each GPU. At stage s, GPU r gets its tile from GPU (r + s) mod n, so
+that each GPU sends to one and receives from one. Only tiles that cross a link are copied. Two forms
+are tried: pulls (on a stream of the receiver) and pushes (on a stream of the sender). The faster
+form is reported. `--dtype` sets only the number of bytes of an element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULUS = 4294967291
 
 
 def staged(gpus: int) -> Iterator[tuple[int, int]]:
-    """Return (receiver, sender) of each tile that crosses a link, in stage order.
+    """Yield (receiver, sender) of each tile that crosses a link, in stage order.
 
     >>> list(staged(3))
     [(0, 1), (1, 2), (2, 0), (0, 2), (1, 0), (2, 1)]
@@ -41,7 +41,7 @@ def staged(gpus: int) -> Iterator[tuple[int, int]]:
 
 
 class Gpus:
-    """What is needed of CUDA."""
+    """The CUDA calls of this program, on several GPUs."""
 
     def __init__(self, count: int) -> None:
         import cupy
@@ -58,7 +58,7 @@ class Gpus:
                 for peer in range(count):
                     if peer == gpu:
                         continue
-                    # Without it CUDA copies through the host, which is no limit of a link.
+                    # Without peer access CUDA copies through the host.
                     if not self.runtime.deviceCanAccessPeer(gpu, peer):
                         sys.exit(f"GPU {gpu} cannot reach the memory of GPU {peer}")
                     self.runtime.deviceEnablePeerAccess(peer)
@@ -78,14 +78,14 @@ class Gpus:
         )
 
     def synchronize(self) -> None:
-        """Wait for all that was started."""
+        """Wait for all started copies."""
         for gpu in range(len(self.streams)):
             with self.on(gpu):
                 self.runtime.deviceSynchronize()
 
 
 class Processor:
-    """The same without GPUs, to try the program."""
+    """A substitute for `Gpus` on a CPU, to try the program."""
 
     def __init__(self) -> None:
         self.module = np
@@ -104,7 +104,7 @@ class Processor:
 def exchange(
     device: Any, sent: Sequence[Any], received: Sequence[Any], pull: bool, tile_words: int
 ) -> None:
-    """Start the copies of all tiles: tile q of what GPU r received comes from GPU q."""
+    """Start the copies of all tiles: tile q in the received slab comes from GPU q."""
     for receiver, sender in staged(len(sent)):
         device.copy(
             tile(received[receiver], sender, tile_words),
@@ -116,12 +116,12 @@ def exchange(
 
 
 def tile(slab: Any, number: int, tile_words: int) -> Any:
-    """Return one tile of a slab; each lies in one piece."""
+    """Return one contiguous tile of a slab."""
     return slab[number * tile_words : (number + 1) * tile_words]
 
 
 def measure(case: Case, device: Any) -> dict[str, Any]:
-    """Time the all-to-all of as many bytes as a matrix has, and check what arrives."""
+    """Time the all-to-all of a matrix's bytes, and check the received tiles."""
     tile_bytes = case.rows**2 * case.itemsize
     if tile_bytes % WORD_BYTES:
         sys.exit(f"tiles of {tile_bytes} bytes are no multiple of {WORD_BYTES}")
@@ -151,7 +151,7 @@ def measure(case: Case, device: Any) -> dict[str, Any]:
 
     for gpu, slab in enumerate(received):
         with device.on(gpu):
-            slab.fill(MODULUS)  # which no word is
+            slab.fill(MODULUS)  # different from all words
     forms[timing.form]()
     wrong = sum(
         count_wrong(device, received[receiver], receiver, sender, tile_words)
@@ -161,7 +161,7 @@ def measure(case: Case, device: Any) -> dict[str, Any]:
 
 
 def count_wrong(device: Any, slab: Any, receiver: int, sender: int, tile_words: int) -> int:
-    """Count the words of one received tile that are not those which were sent."""
+    """Count the wrong words of one received tile."""
     wrong = 0
     first = (sender * (slab.size // tile_words) + receiver) * tile_words
     got = tile(slab, sender, tile_words)
@@ -177,7 +177,7 @@ def words(module: Any, first: int, start: int, stop: int) -> Any:
 
 
 def bands(length: int) -> Iterator[tuple[int, int]]:
-    """Cut a length into ranges, so that temporaries stay small."""
+    """Yield ranges of a length, so that temporaries stay small."""
     for start in range(0, length, BAND):
         yield start, min(start + BAND, length)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.rivals.jax_fft --gpus 2 --size 1024
     python -m benchmarks.rivals.jax_fft --gpus 2 --shape 2048 2048 1024 --real
 
-Prints seconds of a transform, of all repeats. One process drives all GPUs.
+Prints the seconds of each repeat. One process drives all GPUs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TOLERANCE = 1e-4  # of the largest value
 
 
 def seconds(shape: tuple[int, ...], is_real: bool, gpus: int, left: list[float]) -> float:
-    """Return what one transform takes, of those that a process has timed where none are `left`.
+    """Return the seconds of one transform: the next in `left`, which a process fills if empty.
 
-    It takes memory as it needs it: others may have most of it.
+    The process allocates memory as it needs it, because workers may hold most of it.
     """
     if not left:
         given = "--gpus", gpus, "--shape", *shape, *["--real"] * is_real
@@ -54,7 +54,7 @@ def transform_of(mesh: Any, is_real: bool) -> Any:
 
 
 def plane_wave(shape: tuple[int, ...], is_real: bool) -> Any:
-    """Return a wave whose spectrum has one element at 1, 2, 3; the other half's is left out."""
+    """Return a wave with one element at 1, 2, 3 in its spectrum (for reals, in the half kept)."""
     from jax import numpy as jnp
 
     x = jnp.ones((), "c8")
@@ -65,7 +65,7 @@ def plane_wave(shape: tuple[int, ...], is_real: bool) -> Any:
 
 
 def error_of(y: Any, peak: float) -> Any:
-    """Return how much a spectrum differs at most from the one element of the wave's."""
+    """Return the largest difference of a spectrum from the plane wave's."""
     import jax
     from jax import numpy as jnp
 
@@ -75,10 +75,12 @@ def error_of(y: Any, peak: float) -> Any:
 
 
 def main() -> None:
-    """Time it, and print the seconds as JSON."""
+    """Time the transform, and print the seconds as JSON."""
     arguments = ArgumentParser()
     arguments.add_argument("--gpus", type=int, default=2)
-    arguments.add_argument("--size", type=int, default=1024, help="of a cube, in place of --shape")
+    arguments.add_argument(
+        "--size", type=int, default=1024, help="side of a cube, instead of --shape"
+    )
     arguments.add_argument("--shape", type=int, nargs=3)
     arguments.add_argument("--repeats", type=int, default=9)
     arguments.add_argument("--real", action="store_true")

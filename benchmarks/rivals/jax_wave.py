@@ -1,8 +1,8 @@
-"""JAX: the wave of `benchmarks.sections_gpu` by `shard_map`, with rims that `ppermute` brings.
+"""JAX: the wave of `benchmarks.sections_gpu` by `shard_map`, with halos from `ppermute`.
 
     python -m benchmarks.rivals.jax_wave --gpus 2 --size 512 --steps 200
 
-Prints seconds of a step, of all repeats. One process drives all GPUs.
+Prints the seconds of a step in each repeat. One process drives all GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def steps_of(size: int, gpus: int, steps: int, devices: Any) -> Any:
-    """Return a compiled function of (newest, the one before) that does so many steps."""
+    """Return a compiled function of (newest, previous) fields that makes `steps` steps."""
     import jax
     import numpy as np
     from jax import lax
@@ -53,7 +53,7 @@ def steps_of(size: int, gpus: int, steps: int, devices: Any) -> Any:
 
 
 def main() -> None:
-    """Time it, and print the seconds as JSON."""
+    """Time the steps, and print the seconds as JSON."""
     arguments = ArgumentParser()
     arguments.add_argument("--gpus", type=int, default=2)
     arguments.add_argument("--size", type=int, default=512)

@@ -1,7 +1,7 @@
-"""A matrix redistributed from row slabs to column slabs by mpi4py: `Alltoallw`, and `Alltoallv`.
+"""mpi4py: redistribution of a matrix from row slabs to column slabs.
 
-`Alltoallw` sends subarrays as they lie. For `Alltoallv` a process packs what it sends, and unpacks
-what it gets. `benchmarks.sections` compares these with `Context.redistribute`.
+`Alltoallw` sends subarrays in place. For `Alltoallv` a process packs its regions. `benchmarks.cuts`
+compares both with `Context.redistribute`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["seconds"]
 
 
 def seconds(side: int, processes: int, rounds: int) -> dict[str, float]:
-    """Return how long a redistribution takes by each of the two, in the median of some rounds."""
+    """Return the median seconds of a redistribution by each of the two calls."""
     said = run_once(__name__, processes, side, rounds)
     if said.pop("wrong"):
         raise AssertionError("the columns are wrong")
@@ -28,7 +28,7 @@ def seconds(side: int, processes: int, rounds: int) -> dict[str, float]:
 
 
 def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
-    """Time both, and check them."""
+    """Time and check both calls."""
     from mpi4py import MPI
 
     bounds = [side * rank // world.size for rank in range(world.size + 1)]
@@ -56,7 +56,7 @@ def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
         for start, size, first in zip(starts, counts, bounds[:-1], strict=True):
             region = rows[:, first : first + size // width]
             packed[start : start + size].reshape(region.shape)[...] = region
-        # What comes is in order: rows of one process after those of the other.
+        # No unpacking: the rows arrive in the order of processes.
         world.Alltoallv([packed, counts], [columns, counts])
 
     def median_s(run: Callable[[], None]) -> float:

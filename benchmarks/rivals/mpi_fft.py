@@ -1,11 +1,11 @@
-"""mpi4py-fft on processors: a matrix redistributed among MPI processes, then transposed by each.
+"""mpi4py-fft on CPUs: a matrix redistributed among MPI processes, then transposed by each.
 
     python -m benchmarks.rivals.mpi_fft --cpu --gpus 4 --size 10000
 
-It starts `mpiexec` with as many processes as `--gpus` says. Each has a row slab; after
-`DistArray.redistribute` (`MPI_Alltoallw` of subarrays) it has a column slab, and copies that one's
-transpose into the rows of the result. Tried with NumPy's copy of the whole and in blocks that fit
-into a cache; the quicker is reported, and beside it how long the redistribution takes alone.
+`mpiexec` starts `--gpus` processes. Each has a row slab. After `DistArray.redistribute`
+(`MPI_Alltoallw` of subarrays) it has a column slab, and copies the transpose of that slab into the
+rows of the result. Two forms are tried: NumPy's copy of the whole slab, and copies of blocks that
+fit into a cache. The faster form is reported, with the time of the redistribution alone.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from benchmarks.rivals.common import Case, cases, emit, parser, read, row, time_
 WAY = "mpi4py-fft"
 
 _INSIDE = "DASK_P2P_RIVAL_IN_MPI"
-_BLOCK_BYTES = 1024  # of one row of a block that is transposed at a time
+_BLOCK_BYTES = 1024  # bytes of a block's row; a block is transposed at a time
 
 _TIMEOUT_S = 120
 
-# Open MPI starts more processes than cores, and as root in a container, only if it is asked to.
+# Open MPI starts more processes than cores, or processes of root, only with these settings.
 _MPI_ENVIRONMENT = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-# As it is before a cluster is started: a nanny leaves in the environment of its own process what
-# workers are to get, and MPI's took twice as long for a step of 128 x 128 elements with that.
+# The environment before a cluster starts. A nanny sets its workers' variables in its own process's
+# environment, and with these MPI took twice as long for a step of 128 x 128 elements.
 _ENVIRONMENT = {**_MPI_ENVIRONMENT, **os.environ}
 
 
 def copy_whole(dst: Any, src: Any) -> None:
-    """Leave the transpose to NumPy."""
+    """Transpose by one NumPy copy."""
     dst[...] = src.T
 
 
@@ -58,7 +58,7 @@ def copy_in_blocks(dst: Any, src: Any) -> None:
 
 
 def values(case: Case, rank: int, transposed: bool) -> Any:
-    """Return the slab that a process holds, of the input or of the result."""
+    """Return the slab of a process, of the input or of the result."""
     rows = (np.arange(case.rows) + rank * case.rows)[:, None]
     columns = np.arange(case.size)[None, :]
     index = columns * case.size + rows if transposed else rows * case.size + columns
@@ -93,7 +93,7 @@ def measure(case: Case, world: Any) -> dict[str, Any]:
         "NumPy's copy": partial(transpose, copy_whole),
         "copied in blocks": partial(transpose, copy_in_blocks),
     }
-    # All processes see the same times, those of the slowest, and so choose the same form.
+    # All processes get the slowest process's times, and therefore choose the same form.
     timing = time_forms({name: partial(seconds, run) for name, run in runs.items()}, case.repeats)
     alone = time_forms({"alone": partial(seconds, lambda: x.redistribute(out=columns))}, 3)
     y.view(np.uint8).fill(0xA5)
@@ -107,24 +107,24 @@ def measure(case: Case, world: Any) -> dict[str, Any]:
 
 
 def launcher() -> str:
-    """Return the path of what starts processes of MPI."""
+    """Return the path of `mpiexec` or `mpirun`."""
     path = shutil.which("mpiexec") or shutil.which("mpirun")
     if path is None:
-        raise FileNotFoundError("there is no mpiexec: install an MPI, such as openmpi-bin")
+        raise FileNotFoundError("found no mpiexec: install an MPI, such as openmpi-bin")
     return path
 
 
 def run_once(module: str, processes: int, *numbers: int) -> dict[str, Any]:
-    """Run a module of this folder in processes of MPI; return what the first of them printed.
+    """Run a module of this folder in MPI processes; return the output of rank 0, parsed as JSON.
 
     Parameters
     ----------
     module
-        Its whole name. It is run as a program.
+        Full name of the module, which runs as a program.
     processes
-        How many to start.
+        Number of processes.
     *numbers
-        Its arguments.
+        Arguments of the program.
 
     Raises
     ------
@@ -141,16 +141,16 @@ def run_once(module: str, processes: int, *numbers: int) -> dict[str, Any]:
         timeout=_TIMEOUT_S,
     )
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "it ended without a word")
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "it ended without a message")
     said: dict[str, Any] = json.loads(done.stdout)
     return said
 
 
 def main() -> None:
-    """Read the command line; start the processes, or be one of them."""
+    """Start the processes, or measure as one of them."""
     options = read(parser(__doc__))
     if not options.cpu:
-        sys.exit("mpi4py-fft is measured on processors only: give --cpu")
+        sys.exit("mpi4py-fft is measured on CPUs only: give --cpu")
     if _INSIDE not in os.environ:
         program = launcher()
         command = [program, "-n", str(options.gpus), sys.executable, "-m", __spec__.name]

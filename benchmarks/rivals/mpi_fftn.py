@@ -1,7 +1,7 @@
-"""mpi4py-fft on processors: a cube of complex numbers in slabs, transformed along all axes.
+"""mpi4py-fft on CPUs: Fourier transform of a complex cube in slabs along all axes.
 
-`seconds` starts `mpiexec` for one run, so that it can take turns with other ways: processes of MPI
-that wait keep a core busy. They make a plan, run once, and once more for the time.
+`seconds` starts `mpiexec` for each run, to take turns with other ways: waiting MPI processes keep a
+core busy. The processes make a plan, run once to warm up, and once for the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["WAY", "seconds"]
 
 
 def seconds(case: Case, processes: int) -> float:
-    """Start the processes, and return how long the slowest took for its second transform."""
+    """Start the processes, and return the slowest one's seconds for its second transform."""
     said = run_once(__name__, processes, case.shape[0])
     if said["wrong"]:
         raise AssertionError(f"{said['wrong']} elements are wrong")
@@ -28,7 +28,7 @@ def seconds(case: Case, processes: int) -> float:
 
 
 def measure(side: int, world: Any) -> dict[str, Any]:
-    """Transform a wave, which has one element of its spectrum other than zero."""
+    """Transform a plane wave, whose spectrum has one element other than zero."""
     import mpi4py_fft
     from mpi4py import MPI
 

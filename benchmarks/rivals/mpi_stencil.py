@@ -1,7 +1,7 @@
 """A five-point stencil by mpi4py: persistent requests, and the kernel of `benchmarks.sections`.
 
-`seconds` starts `mpiexec` for one run, so that it can take turns with other ways: processes of MPI
-that wait keep a core busy.
+`seconds` starts `mpiexec` for each run, to take turns with other ways: waiting MPI processes keep a
+core busy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from benchmarks.rivals.mpi_fft import run_once
 
 __all__ = ["IN_A_ROW", "five_points", "least_noted", "noted", "seconds"]
 
-IN_A_ROW = 5  # steps, of which those that take least tell what a step costs undisturbed
-_began_s: list[float] = []  # of steps, in this process
+IN_A_ROW = 5  # consecutive steps; the fastest show the undisturbed cost
+_began_s: list[float] = []  # start times of steps in this process
 
 
 def five_points(u: Any, out: Any) -> None:
@@ -31,13 +31,13 @@ def five_points(u: Any, out: Any) -> None:
 
 
 def noted(u: Any, out: Any) -> None:
-    """Do what `five_points` does, and take note of when."""
+    """Call `five_points`, and record its start time."""
     _began_s.append(time.perf_counter())
     five_points(u, out)
 
 
 def least_noted() -> float:
-    """Return the seconds of a step, of those in a row that took least, and forget all."""
+    """Return the seconds of a step in the fastest consecutive steps; clear the record."""
     began_s = [*_began_s]
     _began_s.clear()
     pairs = zip(began_s, began_s[IN_A_ROW:], strict=False)
@@ -47,25 +47,25 @@ def least_noted() -> float:
 def seconds(
     side: int, processes: int, steps: int, exchanges: bool = True, of: str = "seconds"
 ) -> float:
-    """Return how long a step takes on squares of this side, one for each process.
+    """Return the seconds of a step on stacked squares, one for each process.
 
     Parameters
     ----------
     side, processes, steps
-        Of the squares, which are stacked; how many processes and steps there are.
+        Side of a square, number of processes, number of steps.
     exchanges
-        Whether they exchange rims; without, it is what the kernel takes alone.
+        False: without halo exchange, for the kernel's own time.
     of
-        "seconds": of all steps. "least_s": of those in a row that take least.
+        "seconds": mean of all steps. "least_s": mean of the fastest consecutive steps.
     """
     said = run_once(__name__, processes, side, steps, int(exchanges))
     if said["wrong"]:
-        raise AssertionError("the rims are wrong")
+        raise AssertionError("the halo is wrong")
     return float(said[of])
 
 
 def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any]:
-    """Make so many steps, and as many once more for the time."""
+    """Make the steps once to warm up, and once for the time."""
     from mpi4py import MPI
 
     up, down = ((world.rank + by) % world.size for by in (-1, 1))
@@ -91,7 +91,7 @@ def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any
         u = arrays[which]
         if exchanges:
             MPI.Prequest.Startall(prepared[which])
-        u[1:-1, 0], u[1:-1, -1] = u[1:-1, -2], u[1:-1, 1]  # periodic, and not cut
+        u[1:-1, 0], u[1:-1, -1] = u[1:-1, -2], u[1:-1, 1]  # periodic along the undivided axis
         if exchanges:
             MPI.Prequest.Waitall(prepared[which])
 

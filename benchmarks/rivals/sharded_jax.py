@@ -1,9 +1,9 @@
-"""JAX: `a.T` of a matrix whose rows are sharded over all GPUs, sharded the same way again.
+"""JAX: `a.T` of a matrix whose rows are sharded over all GPUs, with the same sharding.
 
     python -m benchmarks.rivals.sharded_jax --gpus 8 --size 65536 --size 131072
 
-One process drives all GPUs. Tried as XLA's partitioner makes it out of `jit` with the shardings of
-input and output, and with the all-to-all written out under `shard_map`; the quicker is reported.
+One process drives all GPUs. Two forms are tried: `jit` with the shardings of input and output, left
+to XLA's partitioner, and an explicit all-to-all under `shard_map`. The faster form is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAY = "JAX"
 
 
 def prepare(options: Namespace) -> None:
-    """Set what JAX reads when it is imported."""
+    """Set the environment variables that JAX reads on import."""
     if options.cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.gpus}"
@@ -34,7 +34,7 @@ def prepare(options: Namespace) -> None:
 def values(case: Case, transposed: bool) -> Any:
     """Make this GPU's slab of the matrix, or of its transpose, under `shard_map`.
 
-    An expression that XLA fuses into what uses it: its integers are never stored.
+    XLA fuses this expression into its consumer, so its integers are never stored.
     """
     import jax.numpy as jnp
     from jax import lax
@@ -72,7 +72,7 @@ def measure(case: Case, devices: Any) -> dict[str, Any]:
     }
 
     def seconds(way: Callable[[Any], Any]) -> float:
-        """Time one run; its result is gone after it."""
+        """Time one run; its result is released afterwards."""
         start_s = time.perf_counter()
         way(x).block_until_ready()
         return time.perf_counter() - start_s

@@ -2,11 +2,11 @@
 
     python -m benchmarks.rivals.torch_nccl --gpus 8 --size 65536 --size 131072
 
-NCCL moves contiguous buffers only. So each slab is packed into one tile for each GPU, and what
-arrives is unpacked into the slab of the result; one of the two passes transposes, the other is a
-plain 2-D copy. Both orders are tried, with the slab in one part and in several: then one part
-travels while the next is packed and the one before is unpacked, each on a stream of its own. The
-quickest is reported, and beside it how long the all-to-all takes alone.
+NCCL moves contiguous buffers only. So each slab is packed into one tile for each GPU, and received
+tiles are unpacked into the slab of the result. One of the two passes transposes, the other is a
+plain 2-D copy. Both orders are tried, with the slab in one part and in several. With several, one
+part travels while the next is packed and the previous one is unpacked, on separate streams. The
+fastest form is reported, with the time of the all-to-all alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.rivals.common import Case, cases, emit, parser, read, row, time_
 
 WAY = "torch + NCCL"
 
-#: Which pass transposes: axes of pack and of unpack; see `pack_view` and `unpack_view`.
+#: By the order of transpose and send: axes of pack and of unpack; see `transpose`.
 ORDERS = {
     "transpose, then send": ((1, 2, 0), (1, 0, 2)),
     "send, then transpose": ((1, 0, 2), (2, 0, 1)),
@@ -32,7 +32,7 @@ ORDERS = {
 
 PARTS = (1, 4, 16)
 
-#: No element has this value: what was not written counts as wrong.
+#: A value of no element, so that unwritten elements count as wrong.
 POISON = -1
 
 
@@ -49,7 +49,7 @@ def output_parts(slab: Any, gpus: int, parts: int) -> Any:
 
 
 def buffer_shape(case: Case, order: str, parts: int) -> tuple[int, int, int]:
-    """Shape of the buffers of one part: a tile for, or from, each GPU."""
+    """Return the shape of the buffers of one part: a tile for, or from, each GPU."""
     width = case.rows // parts
     pack, _ = ORDERS[order]
     lengths = (case.rows, case.gpus, width)
@@ -64,19 +64,18 @@ def transpose(
     buffers: tuple[Any, Any],
     streams: tuple[Any, Any],
 ) -> None:
-    """Exchange the slabs of all processes; on GPUs it returns before that is done.
+    """Exchange the slabs of all processes; on GPUs return before the exchange ends.
 
     Parameters
     ----------
     case, order, parts
         `order` is a key of `ORDERS`; `parts` divides the slab's rows.
     slabs
-        Of the input and of the output, matrices.
+        The input's and the output's slab, as matrices.
     buffers
-        To send from and to receive into, as large as a slab each: no part ever waits for a
-        buffer.
+        Send and receive buffers of a slab's size, so that parts never wait for a buffer.
     streams
-        To pack on and to unpack on; NCCL has one of its own.
+        The streams for packing and unpacking; NCCL has its own.
     """
     import torch
     import torch.distributed as dist
@@ -91,19 +90,19 @@ def transpose(
     for part in range(parts):
         with torch.cuda.stream(packing):
             sent[part].copy_(source[:, :, part].permute(pack))
-            # Bytes: neither NCCL nor Gloo knows all dtypes.
+            # As bytes: neither NCCL nor Gloo supports all dtypes.
             work = dist.all_to_all_single(
                 received[part].reshape(-1).view(torch.uint8),
                 sent[part].reshape(-1).view(torch.uint8),
                 async_op=True,
             )
         with torch.cuda.stream(unpacking):
-            work.wait()  # with NCCL it is the stream that waits
+            work.wait()  # with NCCL the stream waits, not the process
             target[part].copy_(received[part].permute(unpack))
 
 
 def exchange_alone(buffers: tuple[Any, Any]) -> None:
-    """Do the all-to-all of whole slabs, with nothing before or after it."""
+    """Do the all-to-all of whole slabs, without packing or unpacking."""
     import torch
     import torch.distributed as dist
 
@@ -111,7 +110,7 @@ def exchange_alone(buffers: tuple[Any, Any]) -> None:
 
 
 def one_of_many(rank: int, store: str, options: Namespace) -> None:
-    """Be the process of one GPU."""
+    """Measure as the process of one GPU."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +121,7 @@ def one_of_many(rank: int, store: str, options: Namespace) -> None:
     else:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        # PackingLimits fills the whole GPU: NCCL's kernels must not wait behind it.
+        # Packing fills the whole GPU; NCCL's kernels must not wait behind it.
         place["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         dist.init_process_group(
             "nccl", rank=rank, world_size=options.gpus, device_id=device, **place
@@ -162,7 +161,7 @@ def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
         return float(took_s.item())
 
     runs = forms(case, (x, y), buffers, streams)
-    # All processes see the same times, those of the slowest, and so choose the same form.
+    # All processes get the slowest process's times, and therefore choose the same form.
     timing = time_forms({name: partial(seconds, run) for name, run in runs.items()}, case.repeats)
     alone = time_forms({"all-to-all": partial(seconds, partial(exchange_alone, buffers))}, 3)
 
@@ -192,7 +191,7 @@ def forms(
 
 
 def count_wrong(case: Case, rank: int, y: Any, device: Any) -> int:
-    """Count the elements of all processes' slabs that are not where they belong."""
+    """Count the wrong elements in the slabs of all processes."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +205,7 @@ def count_wrong(case: Case, rank: int, y: Any, device: Any) -> int:
 def expected(
     case: Case, rank: int, start: int, stop: int, device: Any, transposed: bool = True
 ) -> Any:
-    """Return these rows of the slab that process `rank` holds, of the result or of the input."""
+    """Return these rows of the slab of process `rank`, of the result or of the input."""
     import torch
 
     rows = torch.arange(start, stop, dtype=torch.int64, device=device) + rank * case.rows
@@ -219,7 +218,7 @@ def expected(
 
 
 def synchronize(device: Any) -> None:
-    """Wait until a GPU has done all that it was given."""
+    """Wait until a GPU has finished all queued work."""
     import torch
 
     if device.type == "cuda":

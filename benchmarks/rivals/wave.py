@@ -1,4 +1,4 @@
-"""A wave in three dimensions: 25 points, of order eight in space, in float32. No Dask in it."""
+"""A 3-D wave: a 25-point stencil of order eight in space, in float32, without Dask."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ RADIUS = 4
 COEFFICIENTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)  # of the second derivative
 FACTOR = 0.1  # (speed * time step / distance) ** 2
 
-# A block of threads goes along the first axis. Each thread has nine values of its column in
-# registers; the plane in the middle lies in shared memory, with a rim, as neighbours need it. A rim
-# has fewer values than the block has threads, so each reads one at most, a plane ahead. The other
-# axes are periodic, also for threads beyond them. Strides are of elements; the last axis's are one.
+# A block of threads goes along the first axis. Each thread keeps nine values of its column in
+# registers. The middle plane and its halo lie in shared memory for the neighbouring threads. The
+# halo has fewer values than the block has threads, so each thread reads at most one, a plane ahead.
+# The other axes are periodic, also for threads beyond them. Strides count elements; the last axis's
+# are one.
 _SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(WIDE * HIGH) wave(
     const float* __restrict__ u, const float* __restrict__ before, float* __restrict__ out,
@@ -107,9 +108,9 @@ def _kernel() -> Any:
 
 
 def wave(u: Any, before: Any, out: Any) -> None:
-    """Fill `out` from `u`, with a rim of `RADIUS` along axis 0, and the field before it, without.
+    """Fill `out` from `u`, with a halo of `RADIUS` along axis 0, and `before`, without a halo.
 
-    CuPy arrays may be views whose last axis is contiguous; NumPy's are of any kind.
+    CuPy arrays may be views with a contiguous last axis; NumPy arrays may be any views.
     """
     if isinstance(out, np.ndarray):
         _on_host(u, before, out)

@@ -1,4 +1,4 @@
-"""Array libraries: one `Backend` for each, found by an array or by name.
+"""Array libraries: one `Backend` for each, looked up by an array or by name.
 
 ::
 
@@ -49,20 +49,20 @@ __all__ = [
     "worker_backend",
 ]
 
-#: All array libraries, by name. A worker computes with the first that is in use.
+#: All array libraries, by name. A worker computes with the first one in use.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMPY)}
 
 
 def as_array(block: Array) -> Any:
-    """Return a block as an array. Reductions of NumPy return scalars in place of 0-d arrays."""
+    """Return a block as an array, also if it is a scalar, as from NumPy's reductions."""
     return np.asarray(block) if isinstance(block, np.generic) else block
 
 
 def backend_for(block: Array) -> Backend:
     """Return the backend of a block, an array or a NumPy scalar.
 
-    `UnsupportedArrayError` if copies of its bytes would not keep the block's values, or nothing is
-    known of it.
+    `UnsupportedArrayError` if copies of the block's bytes would not keep its values, or if its
+    library has no backend.
     """
     block = as_array(block)
     backend = _backend_of(block)
@@ -71,9 +71,9 @@ def backend_for(block: Array) -> Backend:
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend of this name; nothing is imported for it.
+    """Return the backend of this name, without importing its library.
 
-    `UnsupportedArrayError` if there is none of that name.
+    `UnsupportedArrayError` for any other name.
     """
     backend = BACKENDS.get(name)
     if backend is None:
@@ -85,15 +85,15 @@ def backend_named(name: str) -> Backend:
 
 
 def worker_backend() -> Backend:
-    """Return the backend with which this process computes, as far as can be told."""
+    """Return the backend that this process probably computes with."""
     return next(backend for backend in BACKENDS.values() if backend.is_in_use())
 
 
 def device_of(*blocks: Any) -> AbstractContextManager[Any]:
-    """Return a context in which the GPU that holds these blocks is the current one.
+    """Return a context that makes the GPU of these blocks the current one.
 
-    It is the one that is current already for NumPy blocks, for none, and where several GPUs of this
-    process hold them.
+    The current GPU stays the same for NumPy blocks, without blocks, and for blocks on several GPUs
+    of this process.
     """
     devices = {}
     for block in blocks:
@@ -117,7 +117,7 @@ def _backend_of(block: Array) -> Backend:
 
 
 def _conversion(block: Array) -> str:
-    """Return the call of `map_blocks` that makes plain arrays of such blocks."""
+    """Return the call of `map_blocks` that converts such blocks to plain arrays."""
     for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
         if hasattr(block, method):
             return f"map_blocks(lambda block: block.{method}())"

@@ -1,19 +1,18 @@
-"""The axes of a permuted copy, reduced to what a kernel must know. Integers only.
+"""The axes of a permuted copy, reduced to a kernel's least input. Integers only.
 
 ::
 
     dst[...] = src.transpose(1, 0, 2), shape (5, 4, 8) of float32, all of both arrays
 
-    as asked                      coalesced and widened to words of 16 bytes
+    as given                      coalesced and widened to words of 16 bytes
     extent  src      dst          extent  src   dst
     5       32       128          5       32    128
     4       160      32     ->    4       160   32
     8       4        4            2       16    16
 
-A copy does not change if an axis of length 1 is dropped, if an axis is walked backwards in both
-arrays, if two axes that follow each other without a gap in both arrays become one, or if items that
-are neighbours in both arrays are moved as one wider item. What is left is the least that has to be
-permuted.
+Four changes keep the result of a copy. Axes of length 1 are dropped. An axis is walked backwards in
+both arrays. Two axes that are contiguous in both arrays become one. Items that are neighbours in
+both arrays are moved as one wider item. The reduced form has as few axes and words as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_WORD_BYTES = 16
 
 
 class Axis(NamedTuple):
-    """One axis of a copy: how many steps, and how far each goes in either array."""
+    """One axis of a copy: the number of steps, and the stride in each array."""
 
     extent: int
     src_stride_bytes: int
@@ -33,22 +32,22 @@ class Axis(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """A permuted copy in its least form."""
+    """A permuted copy in its reduced form."""
 
     axes: tuple[Axis, ...]  # each of extent > 1 and dst stride > 0, the largest dst stride first
-    word_bytes: int  # size of the items to move: a power of two, and all addresses are multiples
-    src_offset_bytes: int  # of the first item, from the first item as asked
+    word_bytes: int  # item size: a power of two that divides all addresses
+    src_offset_bytes: int  # offset of the first item from the given address
     dst_offset_bytes: int
 
 
 def reduce_copy(
-    shape: Sequence[int],  # of both arrays (`src` is transposed already); no extent is 0
+    shape: Sequence[int],  # shape of both arrays (`src` already transposed), without a 0
     itemsize: int,  # bytes of an item
     src_strides: Sequence[int],  # in bytes
     dst_strides: Sequence[int],
-    alignment: int = 0,  # both addresses or-ed; 0: they are multiples of everything
+    alignment: int = 0,  # bitwise or of both addresses; 0: perfectly aligned
 ) -> Geometry:
-    """Return the least form of ``dst[...] = src`` for arrays of one shape, which is not empty.
+    """Return the reduced form of ``dst[...] = src`` for non-empty arrays of one shape.
 
     Words are at most as wide as the lowest set bit of the alignment allows.
 
@@ -60,7 +59,7 @@ Axis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
     axes = [
         Axis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
     ]
-    # An item is one more axis, of bytes: what holds for axes then holds for items of any size.
+    # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
     if itemsize > 1:
         axes.append(Axis(itemsize, 1, 1))
     axes, src_offset, dst_offset = _forward(axes)
@@ -70,7 +69,7 @@ Axis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
 
 
 def _forward(axes: list[Axis]) -> tuple[list[Axis], int, int]:
-    """Turn the axes round that are walked backwards in `dst`."""
+    """Reverse the axes with negative strides in `dst`."""
     forward, src_offset, dst_offset = [], 0, 0
     for extent, src_stride, dst_stride in axes:
         if dst_stride < 0:
@@ -82,7 +81,7 @@ def _forward(axes: list[Axis]) -> tuple[list[Axis], int, int]:
 
 
 def _coalesced(axes: list[Axis]) -> list[Axis]:
-    """Sort the axes by their dst stride, and join those that run on in both arrays."""
+    """Sort the axes by their dst stride, and join axes that are contiguous in both arrays."""
     joined: list[Axis] = []
     for inner in sorted(axes, key=lambda axis: -axis.dst_stride_bytes):
         if joined:

@@ -1,4 +1,4 @@
-"""What to launch for a permuted copy on a GPU: which kernel, how many blocks, which arguments.
+"""Launches of a permuted copy on a GPU: kernel, number of blocks, arguments.
 
 ::
 
@@ -9,14 +9,14 @@
       v  |    |    |    |   shared memory         | 1  |    |
                                                v  +----+----+-
 
-This module plans and `transpose.cu` executes. Plans are integers (addresses included), so that
-tests run the kernels' source on a processor from the very plans that go to a GPU.
+This module plans and `transpose.cu` executes. Plans are integers (addresses included), so tests can
+run the kernels' source on a CPU with the same plans as on a GPU.
 
 The four kernels:
 
 ``permute_vector_B``
-    Both axes contiguous where it matters, all other strides multiples of 16 bytes: 16-byte accesses
-    to global and to shared memory.
+    Contiguous fastest axes in both arrays, all other strides multiples of 16 bytes: 16-byte
+    accesses to global and to shared memory.
 ``permute_tile_B``
     Any strides: the 32 x 32 tiles and 32 x 8 threads of G. Ruetsch and P. Micikevicius, "Optimizing
     Matrix Transpose in CUDA" (NVIDIA, 2009), also in chapter 4 of G. Ruetsch and M. Fatica, "CUDA
@@ -24,10 +24,10 @@ The four kernels:
 ``permute_copy_B``
     The same axis is fastest in both arrays, or a tile would be nearly empty: no shared memory.
 ``permute_cells_B``
-    Batches of small matrices, which follow each other without a gap in both arrays: a block moves
-    as many as fit into its shared memory.
+    Batches of small matrices, contiguous in both arrays: a block moves all matrices that fit into
+    its shared memory.
 
-``B`` is the word size, 1, 2, 4, 8 or 16 bytes. ``memcpy`` stands for one contiguous run.
+``B`` is the word size, 1, 2, 4, 8 or 16 bytes. ``memcpy`` copies one contiguous run.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _VARIANTS = ("vector", "tile", "copy", "cells")
 ENTRIES = tuple(f"permute_{variant}_{size}" for variant in _VARIANTS for size in WORD_SIZES_BYTES)
 
 MAX_GRID = 2**31 - 1
-MAX_OUTER = 6  # outer axes that a kernel takes; the host loops over further ones
+MAX_OUTER = 6  # outer axes of a kernel; the host loops over further axes
 
 # The struct `Work` of transpose.cu: two addresses, and integers of 64 bits.
 _WORK = Struct(f"=2Q{9 + 10 + 3 * MAX_OUTER}q")
-# CuPy asks an argument for its dtype's description, which takes long where there are many fields.
+# A dtype without fields: CuPy reads the dtype's description, which is slow with many fields.
 _OPAQUE = np.dtype((np.void, _WORK.size))
 
 
@@ -70,23 +70,23 @@ class Launch(NamedTuple):
     """One launch of one kernel."""
 
     entry: str  # name of the kernel in transpose.cu, or "memcpy"
-    grid: int  # thread blocks, in one dimension; one for a tile
-    threads: tuple[int, int]  # of a block, x first
+    grid: int  # number of thread blocks, in one dimension; one for each tile
+    threads: tuple[int, int]  # threads of a block, x first
     src: int  # address of the first item to read
     dst: int  # address of the first item to write
-    k: Axis  # the axis along which the source is contiguous, or nearly
-    i: Axis  # the axis along which the destination is
+    k: Axis  # axis along which the source is contiguous, or nearly
+    i: Axis  # axis along which the destination is contiguous, or nearly
     j: Axis  # third axis of the boxes of permute_copy_B, or of a cell
     head: tuple[int, int]  # items by which the first tile starts before the box, along k and i
     step: tuple[int, int, int]  # items from tile to tile, along k, i and j
     tiles: tuple[int, int]  # number of tiles along k and i
     outer: tuple[Axis, ...]  # the other axes, the fastest first; the first may be the steps of j
-    cells: int = 0  # that permute_cells_B moves in all
+    cells: int = 0  # number of cells of permute_cells_B
     first_tile: int = 0  # number of the grid's first tile
 
     @property
     def word_bytes(self) -> int:
-        """Of what its kernel reads and writes at a time."""
+        """Bytes that the kernel reads and writes at a time."""
         return int(self.entry.rpartition("_")[2])
 
     def pack(self) -> np.ndarray[Any, Any]:
@@ -98,24 +98,24 @@ class Launch(NamedTuple):
             self.first_tile, self.cells, len(self.outer), *outer,
         )
         # fmt: on
-        return np.frombuffer(bytearray(packed), _OPAQUE)  # writable, as CuPy has it
+        return np.frombuffer(bytearray(packed), _OPAQUE)  # writable, as CuPy requires
 
 
 def plan_launches(
-    dst: int,  # address of its first item
+    dst: int,  # address of the first item
     src: int,
-    shape: Sequence[int],  # of both arrays (`src` is transposed already)
+    shape: Sequence[int],  # shape of both arrays (`src` already transposed)
     itemsize: int,  # bytes of an item, of any size
     dst_strides: Sequence[int],  # in bytes
     src_strides: Sequence[int],
     *,
-    max_grid: int = MAX_GRID,  # thread blocks of one launch at most
+    max_grid: int = MAX_GRID,  # most thread blocks of one launch
 ) -> list[Launch]:
-    """Return what to launch for ``dst[...] = src``, arrays of one shape.
+    """Return the launches for ``dst[...] = src`` of arrays of one shape.
 
-    In any order: each launch writes other items.
+    Their order is arbitrary, because each launch writes other items.
     """
-    # Of the addresses, only their place within 16 bytes matters to the choice.
+    # The plan depends on the addresses only modulo 16 bytes.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
     launches = _plan(
         dst - dst_base,
@@ -131,7 +131,7 @@ def plan_launches(
     ]
 
 
-@lru_cache(maxsize=1024)  # a plan takes longer than its launch, and blocks look alike
+@lru_cache(maxsize=1024)  # a plan takes longer than its launch, and blocks are similar
 def _plan(
     dst: int,
     src: int,
@@ -160,7 +160,7 @@ def _plan(
 
 
 def _is_one_run(geometry: Geometry) -> bool:
-    """Return whether the items follow each other without a gap in both arrays."""
+    """Return true if the items are contiguous in both arrays."""
     word = geometry.word_bytes
     return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
 
@@ -173,7 +173,7 @@ def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
 
 
 def _offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
-    """Yield the offsets in bytes, in source and destination, of each position along the axes."""
+    """Yield the byte offsets in source and destination of each position along the axes."""
     for position in product(*(range(axis.extent) for axis in axes)):
         yield (
             sum(n * axis.src_stride_bytes for n, axis in zip(position, axes, strict=True)),
@@ -198,7 +198,7 @@ def _launch(tiling: Tiling, word: int, dst: int, src: int) -> Launch:
 
 
 def _split(launch: Launch, max_grid: int) -> list[Launch]:
-    """Cut a launch of too many thread blocks into several."""
+    """Split a launch with too many thread blocks."""
     return [
         launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
         for first in range(0, launch.grid, max_grid)

@@ -1,4 +1,4 @@
-"""Which kernel copies on a GPU, and how the copy is cut into tiles for it. Integers only."""
+"""The kernel for a copy on a GPU, and the tiles of the copy. Integers only."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dask_p2p.backends._geometry import Axis, Geometry
 
 VECTOR_BYTES = 16
 # Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
-# 128 to 512 bytes; a thread has 4 to 16 vectors on their way before it needs the first.
+# 128 to 512 bytes; a thread has 4 to 16 vectors in transit before it needs the first.
 VECTOR_TILE = {1: 128, 2: 128, 4: 64, 8: 64, 16: 32}
 VECTOR_THREADS = {1: 64, 2: 256, 4: 256, 8: 256, 16: 256}
 PLAIN_TILE = 32
 PLAIN_THREADS = (32, 8)
 COPY_THREADS = 256
-COPY_WORDS = 2048  # of a block of permute_copy_B: 8 to a thread
+COPY_WORDS = 2048  # words of a block of permute_copy_B: 8 for each thread
 CELLS_THREADS = 256
-CELLS_BYTES = 2**15  # that a block of permute_cells_B moves at most
-# Cells are taken where less of the tiles' area than this would be in use.
+CELLS_BYTES = 2**15  # most bytes of a block of permute_cells_B
+# Cells are used if less than this part of the tiles' area would be in use.
 FULL_TILES = 0.75
-# With fewer items than this along one side, most of a tile's threads would have nothing to do.
+# With fewer items than this along one side, most of a tile's threads would be idle.
 MIN_TILE_EXTENT = 16
 NO_AXIS = Axis(1, 0, 0)
 
 
 class Tiling(NamedTuple):
-    """How a copy is cut into what a block does at a time; the fields are those of `Launch`."""
+    """The division of a copy into the boxes of thread blocks, with the fields of `Launch`."""
 
     variant: str
     k: Axis
@@ -51,9 +51,9 @@ def _ceil_to(value: int, step: int) -> int:
 
 
 def tiling_of(geometry: Geometry, alike: bool) -> Tiling:
-    """Choose the kernel, and how the copy is cut for it.
+    """Choose the kernel and its tiles.
 
-    Alike: both arrays start at the same place within 16 bytes.
+    `alike`: both arrays start at the same offset modulo 16 bytes.
     """
     tiling = _plane_tiling(geometry)
     cells = _cells_tiling(geometry) if alike and tiling.use < FULL_TILES else None
@@ -61,9 +61,10 @@ def tiling_of(geometry: Geometry, alike: bool) -> Tiling:
 
 
 def _cells_tiling(geometry: Geometry) -> Tiling | None:
-    """Take cells: the fewest axes that make one run of bytes in either array, and are repeated.
+    """Return a tiling by cells; None if a copy has no cells.
 
-    None if there are no such axes, or their run is too long or at odd distances.
+    A cell is the fewest repeated axes that form one run of bytes in both arrays. The run may be
+    neither too long nor at distances that are no multiple of 16 bytes.
     """
     axes, word = geometry.axes, geometry.word_bytes
     for count in (2, 3):
@@ -82,7 +83,7 @@ def _cells_tiling(geometry: Geometry) -> Tiling | None:
 
 
 def _is_dense(inner: Sequence[Axis], word: int) -> bool:
-    """Return whether axes together are one run of words, in either array."""
+    """Return true if the axes together are one run of words in both arrays."""
     for which in (1, 2):
         stride = word
         for axis in sorted(inner, key=lambda axis: axis[which]):
@@ -95,17 +96,17 @@ def _is_dense(inner: Sequence[Axis], word: int) -> bool:
 def _plane_tiling(geometry: Geometry) -> Tiling:
     """Choose the two axes of a tile."""
     i, *others = reversed(geometry.axes)
-    # Where the source repeats items (stride 0) it has no direction.
+    # Where the source repeats items (stride 0), it has no direction.
     moving = [axis for axis in (i, *others) if axis.src_stride_bytes] or [i]
     k = min(moving, key=lambda axis: abs(axis.src_stride_bytes))
-    if k is i:  # rows are copied as they are
+    if k is i:  # rows keep their order
         return _copy_tiling(i, others)
     outer = [axis for axis in others if axis is not k]
     if min(k.extent, i.extent) < MIN_TILE_EXTENT:
         return _copy_tiling(i, [k, *outer])
     word = geometry.word_bytes
     side = VECTOR_TILE[word]
-    # Tiles that reach out of the box are moved word by word, which PLAIN_TILE does better.
+    # Tiles that reach out of the box are moved word by word; PLAIN_TILE is faster for them.
     large = min(k.extent, i.extent) >= side // 2
     variant = "vector" if large and _takes_vectors(word, k, i, outer) else "tile"
     side = side if variant == "vector" else PLAIN_TILE
@@ -113,7 +114,7 @@ def _plane_tiling(geometry: Geometry) -> Tiling:
 
 
 def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
-    """Return whether all rows start at the same place within 16 bytes, in either array."""
+    """Return true if all rows start at the same offset modulo 16 bytes, in both arrays."""
     strides = [k.dst_stride_bytes, i.src_stride_bytes]
     for axis in outer:
         strides += axis[1:]
@@ -122,10 +123,10 @@ def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
 
 
 def _copy_tiling(i: Axis, others: list[Axis]) -> Tiling:
-    """Take as further axes of a box the first, and the one that is nearest in the source.
+    """Return a tiling by boxes of the row axis, the first other axis and the source's nearest one.
 
-    So where rows are short, the box is broad enough for both arrays: for an image whose pixels of
-    three bytes are kept together, it has some pixels of some lines.
+    With short rows, the box is therefore wide enough for both arrays. For an image with contiguous
+    pixels of three bytes, it has some pixels of some lines.
     """
     k, *rest = others or [NO_AXIS]
     j = min(rest, key=lambda axis: abs(axis.src_stride_bytes), default=NO_AXIS)

@@ -1,9 +1,10 @@
-"""What the C library keeps of the memory that a thread gives back.
+"""The freed memory that the C library keeps for a thread.
 
-Dask's nannies start workers with ``MALLOC_TRIM_THRESHOLD_=65536``, so that large arrays go back to
-the system at once. In all threads but a process's first one this also gives back the buffer of
-64 KiB that each call of a NumPy ufunc takes for arrays that are not contiguous, and the next call
-has to touch new pages: 27 us a call. Five points of 128 x 128 elements took 155 us instead of 48.
+Dask's nannies start workers with ``MALLOC_TRIM_THRESHOLD_=65536``, so that the C library returns
+the memory of large arrays to the system immediately. Each call of a NumPy ufunc takes a buffer of
+64 KiB for arrays that are not contiguous. In all threads except a process's first one, the C
+library also returns this buffer, and the next call touches new pages: 27 us a call. A five-point
+stencil of 128 x 128 elements took 155 us instead of 48.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import ctypes
 from pathlib import Path
 
 _TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD
-_LEAST_BYTES = 2**20  # 256 KiB are enough for one buffer; each arena keeps at most this much
+_LEAST_BYTES = 2**20  # limit of each arena; 256 KiB are enough for one buffer
 _VARIABLE = b"MALLOC_TRIM_THRESHOLD_="
-# As the process was started with, and the C library with it: a nanny leaves the variable in the
-# environment of its own process, where glibc chooses by itself, and keeps more.
+# The environment at the start of the process, which configures the C library. In a nanny's own
+# process the variable is set later: there glibc uses its default, and keeps more.
 _ENVIRONMENT = Path("/proc/self/environ")
 
 
 def keep_small_buffers() -> None:
-    """Have this process keep up to 1 MiB of free memory an arena, if it was to keep less."""
+    """Let the C library keep up to 1 MiB of free memory an arena, if its limit is lower."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
     if mallopt is None or not _ENVIRONMENT.exists():
         return

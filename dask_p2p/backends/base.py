@@ -1,8 +1,9 @@
-"""What this package asks of an array library: `Backend`, and the `Queue` of work that it makes.
+"""The interface to an array library: `Backend`, and its `Queue` of work.
 
-A new array library is one module with a `Backend`, and one line in the registry
+A new array library needs one module with a `Backend`, and one line in the registry
 (`dask_p2p.backends`). The NumPy backend is the reference: every other one equals it bit for bit.
-Backends move items and never look into them: no arithmetic, no conversion, no change of byte order.
+Backends move items without interpreting them: no arithmetic, no conversion, no change of byte
+order.
 """
 
 from __future__ import annotations
@@ -17,30 +18,29 @@ from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind
 
-#: Of a row that a kernel of a GPU writes at a time: one side of its tiles, of items up to 8 bytes.
+#: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8 bytes.
 RUN_BYTES = 512
-SLOTS = 3  # of a queue: one is being filled, one is being emptied, one waits for either
-MOST_UNREAD = 2  # received arrays that are kept for kernels that are queued
+SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
+MOST_UNREAD = 2  # received arrays that are kept for queued kernels
 
 
 class Backend(ABC):
     """One array library.
 
-    Making one imports nothing: its package is imported when a method needs it, and
-    `UnsupportedArrayError` says so if that fails.
+    A new instance imports no library: methods import it when they need it, and raise
+    `UnsupportedArrayError` if that fails.
     """
 
-    name: ClassVar[str]  # of the package whose arrays these are; tasks and messages carry it
+    name: ClassVar[str]  # name of the arrays' package; tasks and messages carry it
     title: ClassVar[str]  # the library's name in sentences
-    #: Whether arrays lie in the memory of a device: work on them goes on after a call returns, and
-    #: they are copied to the host to be sent over a network.
+    #: True if arrays lie in device memory. Work on them continues after a call returns, and they
+    #: are copied to the host before they are sent over a network.
     on_device: ClassVar[bool]
-    holds_objects: ClassVar[bool]  # whether an array can hold Python objects
-    checksum_algorithm: ClassVar[str]  # of `checksum.ALGORITHMS`: the best for its memory
-    checksum_words: ClassVar[int]  # of 8 bytes, to sum at a time
-    most_probe_bytes: ClassVar[int]  # size of the largest block by which a link is measured
-    #: Modules with its Fourier transforms, under the names of NumPy's: the first that is
-    #: installed is used.
+    holds_objects: ClassVar[bool]  # true if an array can hold Python objects
+    checksum_algorithm: ClassVar[str]  # best of `checksum.ALGORITHMS` for its memory
+    checksum_words: ClassVar[int]  # words of 8 bytes that are summed at a time
+    most_probe_bytes: ClassVar[int]  # size of the largest block that measures a link
+    #: Modules with its Fourier transforms, under NumPy's names. The first installed one is used.
     fft_modules: ClassVar[tuple[str, ...]]
 
     @property
@@ -52,43 +52,43 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self, block: Array) -> None:
-        """Raise `UnsupportedArrayError` if copies of its items do not keep the block's values."""
+        """Raise `UnsupportedArrayError` if copies of a block's items would not keep its values."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return a C-ordered array whose values are not set, on the current device."""
+        """Return a C-ordered array with undefined values, on the current device."""
 
     @abstractmethod
     def permute_into(
         self,
-        dst: Array,  # any strided view, which does not overlap `src`
-        src: Array,  # any strided view, read-only ones, reversed and broadcast ones included
+        dst: Array,  # any strided view that does not overlap `src`
+        src: Array,  # any strided view, also a read-only, reversed or broadcast one
         axes: Sequence[int],  # axis ``d`` of `dst` is axis ``axes[d]`` of `src`
     ) -> None:
         """Do ``dst[...] = src.transpose(axes)``, bit for bit.
 
-        On a device the work is put on the current stream: the call returns before it is done.
+        On a device the work is queued on the current stream, and the call returns before its end.
 
-        `AxesError` if `axes` is no permutation of the axes of `src`, `BlockMismatchError` if `dst`
-        has not the shape or the dtype that `src` and `axes` ask for.
+        `AxesError` if `axes` is no permutation of the axes of `src`. `BlockMismatchError` if the
+        shape or dtype of `dst` does not match.
         """
 
     @abstractmethod
     def queue(self, *, leave_bandwidth: bool = False) -> Queue:
         """Return a new queue of work on the current device.
 
-        Its kernels may leave bandwidth to copies between workers at the same time.
+        Its kernels may leave bandwidth for concurrent copies between workers.
         """
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:
-        """Return an array as a NumPy array, when the current stream is done with it."""
+        """Return an array as a NumPy array, after the work of the current stream."""
 
     # --- memory for messages ---
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Any:
-        """Return memory that other libraries may write to at once, on the current device."""
+        """Return memory on the current device that other libraries may write immediately."""
 
     @abstractmethod
     def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
@@ -98,86 +98,87 @@ class Backend(ABC):
 
     @abstractmethod
     def is_in_use(self) -> bool:
-        """Return whether this process computes with the library, without loading it."""
+        """Return true if this process computes with the library, without loading it."""
 
     @abstractmethod
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
-        """Return the memory that arrays can have, if it is less than wanted; else None.
+        """Return the memory that arrays can have if it is less than `wanted_bytes`, else None.
 
-        Dask allows the worker so much host memory; None or 0 if there is no limit.
+        `worker_limit_bytes` is Dask's limit of the worker's host memory; None or 0: no limit.
         """
 
     @abstractmethod
     def device_name(self) -> str:
-        """Name what computes: the model of the processor, or of the current GPU."""
+        """Return the model of the CPU or of the current GPU."""
 
     def device_status(self) -> dict[str, Any]:
-        """Return what `dask_p2p.check` says of the current device; nothing if there is none."""
+        """Return the current device's facts for `dask_p2p.check`; empty without a device."""
         return {}
 
     def host_link(self, warn: Callable[..., None]) -> HostLink | None:
-        """Measure copies between the host and the current device; None if there is none.
+        """Measure copies between the host and the current device; None without a device.
 
-        It blocks. Where memory cannot be pinned nothing is measured, and `warn` is told why.
+        The call blocks. If memory cannot be pinned, it calls `warn` with the reason and returns
+        None.
         """
         return None
 
     def warm_up(self) -> None:  # noqa: B027  # optional
-        """Do ahead what the first use would wait for: compile kernels. Not for event loops."""
+        """Compile kernels before their first use. This blocks: not for event loops."""
 
     def device_of(self, block: Array) -> Any | None:
-        """Return the device that holds a block, a context with an ``id``; None for host memory."""
+        """Return a block's device, a context with an ``id``; None for host memory."""
         return None
 
     def checksum_stream(self, array: Array) -> AbstractContextManager[Any]:
-        """Return a context in which an array's checksum waits for nothing else that runs."""
+        """Return a context for an array's checksum that does not wait for other work."""
         return nullcontext()
 
 
 class Queue(Protocol):
     """An in-order queue of kernels for one assembled block.
 
-    It hides what differs between host and device memory from the code that orders the work: on a
-    CPU everything is done when a call returns, on a GPU when the queue is synchronised.
+    It gives host and device memory the same interface. On a CPU work is finished when a call
+    returns, on a GPU when the queue is synchronised.
     """
 
-    kind: Kind  # name of the backend of its arrays
-    #: Whether its output had better lie in pinned memory: it comes from a GPU.
+    kind: Kind  # name of its arrays' backend
+    #: True if pinned memory is better for its output, which comes from a GPU.
     pinned_output: bool
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return a new C-ordered array of the queue's kind for others, its values undefined."""
+        """Return a new C-ordered array of the queue's kind for callers, with undefined values."""
 
     def scratch(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return the same for the package's own use: drop it when all work with it is done."""
+        """Return a new array for the package's own use; drop it after all work with it."""
 
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
-        """Wait until others have written these blocks; see `dask_p2p.backends.device`."""
+        """Wait until the producers have written these blocks; see `dask_p2p.backends.device`."""
 
     def permute(
         self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
     ) -> None:
-        """Do ``dst[...] = src.transpose(axes)`` after what was queued before.
+        """Do ``dst[...] = src.transpose(axes)`` after the work queued before.
 
-        Concurrent: in no order with the rest, and at the same time where there is room.
+        `concurrent`: unordered with the other work, and in parallel if the device has room.
         """
 
     def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        """Do the same with an array of any backend that only the caller refers to.
+        """Permute an array of any backend that only the caller refers to.
 
-        The caller can drop it at once: it is kept until it has been read.
+        The caller can drop `src` immediately: the queue keeps it until it has been read.
         """
 
     def fill(self, dst: Array, value: Any) -> None:
-        """Write one item everywhere, bit for bit: a NumPy array of no dimensions, of its dtype."""
+        """Fill `dst` with an item, bit for bit: a 0-d NumPy array of the same dtype."""
 
     def prefetch(self, src: Array, slot_bytes: int) -> Any:
-        """Begin to copy a part of a block that lies in another GPU's memory.
+        """Start to copy a part of a block in another GPU's memory.
 
-        It is put into place by `permute_prefetched`, which takes what is returned here. Of `SLOTS`
-        parts one has to be put into place before the next can be brought. Parts of at most
-        `slot_bytes` may go through local memory; larger ones are read in place. The part is kept
-        until all that is queued is done.
+        Pass the result to `permute_prefetched`, which copies it into the output. After `SLOTS`
+        prefetched parts, one must go to `permute_prefetched` before the next `prefetch`. Parts of
+        at most `slot_bytes` may go through local memory; larger ones are read in place. The queue
+        keeps the part until all queued work is finished.
         """
 
     def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:
@@ -187,25 +188,24 @@ class Queue(Protocol):
         """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
 
     def to_host(self, array: Array) -> Any:
-        """Return an array of `scratch` as a NumPy array, after what was queued before."""
+        """Return an array of `scratch` as a NumPy array, after the work queued before."""
 
     def timing(self, timer: Timer) -> AbstractContextManager[None]:
-        """Return a context that adds what it took to `timer`, when that is synchronised.
+        """Return a context that adds the time of its work to `timer`, when the queue synchronises.
 
-        It does not nest. Of a device these are the seconds of kernels and of copies from other
-        GPUs, on each stream from the beginning of the first to the end of the last: whatever runs
-        at the same time is not taken off. Waiting for slots is not counted. Of the host it is the
-        whole block's time.
+        It does not nest. On a device the time is that of kernels and of copies from other GPUs, on
+        each stream from the start of the first to the end of the last, concurrent work included.
+        Waits for slots do not count. On the host it is the time of the whole context.
         """
 
     def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+        """Wait until all queued work is finished."""
 
 
 def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
-    """Return ``src.transpose(axes)``, once it is sure that `dst` fits it.
+    """Return ``src.transpose(axes)`` after a check that `dst` has its shape and dtype.
 
-    NumPy and CuPy would broadcast or convert where shapes or dtypes differ, silently.
+    NumPy and CuPy would silently broadcast or convert if shapes or dtypes differ.
     """
     try:
         view = src.transpose(tuple(axes))
@@ -228,12 +228,12 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
 
 
 def order_of(strides: Sequence[int]) -> tuple[int, ...]:
-    """Return in which order the axes of an array with these strides lie in memory."""
+    """Return the memory order of the axes of an array with these strides."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -abs(strides[axis])))
 
 
 def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a view whose axes lie in memory in their order, and what turns such views back."""
+    """Return a view with its axes in memory order, and the function that reverses this."""
     order = order_of(array.strides)
     back = tuple(map(order.index, range(array.ndim)))
     return array.transpose(order), lambda lies: lies.transpose(back)

@@ -1,18 +1,18 @@
 """Checksums of arrays' bytes, in C order.
 
-Two algorithms, one for each kind of memory; either can be computed of the arrays of any backend, so
-that two processes whose arrays are of different libraries can compare.
+There are two algorithms, one for each kind of memory. Either works with the arrays of any backend,
+so that two processes with arrays of different libraries can compare checksums.
 
 ``crc32``
-    CRC-32 of zlib, for host memory: quick there, and no use on a GPU. It finds every change of one
-    bit, of two bits (of up to 2**32 - 1 bits, 512 MiB), of three (up to 11 KiB), and every change
-    within 32 bits in a row. Of all others one in 2**32 passes.
+    CRC-32 of zlib, for host memory: fast there, and useless on a GPU. It finds every change of one
+    bit, of two bits (up to 2**32 - 1 bits, 512 MiB) and of three bits (up to 11 KiB). It finds
+    every change within 32 bits in a row. One in 2**32 of all other changes passes.
 ``mixed64``
-    For device memory: a sum modulo 2**64 over words of 8 bytes, the last one filled up with
-    zeros, each mixed with its position first (by the finaliser of splitmix64). That is one to one
-    for each position, so every change within one word is found, one bit's included. Of all others
-    one in 2**64 passes. A sum of words times odd weights would be one to one as well, but two
-    flipped signs anywhere would cancel each other in it.
+    For device memory: a sum modulo 2**64 over words of 8 bytes, the last one padded with zeros.
+    Each word is first mixed with its position (by the finaliser of splitmix64). This map is one to
+    one for each position, so the checksum finds every change within one word, also of one bit. One
+    in 2**64 of all other changes passes. A sum of words times odd weights would be one to one as
+    well, but two flipped signs anywhere would cancel each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dask_p2p.types import Array
 ALGORITHMS = ("crc32", "mixed64")
 
 _WORD_BYTES = 8
-_STEP = 0x9E3779B97F4A7C15  # odd: no two positions are alike
+_STEP = 0x9E3779B97F4A7C15  # odd, so that all positions differ
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, and odd factor
 _LAST_SHIFT = 31
 
@@ -36,8 +36,8 @@ _LAST_SHIFT = 31
 def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     """Return the checksum of an array's bytes, below 2**64. This may block: call it from a thread.
 
-    The array's values are there, whatever stream they came by. By default the algorithm is the best
-    for it. `start` is the sum of what comes before.
+    All writes to the array must have finished, on any stream. The default algorithm is the best one
+    for the array. `start` is the checksum of the preceding bytes.
     """
     backend = backend_for(array)
     if algorithm is None:
@@ -57,7 +57,7 @@ def _bytes_of(xp: Any, array: Array) -> Any:
 
 
 def _mixed64(xp: Any, array: Array, start: int, words_at_once: int) -> int:
-    """Compute the sum with NumPy or CuPy; on the current stream, until it is done."""
+    """Compute the sum with NumPy or CuPy on the current stream, and wait for it."""
     data = _bytes_of(xp, array)
     total: int = start + data.size
     whole_bytes = data.size // _WORD_BYTES * _WORD_BYTES
@@ -73,13 +73,13 @@ def _mixed64(xp: Any, array: Array, start: int, words_at_once: int) -> int:
 
 
 def _words(xp: Any, data: Any) -> Any:
-    if xp is not np and data.data.ptr % _WORD_BYTES:  # which a GPU cannot load words from
+    if xp is not np and data.data.ptr % _WORD_BYTES:  # a GPU loads words from aligned memory only
         data = data.copy()
     return data.view("<u8")
 
 
 def _mixed_sum(xp: Any, words: Any, first: int) -> int:
-    """Return the sum of words, each mixed with its position; the first one's is given."""
+    """Return the sum of words, each mixed with its position, which starts at `first`."""
     mixed = xp.arange(first + 1, first + 1 + words.size, dtype="u8")
     mixed *= np.uint64(_STEP)
     mixed += words

@@ -1,9 +1,8 @@
-"""Transforms of CuPy arrays, by plans that are kept.
+"""Transforms of CuPy arrays by cached plans.
 
-What `cupyx.scipy.fft` does before and after it calls a plan takes the host 0.1 ms, as long as a GPU
-needs to transform 30 MB. Here that is done once for all calls that are alike. What this does not
-know is left to `cupyx.scipy.fft`: other dtypes, arrays to be cut or filled up, scaling, and other
-functions.
+`cupyx.scipy.fft` takes the host 0.1 ms before and after each call of a plan, as long as a GPU needs
+to transform 30 MB. This module prepares once for all similar calls. It passes all other calls to
+`cupyx.scipy.fft`: other dtypes, trimmed or padded arrays, scaling, and other functions.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 
 from dask_p2p.types import Array
 
-_MOST_PLANS = 16  # that a thread keeps, as CuPy does: each has memory to work in
-# What a function makes of which numbers, and cuFFT's direction.
+_MOST_PLANS = 16  # plans that a thread keeps, as in CuPy: each has a work area
+# By function: the types of its input and output, and cuFFT's direction.
 _KINDS = {"fftn": ("C2C", -1), "ifftn": ("C2C", 1), "rfftn": ("R2C", -1), "irfftn": ("C2R", 1)}
 _COMPLEX, _REAL = ("complex64", "complex128"), ("float32", "float64")
 _DTYPES = {"C2C": _COMPLEX, "C2R": _COMPLEX, "R2C": _REAL}
 
 
 class _OfThread(threading.local):
-    """A plan has one memory to work in: so a thread has its own, and for each stream another."""
+    """A thread's plans, one for each stream, because a plan has a single work area."""
 
     def __init__(self) -> None:
         self.plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -42,14 +41,14 @@ def _transformed(
     norm: str = "backward",
     overwrite_x: bool = False,
 ) -> Array:
-    """Do what the function of `cupyx.scipy.fft` with this name does, of an array in C order."""
+    """Call the function of this name in `cupyx.scipy.fft` on a C-ordered array, or its plan."""
     values, direction = _KINDS[name]
     is_unscaled = norm == ("forward" if direction > 0 else "backward")
     plan = _plan(values, block, tuple(lengths), tuple(axes)) if is_unscaled else None
     if plan is None:
         return _by_cupy(name, block, lengths, axes, norm=norm, overwrite_x=overwrite_x)
     if values == "C2R" and not overwrite_x:
-        block = block.copy()  # cuFFT works in it
+        block = block.copy()  # cuFFT overwrites it
     is_in_place = values == "C2C" and overwrite_x
     out: Array = block if is_in_place else plan.get_output_array(block)
     plan.fft(block, out, direction)
@@ -71,7 +70,7 @@ hfft, ihfft = (partial(_by_cupy, name) for name in ("hfft", "ihfft"))
 
 
 def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
-    """Return a plan for the current stream, made now or before; None if there is none."""
+    """Return a cached or new plan for the current stream; None if there is no suitable plan."""
     import cupy
 
     stream = cupy.cuda.get_current_stream()
@@ -97,7 +96,7 @@ def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[i
         return None
     try:
         return _library().get_fft_plan(block, lengths, axes, values)
-    except ValueError:  # of CuPy: cuFFT has no such plan
+    except ValueError:  # from CuPy: cuFFT has no such plan
         return None
 
 

@@ -1,6 +1,6 @@
 """The CuPy backend: arrays in the memory of NVIDIA GPUs.
 
-CuPy is imported when a method is called, never with this module.
+Methods import CuPy; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dask_p2p.backends.host_link import HostLink, measured_host_link
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
-# Resources of RMM that give memory of the GPU only. Managed memory goes beyond it.
+# RMM resources that allocate GPU memory only. Managed memory can exceed it.
 _WITHIN_THE_GPU = ("CudaMemoryResource", "CudaAsyncMemoryResource")
 
 
 class CupyBackend(Backend):
-    """CuPy arrays of any dtype, on one GPU or from a mapped peer."""
+    """CuPy arrays of any dtype, on one GPU or in a peer's mapped memory."""
 
     name = "cupy"
     title = "CuPy"
     on_device = True
     holds_objects = False
     checksum_algorithm = "mixed64"
-    checksum_words = 2**21  # so much that launches do not matter; twice as much is needed beside it
+    checksum_words = 2**21  # enough to hide launches; needs twice as much extra memory
     most_probe_bytes = 256 * 2**20
     fft_modules = ("dask_p2p.backends.cufft",)
 
@@ -56,7 +56,7 @@ class CupyBackend(Backend):
         _kernels().permute_into(dst, src, axes)
 
     def queue(self, *, leave_bandwidth: bool = False) -> DeviceQueue:
-        _cupy()  # which says what to install
+        _cupy()  # raises an error with the remedy
         return DeviceQueue(self.name, leave_bandwidth)
 
     def to_host(self, array: Array) -> Any:
@@ -67,13 +67,13 @@ class CupyBackend(Backend):
         stream = private_stream()
         with stream:
             memory = cuda.alloc(size_bytes)
-        # A pool may have given this stream memory that another stream still writes to, and the next
-        # writer may follow no stream. Waiting for the whole device, other regions and their kernels
-        # included, would cost a fifth of an exchange's speed.
+        # A pool may have given this stream memory that another stream still writes, and the next
+        # writer may use no stream at all. A wait for the whole device, with other regions and their
+        # kernels, would cost a fifth of an exchange's speed.
         stream.synchronize()
         if is_shareable(memory.ptr):
             return memory
-        # UCX would bring it through host memory, 8 KiB at a time.
+        # UCX would move unshareable memory through the host, 8 KiB at a time.
         return cuda.MemoryPointer(cuda.Memory(size_bytes), 0)
 
     def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
@@ -130,9 +130,9 @@ class CupyBackend(Backend):
 
     @contextmanager
     def checksum_stream(self, array: Array) -> Iterator[None]:
-        """Make the array's device current, and a stream of its own.
+        """Make the array's device current, and a private stream.
 
-        On the null stream checksums would wait for whatever tasks run there.
+        On the null stream checksums would wait for tasks' work.
         """
         with array.device, private_stream("checksums"):
             yield
@@ -157,7 +157,7 @@ def _kernels() -> Any:
     return cupy_kernels
 
 
-@cache  # it asks the driver, and each task wants to know
+@cache  # a driver call that each task would repeat
 def _total_bytes(device_id: int) -> int:
     cuda = _cupy().cuda
     with cuda.Device(device_id):
@@ -165,9 +165,9 @@ def _total_bytes(device_id: int) -> int:
 
 
 def _rmm_resources() -> list[Any]:
-    """Return RMM's memory resources, from the current one to the one that asks CUDA.
+    """Return RMM's memory resources, from the current one to the one that calls CUDA.
 
-    None if RMM is not in use. Statistics, logs and pools wrap what they take memory from.
+    Empty if RMM is not in use. Statistics, logs and pools wrap their upstream resource.
     """
     if "rmm" not in sys.modules:
         return []

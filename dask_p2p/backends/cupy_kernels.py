@@ -1,9 +1,9 @@
 """Permuted copies on a GPU: plans of `dask_p2p.backends._launch`, executed with transpose.cu.
 
-Import this module only where CuPy is there; `dask_p2p.backends.cupy` does so.
+Import this module only if CuPy is installed; `dask_p2p.backends.cupy` does so.
 
-Launches get addresses, not arrays. So the source may as well be memory of another GPU that was
-mapped into this process (`cupy.ndarray` over an `UnownedMemory`), and CuPy has nothing to check.
+Launches get addresses, not arrays, so CuPy does not check them. The source may therefore also be
+another GPU's memory that is mapped into this process (`cupy.ndarray` over an `UnownedMemory`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.types import Array
 
 COMPILER_OPTIONS = ("--std=c++17",)
-# Shared memory that a block reserves and does not use when it runs at low occupancy: with it two
-# blocks of any kernel fit on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), and
-# without it four or more. Measured between four H200s: 328 GB/s a GPU with two, 313 with four, 319
-# with one.
+# Unused shared memory that a block reserves for low occupancy. With it two blocks of any kernel fit
+# on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), without it four or more.
+# Measured between four H200s: 328 GB/s a GPU with two blocks, 313 with four, 319 with one.
 LOW_OCCUPANCY_BYTES = 60 * 1024
 
 
@@ -40,16 +39,16 @@ def permute_into(
 ) -> None:
     """Do ``dst[...] = src.transpose(axes)`` on the device of `dst`.
 
-    See `dask_p2p.backends.base.Backend`. Returns once the work is on its stream; keep both arrays
-    until it is done.
+    See `dask_p2p.backends.base.Backend`. The call returns when the work is queued; keep both arrays
+    until its end.
 
     Parameters
     ----------
     stream
-        A `cupy.cuda.Stream` of the device of `dst`; default: the current one of that device.
+        A `cupy.cuda.Stream` of the device of `dst`; default: the device's current stream.
     low_occupancy
-        Put fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth
-        of the device's memory, and copy engines that fill or read it all but stand still.
+        Run fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth of
+        the device's memory, and nearly stops copy engines that use this memory.
     """
     view = transposed(dst, src, axes)
     launches = plan_launches(
@@ -69,7 +68,7 @@ def permute_into(
                 continue
             loaded = _compiled(device_id, launch.word_bytes)[launch.entry]
             unused_bytes = loaded.unused_bytes if low_occupancy else 0
-            # With the stream as an argument: making it the current one takes as long as a launch.
+            # The stream is an argument, because making it current takes as long as a launch.
             loaded.function(
                 (launch.grid,), launch.threads, (launch.pack(),), unused_bytes, stream=on_stream
             )
@@ -79,7 +78,7 @@ class _Loaded(NamedTuple):
     """A kernel on a device."""
 
     function: Any  # cupy.cuda.Function
-    unused_bytes: int  # of shared memory to reserve for low occupancy
+    unused_bytes: int  # shared memory to reserve for low occupancy
 
 
 _functions: dict[tuple[int, int], dict[str, _Loaded]] = {}  # (device, word size) -> name -> kernel
@@ -87,11 +86,11 @@ _compiling: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading
 
 
 def _compiled(device_id: int, word_bytes: int) -> dict[str, _Loaded]:
-    """Return the kernels for a word size, loaded on the current device, which has this number."""
+    """Return the kernels for a word size, loaded on the current device, `device_id`."""
     which = (device_id, word_bytes)
     functions = _functions.get(which)
     if functions is None:
-        with _compiling[which]:  # threads that need another word size do not wait for this one
+        with _compiling[which]:  # threads wait only for the compilation of the same word size
             functions = _functions.get(which)
             if functions is None:
                 functions = _functions[which] = _load(word_bytes)
@@ -108,7 +107,7 @@ def _load(word_bytes: int) -> dict[str, _Loaded]:
 
 
 def _with_low_occupancy(kernel: Any) -> _Loaded:
-    """Allow a kernel the shared memory with which it runs at low occupancy."""
+    """Allow a kernel to reserve the shared memory for low occupancy."""
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
     unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
@@ -117,10 +116,10 @@ def _with_low_occupancy(kernel: Any) -> _Loaded:
 
 
 def warm_up() -> None:
-    """Compile and load the kernels of the current device ahead of their first use.
+    """Compile and load the kernels of the current device before their first use.
 
-    This takes about half a second a word size on a machine's first call, and milliseconds later.
-    It is not for an event loop.
+    The first call on a machine takes about half a second for each word size, later calls take
+    milliseconds. Do not call it on an event loop.
     """
     for word_bytes in WORD_SIZES_BYTES:
         _compiled(cupy.cuda.runtime.getDevice(), word_bytes)

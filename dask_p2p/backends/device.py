@@ -1,17 +1,17 @@
-"""What the package asks of a GPU besides kernels: what to wait for, and does it still work.
+"""Synchronisation with a GPU, and detection of a lost one.
 
 Users' tasks may write a block on any stream of any library, and may capture CUDA graphs while other
-threads of the worker serve peers. So these rules hold for all of this package's code:
+threads of the worker serve peers. All code of this package therefore follows these rules:
 
-- A block is read only after `wait_until_written`.
-- Threads of the package work in `device_work`. There nearly everything is allowed while another
-  thread captures a graph. Only `cudaDeviceSynchronize`, and the null stream while a blocking stream
-  is captured, would still break that capture.
-- Memory of the package's own comes from `private_stream`, and is idle before it goes back. So no
-  stream of a user ever has work left on it.
+- It reads a block only after `wait_until_written`.
+- Its threads use the device in `device_work`. There nearly all calls are safe while another thread
+  captures a graph. Two calls would still break the capture: `cudaDeviceSynchronize`, and any use of
+  the null stream while a blocking stream is captured.
+- Its own memory comes from `private_stream`, and is idle before it is freed. Users' streams
+  therefore never have pending work on this memory.
 
-CuPy is imported when a function is called, never with this module. Functions that take no device
-speak of the calling thread's current one.
+Functions import CuPy; the import of this module does not. Functions without a device argument use
+the calling thread's current device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dask_p2p.types import Array
 _SMALL_BYTES = 512
 _LONGEST_CAPTURE_S = 60.0
 _POLL_S = 1e-3
-_STREAM_CAPTURE_IMPLICIT = 906  # of CUDA: a blocking stream is captured
-# CUDA errors after which nothing on the GPU works in this process: a kernel accessed invalid
-# memory, failed an assertion or ran too long, or the hardware failed.
+_STREAM_CAPTURE_IMPLICIT = 906  # CUDA's error code: a blocking stream is being captured
+# CUDA errors that make the GPU unusable in this process: a kernel accessed invalid memory, failed
+# an assertion or ran too long, or the hardware failed.
 _STICKY = frozenset({214, 219, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 _private: dict[tuple[int, str], Any] = {}  # streams, by device and use
-_written: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: arrays have no hash
+_written: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id, as arrays have no hash
 
 
 def current_device() -> int | None:
@@ -53,7 +53,7 @@ def current_device() -> int | None:
 
 
 def gpu_obstacle() -> str | None:
-    """Return why this process has no GPU to compute on; None if it has one."""
+    """Return the reason why this process cannot use a GPU; None if it can."""
     try:
         import cupy
     except ImportError as exc:
@@ -69,22 +69,22 @@ def gpu_obstacle() -> str | None:
 
 
 def private_stream(use: str = "memory") -> Any:
-    """Return a stream of this package, by default that on which its own memory is allocated.
+    """Return a stream of this package, by default the one for allocations of its own memory.
 
-    It is one for all threads of a process, as a pool keeps memory for each stream that it ever
-    gave some to. Nothing is queued on that for memory. Wait for it before the first use of memory
-    from it, since a pool may have made it wait for the memory's last owner.
+    All threads of a process share it, because a pool keeps memory for each stream that has ever
+    allocated. The stream for memory gets no other work. Synchronise it before the first use of its
+    memory, since a pool may make it wait for the memory's previous owner.
     """
     import cupy
 
     key = cupy.cuda.runtime.getDevice(), use
-    if key not in _private:  # or another thread makes it just now
+    if key not in _private:  # another thread may make it concurrently
         _private.setdefault(key, cupy.cuda.Stream(non_blocking=True))
     return _private[key]
 
 
 def order_after_null_stream(streams: Sequence[Any]) -> None:
-    """Have streams wait, on the device, for what the null stream has been given so far."""
+    """Make streams wait, on the device, for the present work of the null stream."""
     import cupy
 
     wait_for_null_stream()
@@ -94,9 +94,9 @@ def order_after_null_stream(streams: Sequence[Any]) -> None:
 
 
 def wait_for_null_stream() -> None:
-    """Wait until the null stream may be used: while a blocking stream is captured, it may not.
+    """Wait until the null stream is usable, which it is not while a blocking stream is captured.
 
-    `TransferError` if that goes on for long.
+    `TransferError` after a long wait.
     """
     import cupy
 
@@ -104,7 +104,7 @@ def wait_for_null_stream() -> None:
     deadline_s = time.monotonic() + _LONGEST_CAPTURE_S
     while True:
         try:
-            runtime.streamIsCapturing(0)  # which harms no capture, where using the stream would
+            runtime.streamIsCapturing(0)  # safe, unlike a use of the stream
         except runtime.CUDARuntimeError as exc:
             if exc.status != _STREAM_CAPTURE_IMPLICIT:
                 raise
@@ -113,19 +113,19 @@ def wait_for_null_stream() -> None:
         if time.monotonic() > deadline_s:
             raise TransferError(
                 f"another task has been capturing a CUDA graph on a blocking stream for "
-                f"{_LONGEST_CAPTURE_S:g} s, in which nobody else can use the null stream. Capture "
-                f"on a non-blocking stream, or with one thread a worker."
+                f"{_LONGEST_CAPTURE_S:g} s, which blocks the null stream for all threads. Capture "
+                f"on a non-blocking stream, or use one thread a worker."
             )
         time.sleep(_POLL_S)
 
 
 def wait_for_all_streams() -> None:
-    """Wait until the device has done all work of this process, on any stream.
+    """Wait until the device has finished all work of this process, on any stream.
 
     `cudaDeviceSynchronize` would invalidate every graph that is being captured in the process.
-    `cudaMalloc` and `cudaFree` do not, and "synchronize across all executing CUDA streams" as well
-    (CUDA C++ Programming Guide, "Stream Ordered Memory Allocator"): 3 µs where there is nothing to
-    wait for, and 0.7 ms if the driver has to map a new page for it. Expects `device_work`.
+    `cudaMalloc` and `cudaFree` do not, but also "synchronize across all executing CUDA streams"
+    (CUDA C++ Programming Guide, "Stream Ordered Memory Allocator"). On an idle device this takes
+    3 µs, or 0.7 ms if the driver maps a new page for it. Call it within `device_work`.
     """
     import cupy
 
@@ -133,7 +133,7 @@ def wait_for_all_streams() -> None:
     try:
         _keep_page(runtime.getDevice())
         address = runtime.malloc(_SMALL_BYTES)
-    except runtime.CUDARuntimeError:  # out of memory, or lost, which the next call says too
+    except runtime.CUDARuntimeError:  # out of memory, or lost; then the next call raises too
         runtime.deviceSynchronize()
     else:
         runtime.free(address)
@@ -141,7 +141,7 @@ def wait_for_all_streams() -> None:
 
 @cache
 def _keep_page(device: int) -> int:
-    """Keep a little memory of a GPU for ever: the same page has room for a little more."""
+    """Keep a small allocation for ever, so that the next one fits into the same mapped page."""
     import cupy
 
     return int(cupy.cuda.runtime.malloc(_SMALL_BYTES))
@@ -151,11 +151,11 @@ def _keep_page(device: int) -> int:
 
 
 def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> None:
-    """Wait until what their producers have queued for these CuPy arrays is done.
+    """Wait until the producers' queued work on these CuPy arrays is finished.
 
-    A task returns before its kernels are done. Each block is waited for once in its life. They may
-    be on any GPUs of this process, and written on any stream; else only on the null stream, or on
-    streams that the null stream waits for.
+    A task returns before its kernels end. The wait happens once for each block. Blocks may be on
+    any GPU of this process. With `any_stream` they may have been written on any stream; otherwise
+    only on the null stream, or on streams that the null stream waits for.
     """
     new = [block for block in blocks if _written.get(id(block)) is not block]
     if not new:
@@ -175,19 +175,19 @@ def wait_until_written(blocks: Iterable[Any], *, any_stream: bool = True) -> Non
 
 
 def mark_written(block: Array) -> None:
-    """Note that a block need not be waited for."""
+    """Record that a block needs no wait."""
     _written[id(block)] = block
 
 
-# --- what may go wrong ---
+# --- failures ---
 
 
 @contextmanager
 def device_work() -> Iterator[None]:
-    """Return a context for everything that a thread of the package does with a device.
+    """Return a context for all device work of a thread of this package.
 
-    It may go on while another thread captures a CUDA graph, and it finds out if the device is lost:
-    `DeviceLostError` in place of whatever error that has led to.
+    The work is safe while another thread captures a CUDA graph. If the device is lost, the context
+    raises `DeviceLostError` instead of the resulting error.
     """
     before = relax_capture()
     try:
@@ -203,7 +203,7 @@ def device_work() -> Iterator[None]:
 def relax_capture() -> Any:
     """Let this thread use the device while another one captures a CUDA graph.
 
-    Return what was set before.
+    Return the previous mode.
     """
     if "cupy" not in sys.modules or driver() is None:
         return None
@@ -216,10 +216,9 @@ def _exchange_capture_mode(mode: Any) -> Any:
 
 
 def raise_if_lost() -> None:
-    """Raise `DeviceLostError` if this process' CUDA context is lost.
+    """Raise `DeviceLostError` if this process's CUDA context is lost.
 
-    The next call of CUDA finds the error, and so does every later one. Only the end of the process
-    helps.
+    After a loss every CUDA call fails, until the process ends.
     """
     if "cupy" not in sys.modules:
         return
@@ -234,6 +233,6 @@ def raise_if_lost() -> None:
         return
     if error is not None:
         raise DeviceLostError(
-            f"the GPU of this process works no more: {error}. A kernel of an earlier task "
-            f"failed, or the hardware did. Only a new process helps."
+            f"the CUDA context of this process is lost: {error}. A kernel of an earlier task "
+            f"or the hardware failed. Restart the process."
         )

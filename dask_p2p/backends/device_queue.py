@@ -1,4 +1,4 @@
-"""The queue of a GPU: CuPy arrays, four streams, and copy engines that work while kernels run."""
+"""The queue of a GPU: CuPy arrays, four streams, and copy engines concurrent with kernels."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from dask_p2p.types import Array, DTypeLike, Kind
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT_BYTES = 256  # of allocations on a GPU
-_FIRST = -1  # a stream's priority: lower numbers go first
+_ALIGNMENT_BYTES = 256  # alignment of allocations on a GPU
+_FIRST = -1  # priority of a stream: lower numbers go first
 
 
 class _Prefetched(NamedTuple):
-    """A part of a peer's block, in a slot or where it is."""
+    """A part of a peer's block, in a slot or in place."""
 
     array: Array
     slot: Slot | None
 
 
 class DeviceQueue:
-    """CuPy: four streams, of the calling thread's own unless the queue is to have its own.
+    """The queue of CuPy arrays: four streams of the calling thread, or of its own.
 
     ::
 
         copies      [stage 1, part 0][stage 1, part 1][stage 1, part 2][stage 2, part 0] ...
         emptying                     [part 0]         [part 1]         [part 2]
         concurrent  [stage 0: the worker's own pieces]
-        stream      [whatever else]
+        stream      [all other work]
                       into slot 0      into slot 1      into slot 2      into slot 0
 
-    A part of a peer's block is copied into a slot of local memory by a copy engine, which is
-    quicker over NVLink than loads of a kernel are (389 against 320 GB/s between H200s), and then
-    permuted from there. Slots are used in turn; all waiting is done by the device. Copies wait
-    for slots to be emptied, so that goes before all other kernels (346 against 326 GB/s a GPU
-    between four H200s). Others have no priority: UCX copies at the same time, and is quicker so.
+    A copy engine copies a part of a peer's block into a slot of local memory, and a kernel permutes
+    it from there. Over NVLink copy engines are faster than a kernel's loads (389 against 320 GB/s
+    between H200s). Slots are used in turn, and only the device waits. Copies wait for empty slots,
+    so the kernels that empty slots have priority (346 against 326 GB/s a GPU between four H200s).
+    The other streams have none, because UCX's concurrent copies are faster without it.
 
-    The streams are non-blocking ones, so that waiting for them is not waiting for whatever else
-    the process runs on its GPU. A queue belongs to the GPU that is current when it is made.
+    The streams are non-blocking, so that a wait for them does not wait for other work of the
+    process. A queue belongs to the GPU that is current when it is made.
     """
 
     pinned_output = False
@@ -78,19 +78,18 @@ class DeviceQueue:
             )
             known[device] = (first, second, third, last)
         self._all = self._stream, self._copies, self._concurrent, self._emptying = known[device]
-        self._slots: deque[Slot] = deque()  # the one that has waited longest first
-        self._in_place = False  # because there is no memory for slots
+        self._slots: deque[Slot] = deque()  # least recently used first
+        self._in_place = False  # true without memory for slots
         self._unread = BeingRead(MOST_UNREAD)
         self._private = device_module.private_stream()
         self._timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
-        self._allocated: list[Any] = []  # by `empty`, since the last `synchronize`
-        self._items: dict[bytes, Any] = {}  # that `fill` has written, and may still read
+        self._allocated: list[Any] = []  # arrays of `empty` since the last `synchronize`
+        self._items: dict[bytes, Any] = {}  # items that `fill` has written, and may still read
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        # On the null stream: a block outlives this queue, and a pool keeps the memory of a
-        # stream for that stream. Whatever stream an earlier task of the thread has left current,
-        # what the null stream still does with memory that it gave back before must be over
-        # before this queue writes there.
+        # Blocks are allocated on the null stream, for any current stream of the thread: a block
+        # outlives this queue, and a pool keeps the memory of a stream for that stream. The null
+        # stream may still use memory that it has freed; the queue writes there only afterwards.
         device_module.wait_for_null_stream()
         with self._cupy.cuda.Stream.null as stream:
             try:
@@ -100,7 +99,7 @@ class DeviceQueue:
                     raise
                 array = self._cupy.empty(tuple(shape), dtype)
             if array.nbytes and is_managed(array.data.ptr):
-                # All its pages at once; kernels would create them one by one.
+                # Creates all pages in one call; kernels would create them one by one.
                 self._cupy.cuda.runtime.memPrefetchAsync(
                     array.data.ptr, array.nbytes, self._device, stream.ptr
                 )
@@ -132,7 +131,7 @@ class DeviceQueue:
         self._kernels.permute_into(dst, src, axes, stream=stream, low_occupancy=self._low_occupancy)
 
     def _permute_from_device(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        """Do it where another GPU of this process holds `src`; these need not reach each other."""
+        """Permute from another GPU of this process; the GPUs need no peer access."""
         with src.device:
             remote = DeviceQueue(self.kind)
             packed = remote.scratch(src.shape, src.dtype)
@@ -155,10 +154,10 @@ class DeviceQueue:
             local = self.scratch(src.shape, src.dtype)
             local.set(src, stream=self._stream)
             src = local
-        else:  # of Dask, which makes what it receives on the null stream
+        else:  # received by Dask, which makes arrays on the null stream
             device_module.order_after_null_stream([self._stream])
         self._permute_on(self._stream, dst, src, axes)
-        # Its memory may be another's as soon as it is dropped: not before the kernel has read it.
+        # Keep it until the kernel has read it: its memory may be reused once it is dropped.
         read = self._cupy.cuda.Event(disable_timing=True)
         read.record(self._stream)
         self._unread.add(src, read)
@@ -179,7 +178,7 @@ class DeviceQueue:
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
         slot = self._slots[0]
-        if src.nbytes > slot.memory.nbytes:  # made for an earlier holder, whose parts were smaller
+        if src.nbytes > slot.memory.nbytes:  # made for an earlier holder with smaller parts
             return _Prefetched(src, None)
         self._slots.rotate(-1)
         if slot.is_used:
@@ -200,9 +199,10 @@ class DeviceQueue:
 
     @contextmanager
     def within(self, stream: Any) -> Iterator[None]:
-        """Return a context whose work follows what a stream has been given before.
+        """Return a context that orders the queue's work within a stream.
 
-        What the stream is given later follows that work, so that nobody need wait for the queue.
+        It follows the stream's earlier work, and the stream's later work follows it, so that no
+        caller waits for the queue.
         """
         event = self._event
         event.record(stream)
@@ -217,24 +217,24 @@ class DeviceQueue:
 
     @cached_property
     def _event(self) -> Any:
-        """One that is recorded anew each time: whatever waits for it waits for the time before."""
+        """An event that is recorded repeatedly; each wait is for its latest record."""
         return self._cupy.cuda.Event(disable_timing=True)
 
     @property
     def reading(self) -> Sequence[Any]:
-        """The streams on which parts of peers' blocks are read."""
+        """The streams that read parts of peers' blocks."""
         return self._copies, self._stream
 
     @property
     def concurrent(self) -> Any:
-        """The stream of what is `concurrent`."""
+        """The stream of `concurrent` work."""
         return self._concurrent
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
-        # By a copy engine too: beside UCX's copies it takes less from them than a kernel does.
+        # A copy engine slows UCX's concurrent copies less than a kernel does.
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         if pitch is not None and is_managed(src.data.ptr):
-            pitch = None  # such memory they bring through the host
+            pitch = None  # copy engines would copy managed memory through the host
         if pitch is None:
             self.permute(dst, src, range(src.ndim))
         else:
@@ -274,20 +274,20 @@ class DeviceQueue:
             device_module.mark_written(self._allocated.pop())
 
     def _has_slots(self, slot_bytes: int) -> bool:
-        """Return whether there is memory for slots; without, parts are read in place: slower."""
+        """Return true if there is memory for slots; otherwise parts are read in place, slower."""
         if not self._slots and not self._in_place:
             try:
                 kept = self._kept_slots.take(self._device, slot_bytes)
                 self._slots.extend(kept or self._new_slots(slot_bytes))
-            except MemoryError as exc:  # of CuPy and of RMM too
-                logger.debug("no memory to copy parts into, they are read in place: %s", exc)
+            except MemoryError as exc:  # from CuPy or RMM
+                logger.debug("no memory for slots, reading parts in place: %s", exc)
                 self._in_place = True
         return not self._in_place
 
     def _new_slots(self, slot_bytes: int) -> Iterator[Slot]:
-        """Allocate all slots at once: one allocation takes as long as the transfer of a part.
+        """Allocate all slots in one call, which takes as long as the transfer of a part.
 
-        On the stream that fills them, so that there is nothing to wait for.
+        The stream that fills them allocates them, and therefore does not wait.
         """
         step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         event = self._cupy.cuda.Event

@@ -1,6 +1,6 @@
-"""What CUDA's driver tells of GPUs and of memory.
+"""Information from the CUDA driver about GPUs and memory.
 
-Nothing of CUDA is imported before a function is called.
+Functions import CUDA's packages; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from dask_p2p.errors import TransferError
 
-MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver sees from the addresses where they are
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver derives the direction from the addresses
 
 
 @cache
@@ -21,23 +21,23 @@ def driver() -> Any:
         from cuda.bindings import driver as api
 
         api.cuDriverGetVersion()
-    except Exception:  # one class for each thing that can be missing
+    except Exception:  # each missing component has its own error class
         return None
     return api
 
 
 @cache
 def uuid(device: int) -> bytes:
-    """Return the UUID of a GPU, 16 bytes; no bytes if it cannot be found out.
+    """Return the UUID of a GPU, 16 bytes; empty if it is unknown.
 
-    CuPy's own is cut at its first zero byte, which one UUID in sixteen has.
+    CuPy truncates a UUID at its first zero byte, which one UUID in sixteen has.
     """
-    with suppress(Exception):  # not installed, or one of the many errors of a driver
+    with suppress(Exception):  # not installed, or one of the driver's many errors
         from cuda.bindings import driver as api
 
         error, number = api.cuDeviceGet(device)
         if error == api.CUresult.CUDA_SUCCESS:
-            # By CUDA 12, where this is the second version, the first has no MIG instances' own.
+            # In CUDA 12 only the second version returns the UUIDs of MIG instances.
             get_uuid = getattr(api, "cuDeviceGetUuid_v2", None) or api.cuDeviceGetUuid
             error, result = get_uuid(number)
             if error == api.CUresult.CUDA_SUCCESS:
@@ -46,9 +46,9 @@ def uuid(device: int) -> bytes:
 
 
 def is_shareable(address: int) -> bool:
-    """Return whether CUDA IPC can share memory with other processes, as far as is known.
+    """Return false if CUDA IPC is known to be unable to share memory with other processes.
 
-    It cannot if the memory is managed, or of `cudaMallocAsync`.
+    It cannot share managed memory, or memory of `cudaMallocAsync`.
     """
     with suppress(TransferError):
         return bool(_attribute(driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
@@ -56,7 +56,7 @@ def is_shareable(address: int) -> bool:
 
 
 def is_managed(address: int) -> bool:
-    """Return whether memory is managed: its pages are where they were touched last."""
+    """Return true if memory is managed: its pages move to the processor that touches them."""
     with suppress(TransferError):
         return bool(_attribute(driver(), "IS_MANAGED", address))
     return False
@@ -65,7 +65,7 @@ def is_managed(address: int) -> bool:
 def buffer_id(address: int) -> int:
     """Return the id, unique in this process, of the allocation that memory belongs to.
 
-    `ImportError` without cuda-bindings, `TransferError` if the driver does not tell.
+    `ImportError` without cuda-bindings, `TransferError` if the driver does not report it.
     """
     from cuda.bindings import driver as api
 
@@ -84,16 +84,16 @@ def allocation(address: int) -> tuple[int, int]:
 
 
 def close_ipc(address: int) -> None:
-    """Close a mapping of another process' memory, made by `cudaIpcOpenMemHandle`.
+    """Close a mapping of another process's memory, made by `cudaIpcOpenMemHandle`.
 
-    The driver may wait for all work on the device, and that work for another thread of this
-    process. CuPy's call would keep all other threads from running.
+    The driver may wait for all work on the device, which may wait for another thread of this
+    process. CuPy's function would hold the interpreter lock, and block that thread.
     """
     import cupy
 
     runtime, api = cupy.cuda.runtime, driver()
     if api is not None:
-        runtime.memGetInfo()  # gives a thread that is new to the device its context
+        runtime.memGetInfo()  # sets the device's context in a thread that is new to it
         (error,) = api.cuIpcCloseMemHandle(address)
         if error == api.CUresult.CUDA_SUCCESS:
             return
@@ -101,7 +101,7 @@ def close_ipc(address: int) -> None:
 
 
 def _attribute(api: Any, name: str, address: int) -> Any:
-    """Return what the driver knows of memory; `TransferError` if it does not tell."""
+    """Return an attribute of memory; `TransferError` if the driver does not report it."""
     if api is None:
         raise TransferError(
             f"cuda-bindings is needed for {name}; install dask-p2p[cuda13] or [cuda12]"

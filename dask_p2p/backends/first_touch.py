@@ -1,9 +1,9 @@
-"""The first touch of new host memory, in pages of the size that is quicker at the moment.
+"""The first touch of new host memory, in the page size that is currently faster.
 
-The system finds and clears each page when it is touched first. NumPy asks for huge pages, of 2 MiB:
-200 MB take 30 ms where the system has them at hand. On virtual machines whose host has to provide
-the memory they took 400 to 1,500 ms, and 110 to 200 ms in pages of 4 KiB, which are found among
-those that were used before (two Xeon cores under KVM, Linux 6.18).
+The system allocates and clears each page at its first touch. NumPy requests huge pages, of 2 MiB:
+200 MB take 30 ms if the system has free ones. On virtual machines whose host has to provide the
+memory they took 400 to 1,500 ms. Pages of 4 KiB took 110 to 200 ms there, because the system reuses
+pages (two Xeon cores under KVM, Linux 6.18).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from dask_p2p.backends.host_threads import pool, thread_count
 
-_LEAST_BYTES = 2**22  # NumPy asks for huge pages from here on
+_LEAST_BYTES = 2**22  # NumPy requests huge pages from this size on
 _PAGE_BYTES = 2**12
 _STEP_BYTES = 2**22
-_SLOW_S = 4e-3  # for a step: 0.5 to 1 ms with huge pages at hand, 8 to 30 ms without, 2 with small
-_BYTES_EACH = 2**26  # for one of several threads, at least
+_SLOW_S = 4e-3  # a step takes 0.5 to 1 ms with free huge pages, 8 to 30 ms without, 2 with small
+_BYTES_EACH = 2**26  # least for each of several threads
 _NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE
-_POPULATE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 def first_touch(array: np.ndarray[Any, Any]) -> None:
-    """Have the system provide the pages of a C-ordered array whose values are undefined."""
+    """Let the system provide the pages of a C-ordered array with undefined values."""
     if array.nbytes < _LEAST_BYTES:
         return
     start = -(-array.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
@@ -36,7 +36,7 @@ def first_touch(array: np.ndarray[Any, Any]) -> None:
     while start < stop:
         step_bytes = min(_STEP_BYTES, stop - start)
         if _advise(start, step_bytes, _POPULATE):
-            return  # an older system, which does so when the array is written
+            return  # an older system, which provides pages when the array is written
         start += step_bytes
         now_s = perf_counter()
         if now_s - begun_s > _SLOW_S:
@@ -47,7 +47,7 @@ def first_touch(array: np.ndarray[Any, Any]) -> None:
 
 
 def touch_by_threads(memory: np.ndarray[Any, Any]) -> None:
-    """Do the same for bytes by several threads: it is most of what new pinned memory takes."""
+    """Touch bytes by several threads: most of the time that new pinned memory takes."""
     step_bytes = max(_BYTES_EACH, -(-memory.nbytes // thread_count()))
     parts = (memory[at:][:step_bytes] for at in range(0, memory.nbytes, step_bytes))
     for _ in pool().map(first_touch, parts):
@@ -55,7 +55,7 @@ def touch_by_threads(memory: np.ndarray[Any, Any]) -> None:
 
 
 def _advise(start: int, size_bytes: int, advice: int) -> int:
-    """Tell the system what memory is for; return 0 if it follows. Without Python's lock."""
+    """Call `madvise` without the interpreter lock; return 0 on success."""
     done: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), advice)
     return done
 

@@ -1,4 +1,4 @@
-"""What this process runs on: host, processor, GPU, links, versions of what speeds depend on."""
+"""The environment of this process: host, CPU, GPU, links, and versions that affect speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from uuid import UUID
 
-# The names of the last four's distributions end in CUDA's version.
+# The distributions of the last four have names that end in CUDA's version.
 _PACKAGES = [
     "dask-p2p",
     "dask",
@@ -27,15 +27,15 @@ _PACKAGES = [
 
 @cache
 def kernel_and_namespace() -> tuple[str, str]:
-    """Return which run of which kernel this is, and the process' PID namespace."""
+    """Return the boot id of the Linux kernel, and the process's PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
 def on_gpu() -> bool:
-    """Return whether this process is a worker that computes on a GPU, without loading anything.
+    """Return true if this process computes on a GPU, without loading a library.
 
-    It has loaded CuPy, or dask-cuda made it; the latter may load CuPy with the first block only.
+    It has loaded CuPy, or dask-cuda started it; then it may load CuPy with its first block.
     """
     if "cupy" in sys.modules:
         return True
@@ -43,9 +43,9 @@ def on_gpu() -> bool:
 
 
 def link_gbs(uuid: bytes) -> float | None:
-    """Return what all NVLinks of a GPU together should carry one way, GB (1e9 bytes) a second.
+    """Return the nominal rate of all NVLinks of a GPU one way, GB (1e9 bytes) a second.
 
-    None without a driver, or without NVLinks. The UUID has 16 bytes.
+    None without a driver or without NVLinks. The UUID has 16 bytes.
     """
     try:
         import pynvml
@@ -63,7 +63,7 @@ def link_gbs(uuid: bytes) -> float | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what figures depend on; None for what is not installed."""
+    """Return the versions of packages that affect measurements; None if not installed."""
     installed = [
         ((d.metadata["Name"] or "").lower().replace("_", "-"), d.version) for d in distributions()
     ]
@@ -75,13 +75,13 @@ def versions() -> dict[str, str | None]:
 
 
 def cpu_name() -> str:
-    """Model of this machine's processor."""
+    """Return the model of this machine's CPU."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
                 label, _, value = line.partition(":")
                 if label.strip() == "model name":
                     return value.strip()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         pass
     return platform.processor() or platform.machine()

@@ -13,24 +13,24 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import box_slices, split_box
 
 # On an H200's host with 16 cores, blocks of 256 MiB went through its GPU at 10, 17, 25, 32 and 28
-# GB/s, both ways together, as 1, 2, 4, 8 and 12 threads filled slots of pinned memory. From where
-# they lay, pinned for that time, it was 23 to 26. Blocks of 1 GiB took 50 GB/s with 8 threads as
-# with 12, and 31 pinned.
+# GB/s, both ways together, with 1, 2, 4, 8 and 12 threads that filled slots of pinned memory.
+# Pinned in place for that time, they reached 23 to 26 GB/s. Blocks of 1 GiB reached 50 GB/s with 8
+# or 12 threads, and 31 GB/s pinned in place.
 _FEW_THREADS = 4
 _REGISTER_FROM_BYTES = 2**24
-_LEAST_BYTES = 2**20  # to be copied by another thread
-_BYTES_EACH = 2**22  # at least: to give one its part takes as long as to copy half a MiB
+_LEAST_BYTES = 2**20  # least size of a copy by other threads
+_BYTES_EACH = 2**22  # least for each thread: a submission takes as long as a copy of half a MiB
 
 
 def copy_on_host(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> None:
-    """Copy an array of the host, by several threads if it is large; return when that is done."""
+    """Copy an array of the host, by several threads if it is large, and wait for the end."""
     begin_copy(to, of)()
 
 
 def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[], None]:
-    """Have threads begin to copy an array of the host; return what waits until that is done.
+    """Start to copy an array of the host by threads; return a function that waits for the end.
 
-    A small one is copied when this returns.
+    A small array is copied before the call returns.
     """
 
     def copy(part: Any) -> None:
@@ -51,8 +51,8 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
 
 
 def register_from_bytes() -> float:
-    """Return how large a block is that a GPU reads sooner if it is pinned where it lies.
+    """Return the block size from which on a GPU reads faster if the block is pinned in place.
 
-    Where there are less than four threads that could copy it into pinned memory.
+    It is infinite with four or more threads that can copy blocks into pinned memory.
     """
     return _REGISTER_FROM_BYTES if thread_count() < _FEW_THREADS else inf

@@ -1,6 +1,6 @@
-"""How fast copies between pinned host memory and a GPU are: a short measurement.
+"""A short measurement of the speed of copies between pinned host memory and a GPU.
 
-CuPy is imported when a function is called, never with this module.
+Functions import CuPy; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dask_p2p.backends.pinned import is_pinned
 from dask_p2p.backends.pitch import Pitch
 from dask_p2p.backends.slots import Slot
 
-_BYTES = 2**25  # of a copy: less than a millisecond, and much more than one takes to begin
+_BYTES = 2**25  # of a copy: less than a millisecond, but much more than its start takes
 _REPEATS = 5
 
 
@@ -21,14 +21,15 @@ class HostLink(NamedTuple):
     """Rates of copies between pinned host memory and a GPU, 1e9 bytes a second."""
 
     up_gbs: float  # to the GPU
-    down_gbs: float
-    both_gbs: float  # of both together, at the same time
+    down_gbs: float  # from the GPU
+    both_gbs: float  # sum of two concurrent copies, one each way
 
 
 def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
-    """Measure the link of the current GPU; None if no memory can be pinned, and `warn` is told why.
+    """Measure the link of the current GPU.
 
-    It blocks: call it from a thread, in `device_work`.
+    If no memory can be pinned, call `warn` with the reason and return None. The call blocks: make
+    it from a thread, in `device_work`.
     """
     streams = HostStreams(warn)
     slots = streams.device_slots(1, 2 * _BYTES)
@@ -51,7 +52,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
 
 
 def _seconds(of: HostStreams, memory: Slot, host: Slot, ways: tuple[str, ...]) -> float:
-    """Return what copies take that begin together, until the last is done."""
+    """Return the seconds of copies that start together, until the end of the last one."""
     cuda, pitch = of.cupy.cuda, Pitch(1, _BYTES, _BYTES)
     first, *others = (of.streams[way] for way in ways)
     start, stop = cuda.Event(), cuda.Event()

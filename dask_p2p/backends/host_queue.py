@@ -1,4 +1,4 @@
-"""The queue of host memory: everything is done when a call returns."""
+"""The queue of host memory: work is finished when a call returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_p2p.types import Array, DTypeLike
 
 
 class HostQueue:
-    """NumPy: done when the call returns."""
+    """The queue of NumPy arrays: work is finished when a call returns."""
 
     def __init__(self, backend: Backend, pinned_output: bool = False) -> None:
         self.kind = backend.name

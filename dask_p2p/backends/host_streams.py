@@ -1,6 +1,6 @@
-"""Between host memory and a GPU: three streams, and memory for parts on both sides.
+"""Transfers between host memory and a GPU: three streams, and memory for parts on both sides.
 
-CuPy is imported when an object is made, never with this module.
+A new object imports CuPy; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dask_p2p.types import Array
 
 
 class HostStreams:
-    """Three streams of the current GPU, and memory that is kept for parts.
+    """Three streams of the current GPU, and memory for parts that is kept for reuse.
 
-    All blocks of a process go through the same streams: one begins while the last parts of another
-    are still under way, and does not delay these. Where memory cannot be pinned, and copies are
-    slower, `warn` is told what is missing, and why.
+    All blocks of a process go through the same streams. A block can start while the last parts of
+    another one are in transit, without delaying them. If memory cannot be pinned, copies are
+    slower, and the object calls `warn` with the problem and its cause.
     """
 
     _streams: ClassVar[dict[int, dict[str, Any]]] = {}  # by device
@@ -37,20 +37,20 @@ class HostStreams:
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in self._streams:
             made = {what: cupy.cuda.Stream(non_blocking=True) for what in ("up", "run", "down")}
-            self._streams.setdefault(device, made)  # another thread may be doing the same
+            self._streams.setdefault(device, made)  # another thread may do this concurrently
         self.streams = self._streams[device]
         self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._warn = warn
 
     def device_slots(self, count: int, size_bytes: int) -> list[Slot]:
-        """Return memory of the device for so many parts."""
+        """Return device memory for `count` parts."""
         if kept := self._kept_slots.take(self._device, size_bytes, count):
             return kept
-        with self.streams["up"]:  # on the stream that fills it: there is nothing to wait for
+        with self.streams["up"]:  # the stream that fills it, which therefore does not wait
             return _slots(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
     def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
-        """Return memory of the host for so many parts, pinned if it can be."""
+        """Return host memory for `count` parts, pinned if possible."""
         if kept := self._kept_host_slots.take(None, size_bytes, count):
             return kept
         try:
@@ -61,11 +61,11 @@ class HostStreams:
 
     @classmethod
     def drop_slots(cls) -> None:
-        """Give the device's memory back that is kept for the next block."""
+        """Free the device memory that is kept for the next block."""
         cls._kept_slots.clear()
 
     def keep(self, slots: list[Slot], host_slots: list[Slot]) -> None:
-        """Keep memory a while for the next block, which waits until it is free."""
+        """Keep memory for a while for the next block, which waits until it is free."""
         for kept, device, each in (
             (self._kept_slots, self._device, slots),
             (self._kept_host_slots, None, host_slots),
@@ -74,12 +74,12 @@ class HostStreams:
                 kept.keep(device, each)
 
     def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch) -> None:
-        """Have a copy engine copy an array of the host, of this pitch, to memory of the device."""
+        """Queue a copy of a host array with this pitch to device memory."""
         ptr = to.data.ptr
         self._copy(ptr, pitch.run_bytes, of.ctypes.data, pitch.stride_bytes, pitch, "up")
 
     def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch) -> None:
-        """Have one copy memory of the device to an array of the host, which has this pitch."""
+        """Queue a copy of device memory to a host array with this pitch."""
         ptr = of.data.ptr
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
@@ -96,7 +96,7 @@ class HostStreams:
             runtime.memcpyAsync(to, of, size_bytes, MEMCPY_DEFAULT, stream)
 
     def synchronize(self) -> None:
-        """Wait for all three: nothing reads or writes any more what blocks have used so far."""
+        """Wait for all three streams; afterwards no copy uses the blocks' memory."""
         for stream in self.streams.values():
             stream.synchronize()
 
@@ -107,13 +107,13 @@ def _slots(memory: Any, count: int) -> list[Slot]:
 
 
 def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
-    """Return a view of host memory as a copy engine copies it; None if it does not."""
+    """Return the pitch of a view of host memory; None if copy engines cannot copy it."""
     if view.flags.c_contiguous:
         return Pitch(1, view.nbytes, view.nbytes)
     return engine_pitch(view.shape, view.strides, view.itemsize)
 
 
 def array_in(memory: np.ndarray[Any, Any], at: int, like: Any) -> np.ndarray[Any, Any]:
-    """Return an array of this shape and dtype in memory of the host, from this byte on."""
+    """Return an array with the shape and dtype of `like` in host memory, from byte `at` on."""
     array: np.ndarray[Any, Any] = memory[at:][: like.nbytes].view(like.dtype).reshape(like.shape)
     return array

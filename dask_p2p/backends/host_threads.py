@@ -1,4 +1,4 @@
-"""Threads of this process for work on host memory that is beside a task: copies, first touches."""
+"""Threads of this process for work on host memory in the background: copies, first touches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MOST = 8
 
 @cache
 def thread_count() -> int:
-    """Return how many there are: as many as cores that this process may use, but at most eight."""
+    """Return the number of threads: the cores that this process may use, at most eight."""
     return min(_MOST, len(os.sched_getaffinity(0)))
 
 
 @cache
 def pool() -> ThreadPoolExecutor:
-    """Return them."""
+    """Return the pool of these threads."""
     return ThreadPoolExecutor(thread_count(), "p2p-slots")

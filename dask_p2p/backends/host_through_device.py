@@ -1,4 +1,4 @@
-"""The queue of NumPy blocks whose axes a GPU permutes: up, by its kernel, and down again.
+"""The queue of NumPy blocks that a GPU permutes: copy up, kernel, copy down.
 
 ::
 
@@ -7,9 +7,9 @@
     run                       [part 0][part 1][part 2]
     down                              [part 0][part 1][part 2]
 
-Regions are cut in parts, and go through slots of memory on both sides: each is used again when its
-part is in the output. Where a region or the output lies in pinned memory, copies begin or end
-there, and the host has nothing to fill or to empty. CuPy is imported when a queue is made.
+Regions are divided into parts, which go through slots of memory on both sides. A slot is used again
+when its part is in the output. If a region or the output lies in pinned memory, copies begin or end
+there, and the host does not fill or empty slots. A new queue imports CuPy.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from dask_p2p.backends.slots import Slot
 from dask_p2p.geometry import box_slices, split_box
 from dask_p2p.types import Array, DType
 
-#: The smallest block that a GPU permutes where the option says "auto": smaller ones the CPU had
-#: done sooner, on an H200's host with one thread.
+#: The smallest block that a GPU permutes if the option is "auto". For smaller blocks, one thread on
+#: an H200's host was faster.
 AUTO_FROM_BYTES = 2**24
 
 _PART_BYTES = 2**24
-_ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
-_SHARE = 4  # at most this part of the staging limit is for slots
-_HALVES = 2  # of a slot, on either side: what is permuted, and what comes of it
-#: What kernels take items for, by size. They move them as they are.
+_ALIGNMENT_BYTES = 512  # alignment of arrays on a GPU
+_SHARE = 4  # slots take at most a quarter of the staging limit
+_HALVES = 2  # halves of a slot, on either side: for the source and for the result
+#: By item size: the dtype that kernels use; they do not interpret items.
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
-    """Return whether NumPy blocks are permuted by a GPU: of this size, and dtype if that is known.
+    """Return true if a GPU permutes NumPy blocks of this size, and of this dtype if given.
 
-    Objects and structures are not, nor items of other sizes than numbers have. `where` is the
-    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu". What "auto" says holds for this process.
+    A GPU never permutes objects, structures, or items of a size that no number has. `where` is the
+    option ``p2p.permute-numpy``: "auto", "cpu" or "gpu". "auto" depends on this process.
     """
     if dtype is not None and (dtype.hasobject or dtype.names or dtype.itemsize not in _WORDS):
         return False
@@ -56,35 +56,35 @@ def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
 
 
 def part_bytes(limit_bytes: int) -> int:
-    """Return the size of the parts that regions are cut into, below a limit for all staging."""
+    """Return the size of parts, given the limit of all staging."""
     most_bytes = limit_bytes // _SHARE // (2 * _HALVES * SLOTS)
     return max(1, min(_PART_BYTES, most_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def slots_bytes(limit_bytes: int) -> int:
-    """Return what the slots of one queue take, of host memory and again of the device's."""
+    """Return the bytes of a queue's slots, in host memory and again in device memory."""
     return _HALVES * SLOTS * part_bytes(limit_bytes)
 
 
 class _UnderWay(NamedTuple):
-    """A part that streams have been given."""
+    """A part that is queued on the streams."""
 
-    source: Any  # is kept until it has been read
+    source: Any  # kept until it has been read
     target: np.ndarray[Any, Any]
-    staged: np.ndarray[Any, Any] | None  # where its result comes to, if that is not the target
-    is_down: Any  # event
+    staged: np.ndarray[Any, Any] | None  # memory of the result if it is not the target
+    is_down: Any  # event: the result is in host memory
 
 
 class HostThroughDeviceQueue(HostQueue):
-    """NumPy blocks, permuted by the current GPU on streams of the calling thread.
+    """The queue of NumPy blocks that the current GPU permutes.
 
-    `warn` is told what is missing, why, and what comes of it: memory of the GPU, or pinned memory.
+    Without GPU memory or pinned memory it calls `warn` with the problem, its cause and its effect.
     """
 
     def __init__(
         self,
         backend: Backend,  # NumPy's
-        size_bytes: int,  # of the largest part, a multiple of 512
+        size_bytes: int,  # size of the largest part, a multiple of 512
         warn: Callable[..., None],
     ) -> None:
         from dask_p2p.backends import cupy_kernels
@@ -96,10 +96,10 @@ class HostThroughDeviceQueue(HostQueue):
         event = partial(self._streams.cupy.cuda.Event, disable_timing=True)
         self._events = [tuple(event() for _ in range(3)) for _ in range(SLOTS)]
         self._under_way: deque[_UnderWay] = deque()  # the oldest first
-        self._parts = 0  # so far
-        self._memory: list[Slot] = []  # one of the device, as long as something is under way
-        self._host_memory: list[Slot] = []  # one, which may not be needed
-        self._on_host = False  # for lack of memory
+        self._parts = 0  # number of parts so far
+        self._memory: list[Slot] = []  # one slot of the device while parts are in transit
+        self._host_memory: list[Slot] = []  # one slot, allocated when needed
+        self._on_host = False  # true if the CPU permutes for lack of GPU memory
 
     def permute(
         self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
@@ -123,7 +123,7 @@ class HostThroughDeviceQueue(HostQueue):
             return
         try:
             self._finish_all()
-        finally:  # whatever failed: nothing reads or writes any more what is given back
+        finally:  # also after an error, no stream may use the memory that is given back
             self._streams.synchronize()
             self._under_way.clear()
             self._streams.keep(self._memory, self._host_memory)
@@ -133,14 +133,14 @@ class HostThroughDeviceQueue(HostQueue):
         if not self._memory and not self._on_host:
             try:
                 self._memory = self._streams.device_slots(1, _HALVES * SLOTS * self._size_bytes)
-            except MemoryError as exc:  # of CuPy and of RMM too
+            except MemoryError as exc:  # from CuPy or RMM
                 self._on_host = True
                 cause = f"{type(exc).__name__}: {exc}"
-                self._warn("no memory of its GPU is left", cause, "Its CPU permutes NumPy blocks.")
+                self._warn("its GPU is out of memory", cause, "Its CPU permutes NumPy blocks.")
         return not self._on_host
 
     def _put(self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], axes: Any) -> None:
-        """Give a part to the streams, in the slot of the one that went through it before."""
+        """Queue a part on the streams, in the next slot."""
         while len(self._under_way) >= SLOTS:
             self._finish_first()
         slot = self._parts % SLOTS
@@ -164,7 +164,7 @@ class HostThroughDeviceQueue(HostQueue):
             staged = self._on_the_host(slot, 1, dst)
             pitch = Pitch(1, dst.nbytes, dst.nbytes)
         elif any(each.staged is not None for each in self._under_way):
-            self._finish_all()  # in order: one may have been for the same place, and has failed
+            self._finish_all()  # keeps the order: a failed part may have the same target
         self._streams.copy_down(dst if staged is None else staged, made, pitch)
         is_down.record(streams["down"])
         self._under_way.append(_UnderWay(src, dst, staged, is_down))
@@ -174,7 +174,7 @@ class HostThroughDeviceQueue(HostQueue):
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Wait for the oldest part; its slot is free then."""
+        """Wait for the oldest part, which frees its slot."""
         first = self._under_way.popleft()
         first.is_down.synchronize()
         if first.staged is not None:

@@ -10,14 +10,14 @@
       s |  2  |  4  |                          |  3  |  4  | ..
         +-----+-----+---                       +-----+-----+---
 
-An assignment writes one row of `dst` after the other. Each row takes one item from each of many
-cache lines of `src`; when the next row comes for its neighbours, those lines have been evicted, so
-a line is fetched once per item. Here the copy goes block by block, in the order of `dst`, with so
-few source rows to a block that their lines stay in cache.
+An assignment writes one row of `dst` after another. Each row takes one item from each of many cache
+lines of `src`. When the next row needs their neighbours, those lines have been evicted, so each
+line is fetched once per item. Here the copy goes block by block, in the order of `dst`. A block has
+so few source rows that their lines stay in the cache.
 
 This is the tiling of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA,
-2009), with the processor's cache in the place of shared memory. NumPy releases the interpreter lock
-inside each block.
+2009), with the CPU's cache instead of shared memory. NumPy releases the interpreter lock inside
+each block.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
-# The sizes below are those that were quickest, or within 5 % of it, over matrices from 100 x 100 to
+# The sizes below were the fastest, or within 5 % of it, for matrices from 100 x 100 to
 # 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
 
-# Below this, working out a block shape takes as long as it can save.
+# For smaller arrays, the computation of a block shape takes as long as it saves.
 SMALL_ITEMS = 1 << 15
-# A block holds at least `BLOCK_ITEMS` items, so that the interpreter's work for it does not show,
-# and is extended over further axes up to `GROWN_ITEMS`.
+# A block has at least `BLOCK_ITEMS` items, to hide the interpreter's overhead, and is extended over
+# further axes up to `GROWN_ITEMS`.
 BLOCK_ITEMS = 1 << 13
 GROWN_ITEMS = 1 << 15
 BLOCK_COLUMNS = 512
 MAX_BLOCK_ROWS = 256
 MIN_BLOCK_ROWS = 32
-# With up to this many rows, plain copies find their lines in the second-level cache, and their
-# pages in the translation cache; blocks gain nothing then, unless rows compete (see below).
+# With up to this many rows, plain copies hit the second-level cache and the translation cache. Then
+# blocks have no advantage, unless rows compete (see below).
 UNBLOCKED_ROWS = 1024
 # A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
-# places. Rows at a distance of a power of two all do, so fewer of them fit.
+# lines. Rows at a distance of a power of two all compete, so fewer of them fit.
 CACHE_WAY_BYTES = 4096
 CACHE_WAYS = 8
 
@@ -65,7 +65,7 @@ class NumpyBackend(Backend):
     on_device = False
     holds_objects = True
     checksum_algorithm = "crc32"
-    checksum_words = 2**15  # what is computed on the way fits in a cache
+    checksum_words = 2**15  # intermediate results fit into a cache
     most_probe_bytes = 32 * 2**20
     fft_modules = ("scipy.fft", "numpy.fft")
 
@@ -77,12 +77,12 @@ class NumpyBackend(Backend):
         if isinstance(block, np.ma.MaskedArray):
             raise UnsupportedArrayError(
                 "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
-                "lost. Fill it first (map_blocks(np.ma.filled)), or move data and mask apart."
+                "lost. Fill it first (map_blocks(np.ma.filled)), or move data and mask separately."
             )
         if isinstance(block, np.matrix):
             raise UnsupportedArrayError(
-                "Expected a plain numpy.ndarray, got a numpy.matrix, which has two axes whatever "
-                "is done to it. Convert it first: map_blocks(np.asarray)."
+                "Expected a plain numpy.ndarray, got a numpy.matrix, which always has two axes. "
+                "Convert it first: map_blocks(np.asarray)."
             )
         if not isinstance(block, np.ndarray):
             raise UnsupportedArrayError(
@@ -96,14 +96,14 @@ class NumpyBackend(Backend):
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
         view = transposed(dst, src, axes)
         if dst.dtype.names and not dst.dtype.hasobject:
-            # As they are, NumPy would copy structures field by field, without their padding.
+            # NumPy would copy structures field by field, without their padding.
             raw = f"V{dst.dtype.itemsize}"
             dst, view = dst.view(raw), view.view(raw)
         block = None
         if dst.size >= SMALL_ITEMS:
             block = block_shape(dst.shape, view.strides, dst.strides)
         if block is None:
-            dst[...] = view  # half the time of np.copyto where the array is small
+            dst[...] = view  # for small arrays twice as fast as np.copyto
             return
         for box in _boxes(dst.shape, block):
             dst[box] = view[box]
@@ -131,15 +131,15 @@ class NumpyBackend(Backend):
         return cpu_name()
 
 
-@lru_cache(maxsize=1024)  # a call costs as much as copying 10 000 items, and blocks look alike
+@lru_cache(maxsize=1024)  # a call costs as much as a copy of 10 000 items, and blocks are similar
 def block_shape(
-    shape: tuple[int, ...],  # of `dst`, and of the transposed `src`
+    shape: tuple[int, ...],  # shape of `dst`, and of the transposed `src`
     src_strides: tuple[int, ...],  # in bytes, in the order of the axes of `dst`
     dst_strides: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return the shape of the blocks to copy one by one, or None for a copy in one piece.
+    """Return the shape of the blocks to copy one by one, or None for a plain copy.
 
-    It is in the order of the axes of `dst`.
+    Its axes are in the order of `dst`.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def block_shape(
     >>> block_shape((10000, 10000), (80000, 8), (80000, 8)) is None  # same order
     True
     """
-    # Axes of `dst`, the one along which it is contiguous first.
+    # Axes of `dst`, with its contiguous axis first.
     by_dst = sorted(
         (a for a in range(len(shape)) if shape[a] > 1), key=lambda a: abs(dst_strides[a])
     )
@@ -157,7 +157,7 @@ def block_shape(
         return None
     row_axis = by_dst[0]
     column_axis = min(moving, key=lambda a: abs(src_strides[a]))
-    # So many cache lines are used before the first is used again.
+    # Number of cache lines that are used before the first one is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
     cached_rows = _cached_rows(src_strides[row_axis])
     if lines <= (UNBLOCKED_ROWS if cached_rows >= MAX_BLOCK_ROWS else cached_rows):
@@ -168,7 +168,7 @@ def block_shape(
 
 
 def _cached_rows(stride_bytes: int) -> int:
-    """Return how many rows at this distance have a cache line each in the first-level cache."""
+    """Return the number of rows at this distance that fit into the first-level cache."""
     return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Parts of a block that lies in host memory, through a GPU on three streams.
+"""A block in host memory that goes through a GPU in parts, on three streams.
 
 ::
 
@@ -7,12 +7,12 @@
     run                       [part 0][part 1][part 2]        [part 3]
     down                              [part 0][part 1][part 2]
 
-`dask_p2p.plans.parts.steps` says what is done in which order, and what each step waits for: here
-that is done, with an event for each stream and slot. Where an array lies in pinned memory, copies
-begin or end there, and the host has nothing to fill or to empty. The next block may begin as soon
-as all of one has been given to the streams: slot by slot it follows in the same memory.
+`dask_p2p.plans.parts.steps` defines the order of steps and their dependencies. This module executes
+them, with an event for each stream and slot. If an array lies in pinned memory, copies begin or end
+there, and the host does not fill or empty slots. The next block may start when all work of a block
+is queued; it follows in the same memory, slot by slot.
 
-CuPy is imported when a method is called, never with this module.
+Methods import CuPy; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -41,55 +41,55 @@ HandOn = Callable[[], AbstractContextManager[Any]]
 
 
 class PartWork(Protocol):
-    """A block, and what is done with its parts."""
+    """A block, and the function of its parts."""
 
     plan: PartPlan
-    arrays: Sequence[np.ndarray[Any, Any]]  # that are read
-    is_reduced: bool
+    arrays: Sequence[np.ndarray[Any, Any]]  # input arrays
+    is_reduced: bool  # true if results are combined
 
     def views(self, part: Part) -> Iterable[np.ndarray[Any, Any]]:
-        """Return what a part reads of each array."""
+        """Return a part's view of each array."""
 
     def place(self, part: Part) -> Any:
-        """Return what selects a part's result from the output."""
+        """Return the index of a part's result in the output."""
 
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
-        """Return what is made of a part in memory of the device, on the current stream."""
+        """Return the function's result for a part in device memory, on the current stream."""
 
     def combined(self, part: Part, made: Array | None, result: Array) -> Array:
-        """Return what is made of the results of all parts before, and of this one."""
+        """Return the combination of the previous parts' results with this part's result."""
 
 
 @dataclass(slots=True)
 class Copied:
-    """What went through a GPU. Seconds are those of the device, waiting left out."""
+    """Bytes that went through a GPU, and seconds of the device, without waits."""
 
     up_bytes: int = 0
     down_bytes: int = 0
-    staged_bytes: int = 0  # of both, what threads copied into pinned memory, or out of it
+    staged_bytes: int = 0  # bytes of both that threads copied into or out of pinned memory
     up: Timer = field(default_factory=Timer)
     run: Timer = field(default_factory=Timer)
     down: Timer = field(default_factory=Timer)
 
 
 class PartStreams(HostStreams):
-    """What a block goes through part by part, on the current GPU.
+    """The path of blocks, part by part, through the current GPU.
 
     Parameters
     ----------
     register_from_bytes
-        Input arrays of at least this size that do not lie in pinned memory are pinned where they
-        are, for as long as they are read. Smaller ones are copied into slots of pinned memory.
+        Input arrays of at least this size outside pinned memory are pinned in place while they are
+        read. Smaller arrays are copied into slots of pinned memory.
     warn
-        Is told what is missing, and why, where memory cannot be pinned: copies are slower then.
+        Called with the problem and its cause if memory cannot be pinned; copies are slower then.
     ranges
-        Makes a context that profilers show by its name.
+        Returns a context that profilers show by its name.
     hand_on
-        Makes a context, when all of a block has been given to the streams, and they have done the
-        block before. In it the thread only waits for what is under way: the next block may begin.
+        Returns a context, entered when all work of a block is queued and the previous block is
+        finished. In it the thread only waits for the queued work, and the next block may start.
     """
 
-    _waits = Lock()  # held by who is in `hand_on`
+    _waits = Lock()  # held inside `hand_on`
 
     def __init__(
         self,
@@ -104,48 +104,48 @@ class PartStreams(HostStreams):
         self._ranges, self._hand_on = ranges, hand_on
 
     def run(self, work: PartWork, out: np.ndarray[Any, Any]) -> None:
-        """Fill an array of host memory; return when that is done.
+        """Fill an array in host memory, and wait for the end.
 
-        `MemoryError` if there is too little memory of the device.
+        `MemoryError` if the device has too little memory.
         """
-        # The function may use what others have made on the null stream.
+        # The function may use arrays that others have made on the null stream.
         device_module.order_after_null_stream([self.streams["run"]])
         block = _Block(self, work, out)
         try:
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 with self._ranges(f"{step.what} {step.part}"):
                     block.do(step)
-            if self._hand_on is None or not is_pinned(out):  # which nothing is left to do for
+            if self._hand_on is None or not is_pinned(out):  # only pinned outputs need no more work
                 block.wait()
             else:
                 block.give_slots_back()
                 with self._waits, self._hand_on():
                     block.wait()
         except BaseException:
-            self.synchronize()  # nothing reads or writes any more what is given back
+            self.synchronize()  # no stream may use the memory that is given back
             raise
         finally:
             block.close()
 
     def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
-        """Pin an array where it is, if that is worth it; return what ends that."""
+        """Pin a large array in place; return the function that unpins it, or None."""
         return registered(array) if array.nbytes >= self._register_from_bytes else None
 
 
 class _Block:
-    """One block on its way through the GPU."""
+    """One block in transit through the GPU."""
 
     def __init__(self, of: PartStreams, work: PartWork, out: np.ndarray[Any, Any]) -> None:
         self._of, self._work, self._out = of, work, out
         self._plan = work.plan
         self._count = min(SLOTS, len(work.plan.parts))
         self._slots = of.device_slots(self._count, work.plan.slot_bytes)
-        self._host_slots: list[Slot] = []  # which may not be needed
+        self._host_slots: list[Slot] = []  # allocated when needed
         self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by slot
         self._has_slots = True
         event = partial(of.cupy.cuda.Event, disable_timing=True)
         self._events = {(what, slot): event() for what in of.streams for slot in range(self._count)}
-        self._made: Any = None  # of the results of all parts so far
+        self._made: Any = None  # combined result of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
         self._reaches_out = is_pinned(out)
@@ -156,9 +156,9 @@ class _Block:
         return unregister is not None
 
     def give_slots_back(self) -> None:
-        """Let another block have the slots, each after what is under way in it.
+        """Return the slots for another block, which uses each one after its queued work.
 
-        They are held here too: nobody may free them before that is done.
+        This block keeps references to them, so that they are not freed before its work ends.
         """
         if self._has_slots:
             self._has_slots = False
@@ -170,13 +170,13 @@ class _Block:
         return slots[first:] + slots[:first]
 
     def wait(self) -> None:
-        """Wait until the last part is done on all streams, and so all of them."""
+        """Wait for the last part on all streams, and thereby for all parts."""
         for what in self._of.streams:
             self._events[what, (len(self._plan.parts) - 1) % SLOTS].synchronize()
         self._of.timings.read()
 
     def close(self) -> None:
-        """Give everything back; only when the streams are done with it."""
+        """Return all memory; only after the streams' work with it."""
         for number in list(self._filling):
             self._wait_until_filled(number)
         for slot in self._slots:
@@ -187,7 +187,7 @@ class _Block:
         self.give_slots_back()
 
     def do(self, step: Step) -> None:
-        """Do a step, or give it to its stream, after those that it has to wait for."""
+        """Execute a step, or queue it on its stream, after its dependencies."""
         part, slot = self._plan.parts[step.part], step.part % SLOTS
         events = [self._events[what, number % SLOTS] for what, number in step.after]
         if step.what == "fill":
@@ -208,7 +208,7 @@ class _Block:
             self._note_use(step.what, slot)
 
     def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
-        """Have threads begin to copy into a slot of the host what copies up cannot begin at."""
+        """Start to copy unpinned inputs into a host slot by threads."""
         for number, (view, at) in enumerate(self._inputs(part)):
             if view.size and self._pitch(number, view) is None:
                 to = array_in(self._host(slot), at, view)
@@ -222,12 +222,12 @@ class _Block:
             wait()
 
     def _of_block_before(self, slots: list[Slot], part: Part, slot: int) -> list[Any]:
-        """Return what tells that a block before no longer needs a slot, if this part is first."""
+        """Return the event of the previous block's last use of a slot, if this part is first."""
         is_first = part in self._plan.parts[: self._count]
         return [slots[slot].free] if is_first and slots[slot].is_used else []
 
     def _note_use(self, what: str, slot: int) -> None:
-        """Note until when a slot is in use: on the device until the result of its part is down."""
+        """Record the event that frees a slot: of the device, the end of its result's copy down."""
         for each in (self._host_slots if what == "up" else self._slots)[slot : slot + 1]:
             each.free, each.is_used = self._events[what, slot], True
 
@@ -240,8 +240,8 @@ class _Block:
             self._of.copied.up_bytes += view.nbytes
 
     def _run(self, part: Part, slot: int, stream: Any) -> None:
-        # The copy down of what is dropped here is done before the stream goes on: what comes next
-        # may have its memory.
+        # The results dropped here have been copied down before the stream continues, so that the
+        # next results may use their memory.
         results = self._slots[slot].results
         results.clear()
         memory = self._device_slot(slot)
@@ -254,7 +254,7 @@ class _Block:
             if self._work.is_reduced:
                 result = self._work.combined(part, self._made, result)
                 if 0 <= result.data.ptr - memory.data.ptr < memory.nbytes:
-                    result = self._copied(result)  # out of what is filled anew
+                    result = self._copied(result)  # its slot will be filled again
                 self._made = result
             results[self] = result if result.flags.c_contiguous else self._copied(result)
 
@@ -273,7 +273,7 @@ class _Block:
         self._of.copied.down_bytes += result.nbytes
 
     def _empty(self, part: Part, slot: int, events: list[Any]) -> None:
-        """Have threads copy a result out of a slot of the host, if it had to go there."""
+        """Copy a result out of a host slot by threads, if it went there."""
         target = self._out[self._work.place(part)]
         if self._reaches_out and pitch_of(target) is not None:
             return
@@ -283,11 +283,11 @@ class _Block:
         self._of.copied.staged_bytes += target.nbytes
 
     def _inputs(self, part: Part) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
-        """Return what a part reads of each array, and where that lies in a slot."""
+        """Return a part's view of each array, and its byte offset in a slot."""
         return zip(self._work.views(part), self._plan.places(part), strict=False)
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:
-        """Return how a copy engine reads a part of an array; None if it goes through a slot."""
+        """Return the pitch of a part of an array; None if it goes through a host slot."""
         return pitch_of(view) if self._reached[number] else None
 
     def _device_slot(self, slot: int) -> Array:

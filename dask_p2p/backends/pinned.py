@@ -1,6 +1,6 @@
-"""Host memory that a GPU's copy engines reach themselves: pinned, also *registered*.
+"""Pinned (*registered*) host memory, which a GPU's copy engines access directly.
 
-Other memory the driver copies through memory of its own, and the caller waits for that.
+The driver copies other host memory through its own pinned memory, and the caller waits for it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from dask_p2p.errors import P2PWarning
 
 CANNOT_PIN = "host memory cannot be pinned"
 REMEDY = (
-    "Copies to and from its GPU go through other memory, and are slower. See what the system and "
-    "the container allow: ulimit -l, and memory limits."
+    "Copies to and from its GPU go through other memory, and are slower. Check the limits of the "
+    "system and the container: ulimit -l, and memory limits."
 )
-_PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for all GPUs of the process, and kernels
+_PORTABLE_AND_MAPPED = 3  # flags of cudaHostRegister: for all GPUs of the process, and kernels
 
 
 class Pinned:
-    """Memory of this process that is pinned until it goes. NumPy asks it where that is.
+    """Memory of this process that is pinned until it is freed, with NumPy's array interface.
 
-    It is a mapping of its own: pages are pinned, which others must not have a part in.
+    It is a mapping of its own, because whole pages are pinned, which no other memory may share.
     """
 
     def __init__(self, size_bytes: int) -> None:
         pages = mmap.mmap(-1, max(1, size_bytes))
-        with suppress(OSError):  # as NumPy asks for; not all systems have huge pages
+        with suppress(OSError):  # as NumPy does; not all systems have huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(pages, np.uint8)
         touch_by_threads(self.bytes)
@@ -51,15 +51,14 @@ class Pinned:
 
 
 def is_pinned(array: Any) -> bool:
-    """Return whether an array lies in memory that this package has pinned for as long as it is."""
+    """Return true if an array lies in memory that this package has pinned for its lifetime."""
     return any(isinstance(getattr(b, "memory", b), Pinned) for b in bases(array))
 
 
 def registered(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
-    """Pin the memory of an array where it is; return what ends that. None if it cannot be pinned.
+    """Pin an array's memory in place; return the function that unpins it, or None on failure.
 
-    It cannot if it is pinned already: as long as somebody else says, or by memory that it has a
-    page in common with.
+    Memory cannot be pinned if it, or another part of one of its pages, is pinned already.
     """
     import cupy
 
@@ -79,7 +78,7 @@ def warn_once(
     cause: str,
     remedy: str = REMEDY,
 ) -> None:
-    """Tell what a worker lacks, once in this process. By default it is a Python warning."""
+    """Warn of a worker's problem once in this process, by default with a Python warning."""
     if (where, what) not in _warned:
         _warned.add((where, what))
         text = f"dask_p2p: {where}: {what} ({cause}). {remedy}"
@@ -90,14 +89,14 @@ def warn_once(
 
 
 def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:
-    """Pin memory until its owner goes."""
+    """Pin memory until its owner is freed."""
     unpin = register(memory)
     _start()
     weakref.finalize(owner, _leaving.put, (unpin, memory)).atexit = False
 
 
 def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
-    """Pin the memory of an array; return what ends that."""
+    """Pin the memory of an array; return the function that unpins it."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -106,8 +105,8 @@ def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:
     return partial(runtime.hostUnregister, low)
 
 
-# Memory to be unpinned, which takes 16 ms a GB, wherever the last reference to it goes: perhaps on
-# an event loop, or in a garbage collection, which may interrupt whoever holds a lock.
+# Memory to unpin, which takes 16 ms a GB. A thread does it, because the last reference may be
+# dropped on an event loop, or in a garbage collection that interrupts the holder of a lock.
 _leaving: SimpleQueue[tuple[Callable[[], None], Any]] = SimpleQueue()
 
 
@@ -119,13 +118,13 @@ def _start() -> None:
 def _unpin() -> None:
     while True:
         unpin, memory = _leaving.get()
-        with suppress(Exception), device_work():  # of a GPU that is lost, for one
+        with suppress(Exception), device_work():  # for example, the GPU is lost
             unpin()
         del unpin, memory
 
 
 def bases(array: Any) -> Iterator[Any]:
-    """Yield an array, and one after another what has the memory of the one before."""
+    """Yield an array and the chain of objects that own its memory."""
     while array is not None:
         yield array
         array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)

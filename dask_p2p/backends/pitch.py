@@ -1,4 +1,4 @@
-"""Regions as a copy engine of a GPU copies them: equal runs of bytes at equal distances."""
+"""Regions that a GPU's copy engine can copy: equal runs of bytes at equal distances."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 from dask_p2p.backends._geometry import reduce_copy
 
-# A copy engine brings so many shorter runs a second; kernels that read in place are quicker (H200,
-# NVLink, runs of 64 bytes: 183 and 228 GB/s, of 16: 46 and 111; of 128: 359 and 358).
+# For shorter runs a copy engine is limited by runs a second, and kernels that read in place are
+# faster (H200, NVLink, copy engine and kernel, GB/s: 183 and 228 with runs of 64 bytes, 46 and 111
+# with 16; 359 and 358 with 128).
 _SHORTEST_RUN_BYTES = 128
 _LONGEST_STRIDE_BYTES = 2**31 - 1  # CUDA's memPitch
 
 
 class Pitch(NamedTuple):
-    """Memory as equal runs of bytes at equal distances: what a copy engine copies at once."""
+    """Memory as equal runs of bytes at equal distances, for one call of a copy engine."""
 
     rows: int
     run_bytes: int
@@ -23,7 +24,7 @@ class Pitch(NamedTuple):
 
 
 def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
-    """Return a strided region as runs in the order of its elements; None if it has no such form.
+    """Return the pitch of a strided region, in the order of its elements; None without one.
 
     >>> pitched((4, 3), (80, 8), 8)
     Pitch(rows=4, run_bytes=24, stride_bytes=80)
@@ -45,9 +46,9 @@ def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     return Pitch(axes[0].extent, run_bytes, axes[0].src_stride_bytes)
 
 
-@lru_cache(maxsize=1024)  # of the parts of a block, most are alike
+@lru_cache(maxsize=1024)  # most parts of a block are similar
 def engine_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
-    """Return a region's pitch if a copy engine copies it, and quicker than a kernel; else None."""
+    """Return a region's pitch if a copy engine can copy it faster than a kernel; else None."""
     pitch = pitched(shape, strides, itemsize)
     if pitch is None or pitch.stride_bytes > _LONGEST_STRIDE_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Something that is looked after every now and then, by a thread of its own."""
+"""A timer that calls a function repeatedly, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MakeTimer = Callable[[float, Callable[[], None]], threading.Timer]
 
 
 class RepeatingTimer:
-    """Calls a function, which may work with the device, again and again until it returns False."""
+    """Calls a function, which may use the device, at intervals until it returns False."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class RepeatingTimer:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin, unless it goes on already. Any thread may call this."""
+        """Start the timer, unless it is running. Any thread may call this."""
         with self._lock:
             if self._timer is None:
                 self._timer = self._make_timer(self.interval_s, self._call)
@@ -36,16 +36,16 @@ class RepeatingTimer:
                 self._timer.start()
 
     def cancel(self) -> None:
-        """End it, until it is started again."""
+        """Stop the timer until the next `start`."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
 
     def _call(self) -> None:
-        # First: what is used from here on may come too late for this call.
+        # Reset first: a `start` from here on may come too late for this call.
         with self._lock:
             self._timer = None
-        with suppress(DeviceLostError), device_work():  # with the device all that it had is gone
+        with suppress(DeviceLostError), device_work():  # a lost device has lost its memory too
             if self._function():
                 self.start()

@@ -1,4 +1,4 @@
-"""Device memory that a queue uses for a while: slots for parts, and arrays that are being read."""
+"""Temporary device memory of a queue: slots for parts, and arrays that are being read."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Slot:
     memory: Any
     full: Any  # event: the copy is complete
     free: Any  # event: the copy is no longer needed
-    is_used: bool = False  # whether `free` has been recorded
-    #: What was made of the part, by who did. Whoever has the slot next drops it.
+    is_used: bool = False  # true if `free` has been recorded
+    #: Results of the parts in this slot, by block. The slot's next user drops them.
     results: dict[Any, Any] = field(default_factory=dict)
 
 
 class KeptSlots:
-    """Slots that queues no longer use, for the next queue: allocating delays its first copy.
+    """Unused slots that are kept for the next queue, whose first copy an allocation would delay.
 
-    They are given up when nobody has used any for a while, or when memory runs out.
+    They are freed after a while without use, or when memory runs out.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class KeptSlots:
         self._lock = threading.Lock()
 
     def take(self, device: int | None, slot_bytes: int, count: int = 1) -> list[Slot]:
-        """Return so many slots at least of so many bytes, or none. Smaller ones go."""
-        small = []  # which are freed only when the lock is
+        """Return slots that meet both minimums, or an empty list; free smaller slots."""
+        small = []  # freed after the lock is released
         with self._lock:
             kept = self._kept.get(device, [])
             while kept:
@@ -55,14 +55,14 @@ class KeptSlots:
         return []
 
     def keep(self, device: int | None, slots: list[Slot]) -> None:
-        """Keep slots, which may be in use until their events."""
+        """Keep slots, which may be in use until their events happen."""
         with self._lock:
             self._kept.setdefault(device, []).append(slots)
             self._used_s = self._clock()
         self._timer.start()
 
     def clear(self) -> bool:
-        """Give all up; return whether there were any."""
+        """Free all slots; return true if there were any."""
         with self._lock:
             kept, self._kept = self._kept, {}
         return any(kept.values())
@@ -76,24 +76,24 @@ class KeptSlots:
 
 
 class BeingRead:
-    """Arrays that are kept until a device has read them: their memory may be another's after that.
+    """Arrays that are kept until a device has read them, because their memory may be reused.
 
-    At most `most` of them, the oldest are waited for.
+    At most `most` arrays are kept; adding another one waits for the oldest.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: deque[tuple[Any, Any]] = deque()  # events, and what is read until then
+        self._kept: deque[tuple[Any, Any]] = deque()  # events, and the arrays read until then
 
     def add(self, array: Array, read: Any) -> None:
         """Keep an array until this event has happened."""
         self._kept.append((read, array))
         while len(self._kept) > self._most or (self._kept and self._kept[0][0].done):
-            # By name: the array must outlive the event, and the deque holds it no more.
+            # The array gets a name, because it must outlive the event.
             event, oldest = self._kept.popleft()
             event.synchronize()
             del oldest
 
     def clear(self) -> None:
-        """Drop all of them; only when everything is done."""
+        """Drop all arrays; only after all work with them."""
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""How long work took: `Timer`, and the pairs of events by which a device tells."""
+"""Timing of work: `Timer`, and pairs of events on a device."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
-#: Pairs of events that a queue has at a time. To make one, and read it, takes the host 10 µs.
+#: Most pairs of events of a queue at a time. To make and read one takes the host 10 µs.
 MOST_PAIRS = 64
 
 
 @dataclass(slots=True)
 class Timer:
-    """Adds up what groups of work took; as a context, the time of the block."""
+    """The sum of the times of groups of work; as a context, it adds the context's time."""
 
-    groups: int = 0  # of work in all
-    timed: int = 0  # of these
+    groups: int = 0  # number of groups of work
+    timed: int = 0  # number of timed groups
     timed_s: float = 0.0
     clock: Callable[[], float] = perf_counter
     _start_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """What all groups took: those that were not timed as long as the others, on average."""
+        """Estimated time of all groups: the mean of timed groups times the number of groups."""
         return self.timed_s * self.groups / self.timed if self.timed else 0.0
 
     def add(self, time_s: float) -> None:
-        """Note what a group took."""
+        """Add the time of a group."""
         self.timed += 1
         self.timed_s += time_s
 
@@ -50,23 +50,23 @@ class _Pair(NamedTuple):
 
 
 class StreamTimings:
-    """Times work on streams, and waits for none of it.
+    """Times of work on streams, measured without waiting.
 
-    Of many groups of one timer it times the first, the eighth, the 64th and so on: all of them
-    would take the host longer than one exchange should be delayed. `event` makes one that can be
-    timed, `elapsed_ms` tells the time between two that have happened.
+    It times the first, the eighth, the 64th group of a timer and so on; timing all groups would
+    delay an exchange too long. `event` returns a new event with timing. `elapsed_ms` returns the
+    time between two events that have happened.
     """
 
     def __init__(self, event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]) -> None:
         self._event, self._elapsed_ms = event, elapsed_ms
         self._pairs: list[_Pair] = []
-        self._timer: Timer | None = None  # of the group that is being queued, if it is timed
-        self._pair: _Pair | None = None  # of that group
-        self.has_begun = False  # anything since the last `read`
+        self._timer: Timer | None = None  # timer of the present group, if it is timed
+        self._pair: _Pair | None = None  # events of that group
+        self.has_begun = False  # true with work since the last `read`
 
     @contextmanager
     def group(self, timer: Timer) -> Iterator[None]:
-        """Add to a timer, in the end, what is queued in the block: on one stream, from `begin`."""
+        """Time the work queued in this context on one stream, from `begin` on."""
         number = timer.groups + 1
         is_power_of_8 = number & (number - 1) == 0 and number.bit_length() % 3 == 1
         if is_power_of_8 and len(self._pairs) < MOST_PAIRS:
@@ -81,14 +81,14 @@ class StreamTimings:
             self._timer = self._pair = None
 
     def begin(self, stream: Any) -> None:
-        """Note that work of the group follows on a stream."""
+        """Record the start of the group's work on a stream."""
         self.has_begun = True
         if self._timer is not None and self._pair is None:
             self._pair = _Pair(self._timer, stream, self._event(), self._event())
             self._pair.start.record(stream)
 
     def read(self) -> None:
-        """Add all that was timed to its timers. Call it when the streams are synchronised."""
+        """Add all times to their timers. Call it after the streams are synchronised."""
         for timer, _, start, stop in self._pairs:
             timer.add(self._elapsed_ms(start, stop) / 1e3)
         self._pairs.clear()

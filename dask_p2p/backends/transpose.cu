@@ -10,14 +10,14 @@
 //
 // A block reads a tile along k and writes it along i, so that the accesses to global memory are
 // contiguous on both sides. All other axes of the copy are a batch around the tiles. The idea is
-// that of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA, 2009).
+// from G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA, 2009).
 //
-// The host plans: see _launch.py, whose `Launch.pack` fills the struct Work below, member by member.
+// The host plans: see _launch.py, whose `Launch.pack` fills the struct Work below, field by field.
 //
-// - Nothing is included, so that NVRTC, nvcc and (for tests) a C++ compiler take this file as it is.
+// - The file includes no headers, so that NVRTC, nvcc and (for tests) a C++ compiler accept it.
 // - Strides are in bytes, offsets have 64 bits, and the grid has one dimension: a block for a tile.
-// - The source may be the memory of another GPU: each thread sends off all its reads of a tile
-//   before it uses the first.
+// - The source may be the memory of another GPU: each thread issues all its reads of a tile before
+//   it uses the first.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -49,7 +49,7 @@ struct Work {
     i64 tiles_k;  // number of tiles
     i64 tiles_i;
     i64 first_tile;  // of this launch: a grid can be too small for all tiles
-    i64 cells;    // cell kernel: number of cells, of which outer[0] walks step_j at a time
+    i64 cells;    // cell kernel: number of cells; outer[0] walks step_j of them at a time
     i64 outer_count;
     Axis outer[MAX_OUTER];  // the axes around the tiles, the fastest first
 };
@@ -69,7 +69,7 @@ struct Tile {
 };
 
 // value / by, leaving the remainder in value. A division of 64 bits takes several times as long as
-// one of 32, and these are on the way to the first read.
+// one of 32 bits, and these divisions delay the first read.
 __device__ __forceinline__ i64 divide(i64 &value, i64 by)
 {
     i64 quotient;
@@ -84,7 +84,7 @@ __device__ __forceinline__ i64 divide(i64 &value, i64 by)
     return quotient;
 }
 
-// Tiles are numbered along k, then along i, then by batch: blocks which run at one time share rows.
+// Tiles are numbered along k, then along i, then by batch: concurrent blocks share rows.
 __device__ __forceinline__ Tile locate(const Work &work)
 {
     i64 index = work.first_tile + blockIdx.x;
@@ -204,16 +204,17 @@ template <> struct Gather<1> {
 // A tile of SIDE x SIDE words goes through shared memory as `row k, vector of V words along i`.
 //
 // Read: a thread takes V vectors below each other, V x V words, transposes them in its registers
-// and stores V vectors. Write: the vectors go out as they lie. So all accesses have 16 bytes.
+// and stores V vectors. Write: the vectors are written unchanged. So all accesses have 16 bytes.
 //
-// Eight neighbouring threads use shared memory at a time, and must find eight different vectors of
-// a 128-byte line. On the way out they have neighbouring columns of a row; on the way in the same
-// column of every Vth row. Rows fill whole lines, so the column is xor-ed with the row's number / V.
+// Eight neighbouring threads access shared memory at a time, and must use eight different vectors
+// of a 128-byte line. When they write, they use neighbouring columns of a row; when they read, the
+// same column of every Vth row. Rows fill whole lines, so the column is xor-ed with the row's
+// number / V.
 template <typename Word, int SIDE, int THREADS> struct VectorTile {
     static const int WORD_BYTES = sizeof(Word);
     static const int V = 16 / WORD_BYTES;
     static const int ROW = SIDE / V;  // vectors
-    static const int PATCHES = ROW * ROW / THREADS;  // of V x V words, to a thread
+    static const int PATCHES = ROW * ROW / THREADS;  // patches of V x V words for each thread
     static const int DOWN = THREADS / ROW;  // rows that all threads take at a time
 
     static_assert(ROW % 8 == 0, "the swizzle needs rows of whole 128-byte lines");
@@ -260,7 +261,7 @@ template <typename Word, int SIDE, int THREADS> struct VectorTile {
         }
     }
 
-    // The same for tiles that reach out of the box, word by word.
+    // Tiles that reach out of the box are moved word by word.
 
     static __device__ __forceinline__ Word *word_at(uint4 *shared, int k, int i)
     {
@@ -313,8 +314,8 @@ __device__ __forceinline__ void permute_vector(const Work &work)
 // Tile kernel: any strides
 // ---------------------------------------------------------------------------------------------
 
-// The classic: 32 x 32 words, 32 x 8 threads, and one column more than needed, so that the words of
-// a column lie in different banks.
+// The classic kernel: 32 x 32 words, 32 x 8 threads, and one extra column, so that the words of a
+// column lie in different banks.
 template <typename Word> __device__ __forceinline__ void permute_tile(const Work &work)
 {
     const int SIDE = 32, ROWS = 8, ROUNDS = SIDE / ROWS;
@@ -401,14 +402,14 @@ template <> __device__ __forceinline__ void set_word<uint4>(Bits &bits, int, uin
     bits.part[3] = word.w;
 }
 
-// A cell is the same run of bytes in both arrays, its words in another order: one small matrix.
-// A block moves step_j cells that follow each other, a chunk. It reads them as they lie, 16 bytes at
-// a time, and writes them as they lie; only what it reads of shared memory in between is out of
-// order. A chunk starts at the same place within 16 bytes in both arrays. So there are `head` words
-// of its first vector that belong to others; its first and last vector are moved word by word.
+// A cell is the same run of bytes in both arrays, with its words in another order: a small matrix.
+// A block moves a chunk: step_j consecutive cells. It reads and writes global memory in order, 16
+// bytes at a time; only its reads of shared memory in between are permuted. A chunk starts at the
+// same offset modulo 16 bytes in both arrays. The first `head` words of its first vector belong to
+// other chunks, so the first and last vectors are moved word by word.
 //
-// Every 128 bytes of shared memory are followed by 16 that are not used. Else the words of a column
-// would lie in the same bank wherever a row has a power of two of them.
+// After every 128 bytes of shared memory, 16 bytes are unused. Otherwise the words of a column would
+// lie in the same bank if a row has a power of two of them.
 template <typename Word> struct Cells {
     static const int THREADS = 256, V = 16 / sizeof(Word);
     static const int VECTORS = 2048;  // CELLS_BYTES in _launch.py
@@ -498,8 +499,8 @@ template <typename Word> struct Cells {
             reinterpret_cast<Word *>(dst)[word] = word_at(head + Walk(work, word - head).source);
     }
 
-    // Where in the source a word of the destination is found: steps along its axes i, k, j, and on
-    // to the next cell.
+    // Position in the source of a word of the destination: steps along its axes i, k, j, and to the
+    // next cell.
     struct Walk {
         u32 i, k, j, source;
 
@@ -557,8 +558,9 @@ template <typename Word> __device__ __forceinline__ void permute_cells(const Wor
 // Entries: SIDE and THREADS as VECTOR_TILE and VECTOR_THREADS in _launch.py
 // ---------------------------------------------------------------------------------------------
 
-// BLOCKS, on a multiprocessor at one time, caps the registers: while one block waits at its barrier,
-// others must have reads on their way. Nothing spills with these, from Turing to Blackwell.
+// BLOCKS, the number of blocks on a multiprocessor at a time, limits the registers: while one block
+// waits at its barrier, others must have reads in transit. These values avoid spills, from Turing to
+// Blackwell.
 #define ENTRIES(BYTES, WORD, SIDE, THREADS, BLOCKS)                                                \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                  \
         permute_vector_##BYTES(const Work work)                                                    \
@@ -578,7 +580,7 @@ template <typename Word> __device__ __forceinline__ void permute_cells(const Wor
         permute_cells<WORD>(work);                                                                 \
     }
 
-// All of them take the compiler seconds. Who needs one word size only defines it as ONLY_WORD_BYTES.
+// All entries together take the compiler seconds. Define ONLY_WORD_BYTES to compile one word size.
 #ifndef ONLY_WORD_BYTES
 #define ONLY_WORD_BYTES 0
 #endif

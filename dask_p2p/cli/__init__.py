@@ -1,4 +1,4 @@
-"""``dask p2p``: the commands. `dask` loads this at each start, so each command loads by itself."""
+"""The ``dask p2p`` commands. `dask` imports this module at each start, so commands load lazily."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import importlib
 
 import click
 
-# Said here, so that the list of commands needs none of their modules.
+# Help texts by command, listed here so that the overview imports no command.
 _COMMANDS = {
-    "check": "Show how workers reach each other, how fast, and what is in the way.",
-    "demo": "Transpose a made array, and check every value.",
-    "rechunk": "Write a file's array in other chunks.",
-    "trace": "Write the last runs of a cluster as a trace, for Perfetto.",
-    "transpose": "Transpose a file into another.",
+    "check": "Show transports and speeds between workers, and any problems.",
+    "demo": "Transpose a generated array, and check every value.",
+    "rechunk": "Write the array of a file with other chunks.",
+    "trace": "Write a cluster's last runs as a trace for Perfetto.",
+    "transpose": "Transpose the array of a file into another file.",
 }
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands are each in a module of their own name."""
+    """A group whose commands are in modules of the same names, imported at first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS]
@@ -28,7 +28,7 @@ class _LazyGroup(click.Group):
         module = importlib.import_module(f"dask_p2p.cli.{cmd_name}")
         command = getattr(module, cmd_name)
         if not isinstance(command, click.Command):
-            raise TypeError(f"{module.__name__}.{cmd_name} is no click command")
+            raise TypeError(f"{module.__name__}.{cmd_name} is not a click command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the cluster that ``--workers`` and ``--cpu`` ask for."""
+"""Options that several commands share, and the clusters that they start or connect to."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 _CPU_WORKERS = 4
 _CONNECT_S = 10
 _WORKERS_WAIT_S = 10
-# The array, its transpose and what is on its way between them.
+# Room for the array, its transpose, and the data in transfer between them.
 _MEMORY_FACTOR = 2.5
-_CPU_SIDE, _GPU_SIDE = 6000, 32768  # of the default matrix
-_MEMORY_SHARE = 8  # which takes at most this part of the free memory
+_CPU_SIDE, _GPU_SIDE = 6000, 32768  # rows of the default matrix
+_MEMORY_SHARE = 8  # the default matrix takes at most 1 / 8 of the free memory
 
 
 COUNT = click.IntRange(min=1)
@@ -36,33 +36,33 @@ workers_option = click.option(
     "--workers",
     type=COUNT,
     metavar="N",
-    help="Workers, one a GPU or of one thread.  [default: one for each GPU, else 4]",
+    help="Number of workers, each with one GPU or one thread.  [default: one for each GPU, else 4]",
 )
 scheduler_option = click.option(
     "--scheduler",
     metavar="ADDRESS",
-    help="Cluster to use.  [default: one that is started here, as dask p2p demo does]",
+    help="Cluster to use.  [default: start one on this machine, as dask p2p demo does]",
 )
-cpu_option = click.option("--cpu", is_flag=True, help="CPU workers, even if there are GPUs.")
+cpu_option = click.option("--cpu", is_flag=True, help="Use CPU workers, even if there are GPUs.")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Where a command is to run."""
+    """The workers that a command starts on this machine."""
 
     workers: int
-    gpus: tuple[str, ...]  # one for each worker; none for CPU workers
-    note: str | None  # what a user should know of the choice
-    memory_bytes: int  # that is free, all workers together
+    gpus: tuple[str, ...]  # one for each worker; empty for CPU workers
+    note: str | None  # message to the user about the choice
+    memory_bytes: int  # free memory of all workers together
 
     @property
     def kind(self) -> str:
-        """Of the arrays' blocks."""
+        """Kind of the arrays' blocks."""
         return "cupy" if self.gpus else "numpy"
 
 
 def choose_cluster(workers: int | None, cpu: bool) -> ClusterSpec:
-    """Choose GPUs where there is more than one, or CPU workers."""
+    """Return a spec of GPU workers if there is more than one usable GPU, else of CPU workers."""
     import psutil
 
     from dask_p2p.tools.cluster import free_gpu_bytes, usable_gpus
@@ -72,16 +72,14 @@ def choose_cluster(workers: int | None, cpu: bool) -> ClusterSpec:
         gpus = tuple(usable[: workers or len(usable)])
         if workers is not None and workers > len(usable):
             raise click.BadParameter(
-                f"there are {len(usable)} usable GPUs for {workers} workers; ask for fewer, or "
-                "give --cpu",
+                f"there are {len(usable)} usable GPUs for {workers} workers; pass a smaller "
+                "number, or --cpu",
                 param_hint="--workers",
             )
         return ClusterSpec(len(gpus), gpus, None, len(gpus) * min(free_gpu_bytes(gpus)))
     note = None
     if usable:
-        note = (
-            "There is one usable GPU only, and nothing to move between GPUs: these are CPU workers."
-        )
+        note = "There is one usable GPU only, so no data moves between GPUs: using CPU workers."
     free_bytes = int(psutil.virtual_memory().available)
     return ClusterSpec(workers or _CPU_WORKERS, (), note, free_bytes)
 
@@ -89,30 +87,30 @@ def choose_cluster(workers: int | None, cpu: bool) -> ClusterSpec:
 def check_fits(
     spec: ClusterSpec, shape: tuple[int, ...], dtype: DType, axes: tuple[int, ...], hint: str
 ) -> None:
-    """Refuse arrays that this place cannot hold, or cannot cut into a slab for each worker."""
+    """Raise `click.BadParameter` if the array does not fit, or has too few rows for the workers."""
     needed_bytes = int(_MEMORY_FACTOR * prod(shape) * dtype.itemsize)
     if needed_bytes > spec.memory_bytes:
         raise click.BadParameter(
-            f"the array and its transpose need {format_bytes(needed_bytes)} with what is on its "
-            f"way, and {format_bytes(spec.memory_bytes)} are free",
+            f"the array, its transpose and the data in transfer need {format_bytes(needed_bytes)}, "
+            f"and {format_bytes(spec.memory_bytes)} are free; choose a smaller array",
             param_hint=hint,
         )
     if axes and min(shape[0], shape[axes[0]]) < spec.workers:
         raise click.BadParameter(
-            f"{' x '.join(map(str, shape))} cannot be cut into {spec.workers} slabs, before and "
-            "after, of at least one row",
+            f"{' x '.join(map(str, shape))} and its transpose cannot be split into {spec.workers} "
+            "slabs of at least one row; choose a larger array or fewer workers",
             param_hint=hint,
         )
 
 
 def default_side(spec: ClusterSpec, itemsize: int) -> int:
-    """Rows of the default matrix: fewer if memory is scarce."""
+    """Return the rows of the default matrix, which are fewer if memory is scarce."""
     fits = isqrt(spec.memory_bytes // _MEMORY_SHARE // itemsize)
     return max(spec.workers, min(_GPU_SIDE if spec.gpus else _CPU_SIDE, fits))
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Put a number before a noun.
+    """Return a number with its noun, in the plural if needed.
 
     >>> pluralize(1, "stage"), pluralize(2, "stage")
     ('1 stage', '2 stages')
@@ -121,11 +119,11 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
-    """Write which workers there are, and on what, by the names of GPUs or processors."""
+    """Return a line on the workers and their hardware; `names` are GPU or processor names."""
     models = Counter(names)
     if spec.gpus:
         listed = ", ".join(f"{count} x {name}" for name, count in models.items())
-        return f"{pluralize(spec.workers, 'worker')}, one a GPU: {listed}"
+        return f"{pluralize(spec.workers, 'worker')}, one per GPU: {listed}"
     return (
         f"{pluralize(spec.workers, 'one-thread worker')} over TCP on {', '.join(models)}, "
         f"{pluralize(os.cpu_count() or 1, 'core')}"
@@ -134,11 +132,11 @@ def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
-    """Start a cluster that ends with the command, and whose processes log nothing.
+    """Return a context with the client of a new cluster, which ends with the context.
 
-    What a task meets comes back as the command's own error, in one line. What would be logged
-    besides are heartbeats that the cluster's end cuts off, and each of Dask's own P2P runs.
-    Gives a client, which is not the default one.
+    The client is not the default client. The cluster's processes log nothing: the command reports
+    a task's error in one line. Other log messages would be interrupted heartbeats, and Dask's own
+    P2P runs.
     """
     from distributed import Client
 
@@ -148,7 +146,7 @@ def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
         local_cluster(workers, silence_logs=logging.CRITICAL, **options) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        client.run(_log_no_callbacks)  # Dask silences its own loggers alone
+        client.run(_log_no_callbacks)  # Dask silences only its own loggers
         yield client
 
 
@@ -157,28 +155,28 @@ def _log_no_callbacks() -> None:
 
 
 def connect(scheduler: str) -> Any:
-    """Return a client of the cluster with this scheduler, which is not the default client.
+    """Return a client of the cluster with this scheduler; it is not the default client.
 
-    `P2PError` if none answers there.
+    Raises `P2PError` if no scheduler answers at the address.
     """
     from distributed import Client
     from distributed.comm import resolve_address
 
     try:
-        # At an address that it cannot parse, Client hangs on closing.
+        # With an address that it cannot parse, Client hangs on closing.
         resolve_address(scheduler)
         return Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as exc:
         raise P2PError(
-            f"no scheduler answers at {scheduler}: {exc}; give the address that `dask scheduler` "
+            f"no scheduler answers at {scheduler}: {exc}; pass the address that `dask scheduler` "
             "shows"
         ) from exc
 
 
 def worker_count(client: Any) -> int:
-    """Return the number of workers; there must be at least one.
+    """Return the number of workers, which is at least one.
 
-    `P2PError` if none comes within some seconds.
+    Raises `P2PError` if no worker joins within some seconds.
     """
     from dask_p2p.plugins.registration import workers_of
 
@@ -194,7 +192,10 @@ def worker_count(client: Any) -> int:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End in one line and status 1, whatever went wrong; the traceback goes to the debug log."""
+    """Return a context that turns any error into one line and exit status 1.
+
+    The traceback goes to the debug log.
+    """
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):

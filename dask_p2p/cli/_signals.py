@@ -10,15 +10,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Take Ctrl-C, SIGTERM of batch systems, and SIGHUP as a wish to end soon and tidily.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP set a flag: the command can clean up.
 
-    Python's own way, an exception wherever the program just is, may hit a garbage collection,
-    which drops it, or a lock, which stays locked. The second Ctrl-C goes that way. `nohup` starts
-    programs with SIGHUP ignored, which stays so.
+    The context's value returns the flag. Batch systems send SIGTERM, terminals that close SIGHUP.
+    Python itself raises an exception at the current instruction: garbage collection may swallow it,
+    and a lock may stay locked. Only the second Ctrl-C raises an exception. `nohup` starts programs
+    with SIGHUP ignored; it stays ignored.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # only the main thread may have handlers
+        yield asked.is_set  # only the main thread may set signal handlers
         return
 
     def ask(number: int, _: object) -> None:
@@ -40,15 +41,15 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C and SIGHUP back, forever in processes and threads that start inside.
+    """Return a context that defers Ctrl-C and SIGHUP; processes started inside never receive them.
 
-    A terminal sends them to the workers too, which end with the job, and without tracebacks.
+    A terminal also sends them to the workers, which would print tracebacks. Workers end with the
+    command anyway. Threads that start inside do not receive them either.
     """
     from multiprocessing import resource_tracker
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    # Before Ctrl-C is held back: it lets Ctrl-C through again, but ignores it.
-    resource_tracker.ensure_running()
+    resource_tracker.ensure_running()  # started later, it would unblock Ctrl-C
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""``dask p2p check``: how workers reach each other, how fast, and what is in the way."""
+"""``dask p2p check``: shows transports and speeds between workers, and any problems."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dask_p2p.cli import _options as shared
 @shared.cpu_option
 @click.pass_context
 def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: bool) -> None:
-    """Show how workers reach each other, how fast, and what is in the way.
+    """Show transports and speeds between workers, and any problems.
 
-    Ends with status 1 if there is a pair of workers that no transport joins.
+    Ends with status 1 if no transport joins a pair of workers.
     """
     from dask_p2p.tools.check import check as find
 
@@ -31,10 +31,12 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 
 
 def _cluster(scheduler: str | None, workers: int | None, cpu: bool) -> Any:
-    """Give a client of the cluster named, or of one on this machine that ends with the command."""
+    """Return a client of the given cluster, or of a new one on this machine, as a context."""
     if scheduler is None:
         spec = shared.choose_cluster(workers, cpu)
         return shared.own_cluster(spec.workers, gpus=bool(spec.gpus))
     if workers or cpu:
-        raise click.UsageError("--workers and --cpu are for a cluster that is started here")
+        raise click.UsageError(
+            "--workers and --cpu are for a cluster on this machine, not for --scheduler"
+        )
     return shared.connect(scheduler)

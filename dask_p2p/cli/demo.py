@@ -1,4 +1,4 @@
-"""``dask p2p demo``: a matrix transposed by this package and by Dask's own ways, and checked."""
+"""``dask p2p demo``: transposes a matrix by this package and by Dask's methods, and checks it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from dask_p2p.tools.indexed import count_wrong, indexed_array
 from dask_p2p.types import DaskArray
 
 _OURS = "dask_p2p"
-_RUNS = 4  # of each way, the first one included
+_RUNS = 4  # runs of each method, including the first
 _SETTLE_S = 0.2
 _LEGEND = (
-    "first: the first run; median: of those after it; GB/s: read and written; wrong: elements; "
-    "faster by: the median over that of dask_p2p."
+    "first: the first run; median: of later runs; GB/s: read and written; wrong: wrong elements; "
+    "faster by: the median divided by that of dask_p2p."
 )
 _NEXT = (
     "Next: https://github.com/dask-p2p/dask-p2p/blob/main/docs/tutorial.md, and `dask p2p check` "
-    "on a cluster of yours."
+    "on your cluster."
 )
 
 
@@ -44,14 +44,14 @@ _NEXT = (
     "--size",
     type=shared.COUNT,
     metavar="N",
-    help="Rows and columns of the matrix.  [default: 6000, on GPUs 32768, or what fits]",
+    help="Rows and columns of the matrix.  [default: 6000, on GPUs 32768, or fewer to fit memory]",
 )
 @shared.workers_option
 @shared.cpu_option
 def demo(size: int | None, workers: int | None, cpu: bool) -> None:
-    """Start a cluster, transpose a matrix that it makes, and check every element.
+    """Start a cluster, transpose a generated matrix, and check every element.
 
-    Dask's own ways are timed too. On GPUs where there is more than one, else on CPU workers.
+    Dask's own methods are timed too. The cluster uses GPUs if there is more than one, else CPUs.
     """
     with shared.one_line_errors():
         spec = shared.choose_cluster(workers, cpu)
@@ -61,7 +61,7 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
         if spec.note:
             click.echo(spec.note)
         click.echo("Starting a cluster ...")
-        tried: dict[str, tuple[list[float], int]] = {}  # seconds of each run, and wrong elements
+        tried: dict[str, tuple[list[float], int]] = {}  # by method: seconds a run, wrong elements
         for options, named in ways(bool(spec.gpus)):
             own = shared.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
             with own as client, client.as_current():
@@ -81,12 +81,12 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
 
 
 def ways(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Callable[[DaskArray], Any]]]]:
-    """Return options of clusters, and of each the ways to transpose on it, by name."""
+    """Return the options of each cluster, with the transpose methods to run on it, by name."""
     ours = {_OURS: lambda x: transpose(x)}
     tasks = {"dask tasks": partial(_rechunked, "tasks")}
     if not on_gpus:
         return [({}, {**ours, **tasks, "dask p2p": partial(_rechunked, "p2p")})]
-    # Dask's p2p cannot put CuPy blocks through host memory. Its tasks are quickest over UCX.
+    # Dask's p2p fails with CuPy blocks. Its tasks are fastest over UCX.
     if find_spec("distributed_ucxx") is None:
         return [({}, {**ours, **tasks})]
     return [({}, {**ours}), ({"protocol": "ucx"}, {**tasks})]
@@ -97,37 +97,37 @@ def _rechunked(method: str, x: DaskArray) -> DaskArray:
 
 
 def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> None:
-    """Say in words what is there, and what is about to happen."""
+    """Print the workers, the matrix and the algorithm."""
     click.echo(f"Started {shared.devices_text(spec, device_names(client, spec.kind))}.")
     click.echo(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     click.echo(
-        f"The matrix, {side} x {side} {dtype}, {format_bytes(side**2 * dtype.itemsize)}, is made "
-        "of values that say where they belong. It lies on the workers in slabs, one for each; so "
-        "will its transpose. In stage 0 each worker transposes the tile that it has and needs "
-        "itself; in each stage after that it takes one tile from another worker."
+        f"Matrix: {side} x {side} {dtype}, {format_bytes(side**2 * dtype.itemsize)}; each value "
+        "encodes its position. The matrix and its transpose are in slabs, one for each worker. In "
+        "stage 0 each worker transposes its own tile; in each later stage it reads one tile from "
+        "another worker."
     )
 
 
 def _tried(
     client: Any, way: Callable[[DaskArray], Any], spec: shared.ClusterSpec, side: int, dtype: Any
 ) -> tuple[list[float], int]:
-    """Time a way to transpose a matrix in one slab a worker; count the wrong elements at last."""
+    """Return the times of a transpose method, and the number of wrong elements of its last run."""
     shape, kind = (side, side), spec.kind
     workers = sorted(workers_of(client))
     with dask.annotate(workers=lambda key: workers[key[1]], allow_other_workers=True):
         x = indexed_array(shape, (split_evenly(side, spec.workers), (side,)), dtype, kind)
-    x = client.persist(x, optimize_graph=False)  # optimizing forgets where blocks should be
+    x = client.persist(x, optimize_graph=False)  # optimizing loses the annotations
     wait(x)
     y, times_s = None, []
     for _ in range(_RUNS):
-        del y  # the next run must neither find this result nor share memory with it
+        del y  # the next run must not reuse this result, or share memory with it
         time.sleep(_SETTLE_S)
         start_s = time.perf_counter()
         y = client.persist(way(x))
         wait(y)
         times_s.append(time.perf_counter() - start_s)
     wrong = count_wrong(y, shape, (1, 0), kind, dtype)
-    return times_s, int(wrong.compute())  # which raises what a task has raised
+    return times_s, int(wrong.compute())  # raises the error of a failed task
 
 
 def _tell_what_moved(client: Any) -> None:
@@ -139,10 +139,10 @@ def _tell_what_moved(client: Any) -> None:
 
 
 def _show(tried: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:
-    """Print the times, and whether all elements are right; wrong ones are an error."""
+    """Print the times; raise `click.ClickException` if elements are wrong."""
     rows = [("times in ms", "first", "median", "GB/s", "wrong", "faster by")]
     ours_s = median(tried[_OURS][0][1:])
-    moved_gb = 2 * side**2 * dtype.itemsize / 1e9  # read once, and written once
+    moved_gb = 2 * side**2 * dtype.itemsize / 1e9  # each element is read once and written once
     for way, (times_s, wrong) in tried.items():
         median_s = median(times_s[1:])
         figures = f"{times_s[0] * 1e3:.2f}", f"{median_s * 1e3:.2f}", f"{moved_gb / median_s:.3g}"

@@ -1,4 +1,4 @@
-"""``dask p2p trace``: the last runs of a cluster as Chrome trace events."""
+"""``dask p2p trace``: writes a cluster's last runs as Chrome trace events."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from dask_p2p.cli._options import COUNT, connect, one_line_errors, pluralize
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False))
-@click.option("--scheduler", metavar="ADDRESS", required=True, help="Of the cluster to look at.")
-@click.option("--runs", type=COUNT, metavar="N", default=10, show_default=True, help="At most.")
+@click.option("--scheduler", metavar="ADDRESS", required=True, help="Address of the scheduler.")
+@click.option(
+    "--runs",
+    type=COUNT,
+    metavar="N",
+    default=10,
+    show_default=True,
+    help="Number of runs to write, at most.",
+)
 def trace(file: str, scheduler: str, runs: int) -> None:
     """Write the last runs of a cluster to FILE as a trace.
 
-    https://ui.perfetto.dev shows it: tasks, their stages and what each worker served over time.
+    Open it in https://ui.perfetto.dev: it shows tasks, their stages, and the regions that each
+    worker served over time.
     """
     from dask_p2p.monitoring.runs import last_runs
 

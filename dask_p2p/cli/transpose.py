@@ -1,4 +1,4 @@
-"""``dask p2p transpose`` and ``dask p2p rechunk``: from file to file, by a cluster."""
+"""``dask p2p transpose`` and ``dask p2p rechunk``: from file to file, on a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _numbers(value: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, value.split(","))) if value.strip() else ()
     except ValueError:
-        raise click.BadParameter(f"{value!r}: give whole numbers with commas between") from None
+        raise click.BadParameter(f"expected integers separated by commas, got {value!r}") from None
 
 
 _OPTIONS = (
@@ -35,13 +35,13 @@ _OPTIONS = (
         "--chunks",
         type=_numbers,
         metavar="100,-1",
-        help="Chunks of a Zarr output: one size, or one for each axis (-1: all of it).  "
-        "[default: those of a Zarr input, or about 16 MiB]",
+        help="Chunks of a Zarr output: one size, or one for each axis (-1: the whole axis).  "
+        "[default: chunks of a Zarr input, or about 16 MiB]",
     ),
     shared.scheduler_option,
-    click.option("--workers", type=shared.COUNT, metavar="N", help="To start, if none are there."),
-    click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it is there."),
-    click.option("--quiet", is_flag=True, help="No progress bar, no report."),
+    click.option("--workers", type=shared.COUNT, metavar="N", help="Number of workers to start."),
+    click.option("--overwrite", is_flag=True, help="Replace an existing OUTPUT."),
+    click.option("--quiet", is_flag=True, help="Print no progress bar and no report."),
 )
 
 
@@ -50,19 +50,20 @@ def _command(function: Any) -> click.Command:
 
 
 @_command
-@click.option("--axes", type=_numbers, metavar="2,0,1", help="As of NumPy.  [default: reversed]")
+@click.option("--axes", type=_numbers, metavar="2,0,1", help="Axis order.  [default: reversed]")
 def transpose(axes: tuple[int, ...] | None, **options: Any) -> None:
     """Transpose the array in INPUT into the new file OUTPUT.
 
-    Each is an .npy file or a Zarr array, which may lie in a group. OUTPUT gets its name when all of
-    it is written. The array must fit into the workers' memory, or onto the disks they spill to.
+    Each is an .npy file or a Zarr array, which may be in a group. OUTPUT appears under its name
+    only when it is complete. The array must fit into the memory of the workers, or onto their disks
+    for spilled data.
     """
     _run(partial(dask_p2p.transpose, axes=axes), **options)
 
 
 @_command
 def rechunk(**options: Any) -> None:
-    """Write the array in INPUT into the new file OUTPUT, in other chunks or as the other kind."""
+    """Write the array in INPUT into the new file OUTPUT, with other chunks or file type."""
     _run(dask_p2p.rechunk, **options)
 
 
@@ -104,15 +105,15 @@ def _run(
 
 @contextlib.contextmanager
 def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
-    """Give the client of a cluster, which ends with the command if it is started here."""
+    """Return a context with a client of the scheduler, or of a cluster that ends with it."""
     from distributed.utils import silence_logging_cmgr
 
-    workers = workers or min(CPU_COUNT, 8)  # of one disk; --workers may ask for more
-    # What goes wrong comes as the command's own error, in one line.
+    workers = workers or min(CPU_COUNT, 8)  # one disk serves few workers; --workers sets more
+    # Errors come as the command's own error, in one line.
     with silence_logging_cmgr(logging.CRITICAL), contextlib.ExitStack() as stack:
-        with ctrl_c_later():  # workers may use all of the memory, however few they are
+        with ctrl_c_later():  # together the workers may use all of the memory
             own = shared.own_cluster(workers, gpus=False, memory_limit=1 / workers)
             client = stack.enter_context(shared.connect(scheduler) if scheduler else own)
-        shared.worker_count(client)  # there is at least one
+        shared.worker_count(client)  # raises without workers
         with client.as_current():
             yield client

@@ -1,1 +1,1 @@
-"""What one worker does for one output block: its task, its assembly, what is read of others."""
+"""One worker's work for one output block: the task, its assembly, and reads from other workers."""

@@ -1,15 +1,15 @@
-"""One worker's work for one output block: in which order it is done, and what overlaps.
+"""The assembly of one output block on its worker: the order of the steps, and their overlap.
 
 ::
 
       stage 0           stage 1           stage 2
       own pieces        holder (r+1)%n    holder (r+2)%n   ...
     --[permute]---------[permute]---------[permute]------->  queue of kernels
-         [~~~ region ~~~]  [~~~ region ~~~]                  on the wire, or on the link
+         [~~~ region ~~~]  [~~~ region ~~~]                  on the network, or on NVLink
 
-While the pieces of one stage are permuted into the output block, the regions of the next are on
-their way. On a thread scheduler, or on a worker without the package's plugin, there are no remote
-blocks, and stage 0 is all there is.
+While the pieces of one stage are permuted into the output block, the regions of the next one are
+transferred. On a thread scheduler, or on a worker without the package's plugin, all blocks are
+local, and stage 0 is the only stage.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.types import Array, DType, Kind
 from dask_p2p.versioned import versioned
 
-_Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # that are on their way, in their order
+_Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # regions in transfer, in the order of requests
 
 
 @versioned()
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What all blocks of one output have in common."""
+    """The properties that all blocks of one output share."""
 
-    arrays: tuple[str, ...]  # names of the inputs: their blocks' keys are (name, *index)
-    dtype: DType  # numpy.dtype of the inputs, and of what is assembled
-    kind: Kind  # "numpy" or "cupy", by the array's meta
+    arrays: tuple[str, ...]  # names of the inputs; the keys of their blocks are (name, *index)
+    dtype: DType  # numpy.dtype of the inputs and of the assembled block
+    kind: Kind  # "numpy" or "cupy", from the array's meta
     options: Options
-    #: Makes the output block of the assembled one, which it may overwrite, and its index. By
-    #: default that is it. One that knows how much memory it takes beside the assembled block has a
-    #: method `extra_bytes`, which is given the block's shape and dtype.
+    #: Function of the assembled block, which it may overwrite, and the block's index. It returns
+    #: the output block. None: the assembled block is the output block. The optional method
+    #: `extra_bytes(shape, dtype)` of the function returns the bytes of its additional memory.
     post: Callable[[Any, Index], Any] | None = None
-    chunks: Chunks | None = None  # of what that returns, which records tell
+    chunks: Chunks | None = None  # chunks of the array after `post`, for records
 
     def key(self, source: Source) -> tuple[Any, ...]:
         """Return the Dask key of an input block."""
@@ -73,11 +73,11 @@ class Assembly:
 
     def __init__(
         self,
-        plan: BlockPlan,  # its pieces
-        output: OutputSpec,  # what all blocks of the output have in common
-        blocks: Sequence[Any],  # of each source an array of this worker, or a reference
-        context: TaskContext | None = None,  # the worker's; needed where there are references
-        start_s: float | None = None,  # of the task, by the performance counter; by default now
+        plan: BlockPlan,  # pieces of the block
+        output: OutputSpec,  # properties that all blocks of the output share
+        blocks: Sequence[Any],  # by source: an array of this worker, or a reference
+        context: TaskContext | None = None,  # the worker's; required if `blocks` has references
+        start_s: float | None = None,  # task's start by the performance counter; None: now
     ) -> None:
         self.plan = plan
         self.output = output
@@ -86,7 +86,7 @@ class Assembly:
         self.context = context
         self._where = where_is(context)
         self.ranges = ranges(output.options.nvtx)
-        # By their number among the plan's sources: what others hold, and this worker's own.
+        # Blocks of other workers, by their number among the plan's sources.
         self._remote: dict[int, BlockRef] = {}
         keys = [output.key(source) for source in plan.sources]
         self.local = LocalBlocks(plan, keys, output.dtype, self.options, context)
@@ -95,10 +95,10 @@ class Assembly:
             there[number] = block
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
-        self.kernels = Timer()  # for what this worker holds itself: stage 0
-        self.post = Timer()  # until what makes the output of the assembled block returned
+        self.kernels = Timer()  # kernels of stage 0
+        self.post = Timer()  # calls of `OutputSpec.post`
         self._local_queued = False
-        self._input_bytes = 0  # of memory, that this worker's own blocks take
+        self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
 
     def _is_remote(self, block: Any) -> bool:
@@ -113,10 +113,16 @@ class Assembly:
     def run(self) -> Any:
         """Return the output block.
 
-        `BlockMismatchError` or `UnsupportedArrayError` if an input block is not what its Dask array
-        declares; `TransferError` if a remote block cannot be had by any route, but perhaps later or
-        elsewhere; `MemoryLimitError` if it can never fit, or an allocation fails; `DeviceLostError`
-        if the worker's GPU no longer works.
+        Raises
+        ------
+        BlockMismatchError, UnsupportedArrayError
+            An input block differs from the declaration of its Dask array.
+        TransferError
+            No route delivered a remote block. A later attempt, or another worker, may succeed.
+        MemoryLimitError
+            The block never fits into this worker's memory, or an allocation failed.
+        DeviceLostError
+            The worker's GPU no longer works.
         """
         try:
             with device_work(), device_of(*(local := self.local.in_memory()).values()):
@@ -130,7 +136,7 @@ class Assembly:
                 if self.plan.is_copy and local and self.output.post is None:
                     return local[0]
                 if self._remote and self.context is not None:
-                    # As these need blocks of others, the others need blocks from here.
+                    # Other workers will read this worker's blocks in the same exchange.
                     published = {self.key(number): block for number, block in local.items()}
                     self.context.publish(published, kind, self.options)
                     del published
@@ -140,25 +146,25 @@ class Assembly:
             if not is_out_of_memory(exc) or isinstance(exc, P2PError):
                 raise
             message = f"{type(exc).__name__}: {exc}"
-            # What the frames below hold, half an output perhaps, goes with them, not with `exc`.
+            # `exc` keeps the frames below alive, and they may hold half an output.
             traceback.clear_frames(exc.__traceback__)
             self._out = None
         raise self._need(self.output.kind).error(message, self._where)
 
     def finish(self, block: Any, index: Index) -> Any:
-        """Return what `OutputSpec.post` makes of the block that `run` has returned."""
+        """Return the result of `OutputSpec.post` for the block that `run` returned."""
         if self.output.post is None:
             return block
         with device_work(), device_of(block), self.post:
-            # A view: the block itself is known to be written, which is no longer true of one that
-            # a function overwrites on a stream, and returns.
+            # A view: the block itself is marked as written. A function may overwrite its argument
+            # on a stream and return it, and then the mark would be false.
             return self.output.post(block[...], index)
 
     def _read(self, kind: Kind) -> Any:
-        """Put all that is read into place, and return the output. What fails is read again whole.
+        """Return the output, with all regions in it. A failed block is read again as a whole.
 
-        There are two lanes. While a region of other hosts is waited for, the lane of this host,
-        whose memory this thread or its GPU reads itself, goes on step by step::
+        There are two lanes. The same-host lane reads memory that this thread or its GPU can access.
+        It proceeds step by step while the remote lane waits for a region of another host::
 
             remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
             same-host lane        read place  read place        read place        read place ...
@@ -171,7 +177,7 @@ class Assembly:
                 queue.synchronize()
             wanted = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
             while True:
-                while wanted:  # each by the best route that works
+                while wanted:  # each source by the best route that works
                     local, remote = list[RemoteSource](), list[RemoteSource]()
                     for source in wanted:
                         is_local = self._in_sync or source.route.transport.within_host
@@ -188,7 +194,7 @@ class Assembly:
             self._finish(queue)
 
     def _kind(self, local: Mapping[int, Array]) -> Kind:
-        """Return the kind of the local blocks, which may differ from what their array declares."""
+        """Return the kind of the local blocks, which may differ from their array's meta."""
         of_kind = self.local.kinds(local)
         if len(of_kind) > 1:
             kinds = " and ".join(f"block {self.key(n)!r} of {kind}" for kind, n in of_kind.items())
@@ -199,7 +205,7 @@ class Assembly:
         return next(iter(of_kind), self.output.kind)
 
     def _target(self, queue: Queue) -> Any:
-        """Return the output. It is allocated late, while the first parts are on their way."""
+        """Return the output, which is allocated late, while the first parts are in transfer."""
         if self._out is None:
             like, context = (self.plan.shape, self.output.dtype), self.context
             self._out = (
@@ -222,7 +228,7 @@ class Assembly:
         )
 
     def _finish(self, queue: Queue) -> None:
-        """Wait for all kernels, and only then end the leases: also where something failed."""
+        """Wait for all kernels, then end the leases, even after an error."""
         try:
             queue.synchronize()
         finally:
@@ -230,7 +236,7 @@ class Assembly:
             self.sources.close()
 
     def _queue_local(self, queue: Queue) -> None:
-        """Queue stage 0, once: in async mode when the first regions are on their way."""
+        """Queue stage 0 once, in async mode while the first regions are in transfer."""
         if self._local_queued:
             return
         self._local_queued = True
@@ -244,36 +250,36 @@ class Assembly:
     def _lane(
         self, sources: list[RemoteSource], queue: Queue, same_host_lane: Iterator[bool]
     ) -> Iterator[bool]:
-        """Read sources one after another; rather than wait, take steps in the other lane.
+        """Read sources one after another. Where this lane would wait, step through the other lane.
 
-        Yields True when a region is in place.
+        Yields True each time a region is in the output.
         """
         ahead: _Ahead = deque()
         for route, group in groupby(sources, key=lambda source: source.route):
             with self.ranges("ask", route):
                 fetch = self.sources.begin(list(group), queue.kind)
-            if fetch is None:  # each is read by its next route
+            if fetch is None:  # failed: each source is read by its next route
                 continue
             while ahead and ahead[-1][0].route.transport is not route.transport:
-                # Each may fill all that there is for staging.
+                # Each transport may fill the whole staging budget.
                 yield self._place_first(ahead, queue, same_host_lane)
             for region in fetch.regions():
                 try:
-                    if fetch.in_place:  # a copy engine brings it
+                    if fetch.in_place:  # a copy engine transfers it
                         with self.ranges("copy", route), queue.timing(fetch.copies):
                             region.prefetched = queue.prefetch(region.result(), fetch.slot_bytes)
                 except TransferError as exc:
                     fetch.give_up(region, exc)
                     continue
                 ahead.append((fetch, region))
-                del region  # which may be placed already: the next one takes its room
+                del region  # perhaps placed already: the next one takes its memory
                 while len(ahead) > fetch.reading.ahead:
                     yield self._place_first(ahead, queue, same_host_lane)
         while ahead:
             yield self._place_first(ahead, queue, same_host_lane)
 
     def _place_first(self, ahead: _Ahead, queue: Queue, same_host_lane: Iterator[bool]) -> bool:
-        """Put the first region into place when it is here; until then take steps in the lane."""
+        """Put the first region into the output on arrival; until then step through the lane."""
         while not ahead[0][1].is_here() and next(same_host_lane, False):
             pass
         fetch, region = ahead.popleft()
@@ -285,9 +291,9 @@ class Assembly:
             out = self._target(queue)[place]
             with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
                 queue.permute_prefetched(out, region.prefetched, self.plan.axes)
-            self._queue_local(queue)  # now that the first parts are on their way
+            self._queue_local(queue)  # now that the first parts are in transfer
         else:
-            self._queue_local(queue)  # while the first part is on its way
+            self._queue_local(queue)  # while the first part is in transfer
             out = self._target(queue)[place]
             is_straight = self.plan.axes == tuple(range(out.ndim))
             try:
@@ -306,16 +312,16 @@ class Assembly:
 
 
 def queue_for(
-    plan: BlockPlan,  # of the block
-    dtype: DType,  # of its items
-    kind: Kind,  # of the library of its array
+    plan: BlockPlan,
+    dtype: DType,
+    kind: Kind,  # array library of the block
     options: Options,  # the task's
-    context: TaskContext | None,  # its worker's, if that has the plugin
+    context: TaskContext | None,  # the worker's; None without the plugin
     leave_bandwidth: bool,  # see `Backend.queue`
 ) -> Queue:
     """Return a new queue for an output block.
 
-    `NoDeviceError` if the options want a GPU for it, and there is none here.
+    Raises `NoDeviceError` if the options require a GPU and this process has none.
     """
     backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
     if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):

@@ -1,8 +1,8 @@
-"""How often, and for how long, a worker tries to bring a block: the one policy, with its bound.
+"""The retry policy of a worker: the number of attempts, their pauses, and the longest total time.
 
-"Failure" in docs/design.md tells of it. `worst_case_s` is what it takes together, for one task or
-for many. The worker's event loop keeps the deadlines; where it stands still itself, each wait takes
-`EVENT_LOOP_GRACE_S` more.
+"Failure" in docs/design.md describes it. `worst_case_s` bounds the total time for one task or for
+many. The worker's event loop enforces the deadlines. While the loop itself is blocked, each wait
+takes `EVENT_LOOP_GRACE_S` longer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dask_p2p.config import Options
 from dask_p2p.transports.silence import LONGEST_PAUSE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Key
 
-_KEPT_CAUSES = 8  # of a task's failed attempts: the last ones that differ
-_CAUSE_CHARS = 500  # of each
-_COUNTED_TASKS = 10_000  # whose failed attempts are kept
+_KEPT_CAUSES = 8  # causes kept per task: the last distinct ones
+_CAUSE_CHARS = 500  # length of a cause
+_COUNTED_TASKS = 10_000  # tasks in the log
 
 
 def pause_s(options: Options, attempt: int) -> float:
-    """Return how long to wait after a failed attempt; the first one is number 1."""
+    """Return the pause after a failed attempt. The first attempt has number 1."""
     return min(LONGEST_PAUSE_S, options.backoff_s * 2.0 ** (attempt - 1))
 
 
 def worst_case_s(
     options: Options,  # the task's
-    holders: int = 1,  # workers that hold its blocks, and do not answer
-    unmet: int = 0,  # transports by which this worker has not met them, of those that may be used
+    holders: int = 1,  # silent workers that hold the task's blocks
+    unmet: int = 0,  # allowed transports that have not probed these workers
 ) -> float:
     """Return the longest time until a task ends in an error, on one worker."""
     waiting_s = holders * (options.request_timeout_s + unmet * PROBE_TIMEOUT_S)
@@ -37,19 +37,19 @@ def worst_case_s(
 
 
 class AttemptLog:
-    """The failed attempts of one worker at its tasks: how many, and why the last ones failed.
+    """The failed attempts of one worker: their number and their last causes, by task.
 
-    Its size is bounded, however often and however wordily tasks fail.
+    The size of the log is bounded.
     """
 
-    def __init__(self, address: str) -> None:  # the worker's
+    def __init__(self, address: str) -> None:
         self.address = address
-        #: By task the numbers of the first and the last attempt that failed by a cause.
+        #: By task: first and last number of successive attempts with one cause, and the cause.
         self.failed: OrderedDict[Any, deque[tuple[int, int, str]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
-        """Note a failed attempt at this task; return how many there were, and their causes."""
+        """Record a failed attempt at a task. Return the number of attempts, and their causes."""
         if len(cause) > _CAUSE_CHARS:
             cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
         with self._lock:
@@ -67,6 +67,6 @@ class AttemptLog:
             )
 
     def forget_attempts(self, key: Key) -> None:
-        """Forget the attempts at this task: if it is wanted again, it gets as many again."""
+        """Remove a task from the log. A later run of the task starts at attempt 1."""
         with self._lock:
             self.failed.pop(key, None)

@@ -1,4 +1,4 @@
-"""What tasks need of the worker that they are on."""
+"""The interface through which tasks use their worker."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from dask_p2p.types import Array, DType, Key, Kind
 
 
 def where_is(worker: Any) -> str:
-    """Name a worker, or its context, in an error; None stands for a process without one."""
+    """Return the name of a worker (or its context) in errors. None: a process without a worker."""
     return "this process" if worker is None else f"worker {worker.address}"
 
 
 class TaskContext(WorkerContext, Protocol):
-    """The worker of a task."""
+    """The worker of a task, as tasks use it."""
 
     router: Router
-    running: dict[Any, Callable[[], Record]]  # what to say of tasks that run, by key
+    running: dict[Any, Callable[[], Record]]  # by key of a running task: its record so far
 
     def holds(self, key: Key) -> bool:
         """Return whether the worker has a block, in memory or spilled."""
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; `KeyError` if it is, or is not here."""
+        """Return a block in memory. Raises `KeyError` if the block is spilled or not here."""
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block, wherever the block lies now; None if it is not known."""
+        """Return the kind of a block in memory or spilled; None if unknown."""
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        """Note that other workers are about to read these blocks of this kind."""
+        """Prepare these blocks of this kind for reads by other workers."""
 
     def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        """Return an array whose values are undefined, for what the queue will do.
+        """Return an uninitialised array for the output of a queue.
 
-        It lies in pinned memory if the queue wants that, and it can be had.
+        The array is in pinned memory if the queue requests it and some is available.
         """
 
     def only_waiting(self) -> AbstractContextManager[None]:
-        """Return a context in which the worker begins another task: this thread only waits."""
+        """Return a context for waiting: the worker may start another task during it."""
 
     def warn(self, text: str) -> None:
-        """Warn the user, wherever they are."""
+        """Send a warning to the user's client."""
 
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
-        """Return all memory for blocks of this kind if that is less than wanted; else None."""
+        """Return the worker's memory for blocks of this kind if it is less than wanted, or None."""
 
     def responds(self, holder: str) -> bool:
-        """Return whether a worker that was silent answers now; what is known of it then changes."""
+        """Return whether a silent worker answers now. If so, clear its record of silence."""
 
     def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
         """See `AttemptLog`."""
@@ -63,7 +63,7 @@ class TaskContext(WorkerContext, Protocol):
         """See `AttemptLog`."""
 
     def record(self, record: Record) -> None:
-        """Note that an attempt at a task ended, well or not."""
+        """Record a finished attempt at a task, successful or failed."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Have the worker leave because its GPU no longer works; return whether it does."""
+        """Close the worker because its GPU no longer works. Return whether it closes."""

@@ -1,4 +1,4 @@
-"""What comes of one holder by one route: begun, waited for, confirmed."""
+"""The read of one holder's regions over one route: started, awaited, confirmed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 @versioned()
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Stands in a task for a block that its own worker holds, or others do."""
+    """A reference, in a task, to a block in the memory of this worker or of others."""
 
     key: Any  # Dask key
     holders: tuple[str, ...]  # addresses of the workers that hold it, in order
@@ -33,61 +33,67 @@ class BlockRef:
 
 @dataclass(slots=True)
 class RemoteSource:
-    """A remote block, its pieces, and the routes to it that are left."""
+    """A remote block with its pieces and remaining routes."""
 
-    source_number: int  # among the plan's sources
+    source_number: int  # index among the plan's sources
     key: Key
-    nearest: str  # of its holders
+    nearest: str  # address of the nearest holder
     pieces: list[Piece]
     routes: list[Route]
-    causes: list[str] = field(default_factory=list)  # of the routes that failed
-    error: TransferError | None = None  # of the current route
-    fetch: Fetch | None = None  # that brings it, and has not failed
-    missing: int = 0  # elements that have not been put into place, once it is fetched
-    wasted: int = 0  # elements that came, and have to be read again
+    causes: list[str] = field(default_factory=list)  # errors of the failed routes
+
+    error: TransferError | None = None  # error of the current route
+    fetch: Fetch | None = None  # current read of the block, unless it failed
+    missing: int = 0  # elements of the current fetch that are not in the output yet
+    wasted: int = 0  # elements that arrived but must be read again
 
     @property
     def route(self) -> Route:
-        """The current one."""
+        """The current route."""
         return self.routes[0]
 
     @property
     def size(self) -> int:
-        """Elements that are read of it."""
+        """Number of elements to read from the block."""
         return sum(box_size(piece.src) for piece in self.pieces)
 
     def give_up(self, error: TransferError) -> None:
-        """Note that it does not come by the current route."""
+        """Record the failure of the current route."""
         if self.fetch is not None:
             self.wasted += self.size - self.missing
         self.error, self.fetch = without_frames(error), None
 
     def leave_route(self) -> None:
-        """Go on to the next route that may help after what failed; there may be none left."""
+        """Drop the failed route, and all others that this error rules out.
+
+        Afterwards `routes` may be empty.
+        """
         assert self.error is not None
         route, error = self.routes.pop(0), self.error
         self.causes.append(f"{route.transport.name}: {error}")
-        if error.scope in ("block", "holder"):  # no other transport would find it there
+        if error.scope in ("block", "holder"):  # the same with every transport
             self.routes = [other for other in self.routes if other.holder != route.holder]
         self.error = None
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """What comes of one holder by one route."""
+    """The read of one holder's regions over one route."""
 
-    sources: Sequence[RemoteSource]  # of this route, in the order of the reading's requests
-    reading: Reading  # of the route's transport
-    silences: SilenceLog  # of the worker
-    options: Options  # of the task
-    start_s: float  # when the task started, by the performance counter
-    begun_s: float  # when the transport was asked
-    kernels: Timer = field(default_factory=Timer)  # of those that put its regions into place
-    copies: Timer = field(default_factory=Timer)  # of copy engines that bring them
+    sources: Sequence[RemoteSource]  # sources of this route, in the order of the requests
+    reading: Reading  # the transport's side of the read
+
+    silences: SilenceLog  # the worker's
+    options: Options  # the task's
+    start_s: float  # start of the task, by the performance counter
+    begun_s: float  # start of the read, by the performance counter
+
+    kernels: Timer = field(default_factory=Timer)  # kernels that write regions to the output
+    copies: Timer = field(default_factory=Timer)  # copy engines that transfer regions
     waited_s: float = 0.0
     route: Route = field(init=False)
-    last_s: float = field(init=False)  # when the thread last had something of it
-    slot_bytes: int = field(init=False)  # of the largest part, if it comes through local memory
+    last_s: float = field(init=False)  # end of the thread's last wait for the holder
+    slot_bytes: int = field(init=False)  # size of the largest staged part; 0 without a limit
     itemsize: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,16 +108,16 @@ class Fetch:
 
     @property
     def in_place(self) -> bool:
-        """Whether its regions lie in the holder's memory."""
+        """True if the regions stay in the holder's memory and are read there."""
         return self.route.transport.in_place
 
     @property
     def coming(self) -> list[RemoteSource]:
-        """The sources that it brings, or has brought: those that have not failed."""
+        """The sources of this fetch that have not failed, complete or not."""
         return [source for source in self.sources if source.fetch is self]
 
     def regions(self) -> Iterator[Region]:
-        """Ask for one region after another. None is kept here: the next one takes its room."""
+        """Request one region after another. Keeps none: the next one takes the memory."""
         regions = iter(self.reading)
         try:
             while True:
@@ -120,11 +126,11 @@ class Fetch:
             return
 
     def wait_for(self, region: Region, place: Array | None = None) -> Array:
-        """Return a region's array as soon as it has arrived.
+        """Wait for a region, and return its array.
 
-        That is the one given where the transport can bring the region straight there.
+        The array is `place` if the transport can write the region directly into it.
 
-        `TransferError` if it will not come.
+        Raises `TransferError` if the region will not arrive.
         """
         holder, transport = self.route.holder, self.route.transport.name
         if not region.is_here():
@@ -132,9 +138,9 @@ class Fetch:
         limit_s = self.options.request_timeout_s + EVENT_LOOP_GRACE_S
         try:
             return self._timed(region.result, limit_s, place)
-        except TimeoutError:  # the event loop, which keeps the deadlines, is stuck or gone
+        except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
-                f"no answer of {holder} in time, and the worker's event loop did not respond"
+                f"no answer from {holder} in time, and the worker's event loop did not respond"
             ) from None
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
@@ -147,14 +153,14 @@ class Fetch:
             self.waited_s += self.last_s - start_s
 
     def note_placed(self, region: Region) -> None:
-        """Note that a region is in the output, or will be when all kernels are synchronised."""
+        """Record that a region is in the output, at the latest when the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
         self.silences.heard(self.route.holder, self.route.transport.name)
 
     def give_up(self, region: Region, error: TransferError) -> None:
-        """Give up the source of a region that does not come, to be read again by its next route.
+        """Give up the source of a failed region. Its next route reads it again.
 
-        If the holder is silent, all that is missing is given up.
+        If the holder is silent, all incomplete sources are given up.
         """
         given_up = range(len(self.sources)) if error.is_silence else [region.request]
         for number in given_up:
@@ -163,12 +169,12 @@ class Fetch:
                 self.sources[number].give_up(error)
         holder, transport = self.route.holder, self.route.transport.name
         self.silences.note(holder, transport, error, self.start_s, self.options)
-        # Kernels that are queued may read in place still.
+        # Queued kernels may still read in place.
         if not self.in_place and all(source.error is not None for source in self.sources):
             self.reading.close()
 
     def confirm(self) -> None:
-        """Raise `TransferError` if what came may be wrong, or is not all."""
+        """Raise `TransferError` if the regions may be corrupt, or some are missing."""
         coming = self.coming
         if coming:
             self.reading.confirm()
@@ -177,12 +183,12 @@ class Fetch:
                 raise TransferError(f"{source.key!r} arrived incomplete")
 
     def progress(self) -> Stage:
-        """Return what would be recorded of it by now; any thread may ask."""
+        """Return the stage's record so far. Any thread may call this."""
         is_coming = any(source.missing for source in self.coming)
         return self._stage((perf_counter() if is_coming else self.last_s) - self.begun_s)
 
     def stage(self) -> Stage:
-        """Return what is recorded of it, once all is done."""
+        """Return the stage's final record."""
         copied_s = self.copies.seconds or None
         return self._stage(copied_s if self.in_place else self.last_s - self.begun_s)
 

@@ -1,8 +1,8 @@
-"""The blocks of one assembly that its own worker holds, in memory or spilled.
+"""The local blocks of an assembly: those that its own worker holds, in memory or spilled.
 
-The worker plugin gives references to them, as it does for blocks of others. So Dask brings no
-spilled block back for the task, and keeps none for it: blocks are looked up, and read one after
-another. Without the plugin Dask hands all of them over, as arrays.
+With the plugin a task gets references to its local blocks, as to remote ones. Dask therefore
+neither unspills them for the task nor keeps them in memory. The task looks them up and reads them
+one after another. Without the plugin Dask passes them as arrays.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DType, Key, Kind
 
-_PART_BYTES = 2**24  # of a spilled block, that goes to a GPU at a time
-_SHARE = 8  # of the staging limit, that such a part takes at most
-_PARTS = MOST_UNREAD + 1  # that a GPU has at a time
+_PART_BYTES = 2**24  # size of a spilled block's parts on their way to a GPU
+_SHARE = 8  # a part takes at most 1/8 of the staging limit
+_PARTS = MOST_UNREAD + 1  # parts in memory of the GPU at a time
 
 
 class LocalBlocks:
     """The blocks of one assembly that its own worker holds.
 
-    Blocks that kernels of a GPU read stay referenced until `release`, all others only while they
-    are read: Dask may spill a block at any time, and its memory is free then.
+    Blocks that GPU kernels read stay referenced until `release`. All others are referenced only
+    during the read, so that Dask can spill them and free their memory at any time.
     """
 
     def __init__(
         self,
         plan: BlockPlan,
-        keys: Sequence[Key],  # of the plan's sources
-        dtype: DType,  # of the input blocks
-        options: Options,  # of the task
-        context: TaskContext | None,  # the worker's; needed where there are references
+        keys: Sequence[Key],  # keys of the plan's sources
+        dtype: DType,  # dtype of the input blocks
+        options: Options,  # the task's
+        context: TaskContext | None,  # the worker's; required if blocks are references
     ) -> None:
         self._plan, self._keys, self._dtype, self._context = plan, keys, dtype, context
         self._any_stream = options.any_producer_stream
         self._part_bytes = max(1, min(_PART_BYTES, options.staging_limit_bytes // _SHARE))
         #: Arrays, or references to this worker, by their number among the plan's sources.
         self.blocks: dict[int, Any] = {}
-        self._being_read: dict[int, Array] = {}  # by kernels that are queued
+        self._being_read: dict[int, Array] = {}  # blocks that queued kernels read
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
 
     def in_memory(self) -> dict[int, Array]:
-        """Return the blocks that are not spilled now, checked, by number.
+        """Return the blocks that are in memory now, checked, by number.
 
-        `BlockMismatchError` or `UnsupportedArrayError` if one is not what its array declares.
+        Raises `BlockMismatchError` or `UnsupportedArrayError` if a block differs from its array's
+        declaration.
         """
         found = {}
         for number, given in self.blocks.items():
@@ -66,12 +67,12 @@ class LocalBlocks:
             assert self._context is not None, "references are only made with the plugin"
             try:
                 found[number] = self._checked(number, self._context.in_memory(given.key))
-            except KeyError:  # it is spilled, or gone
+            except KeyError:  # spilled or released
                 continue
         return found
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
-        """Return the kinds of the blocks, as far as they are known, and one block of each kind."""
+        """Return the known kinds of the blocks, each with the number of one block of this kind."""
         kinds = {backend_for(block).name: number for number, block in in_memory.items()}
         for number in self.blocks.keys() - in_memory.keys():
             assert self._context is not None
@@ -81,7 +82,7 @@ class LocalBlocks:
         return kinds
 
     def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
-        """Return how much memory the blocks take: those that are there now, and one to read."""
+        """Return the bytes of all blocks in memory, and of reading the largest spilled one."""
         spilled_bytes = max(
             (
                 prod(self._plan.source_shapes[number]) * self._dtype.itemsize
@@ -94,20 +95,21 @@ class LocalBlocks:
         return sum(map(in_memory_bytes, in_memory.values())) + spilled_bytes
 
     def hold(self, queue: Queue) -> None:
-        """Keep those that kernels of a GPU will read, once their values are there."""
+        """Keep references to the blocks in GPU memory, and make the queue wait for their values."""
         if backend_named(queue.kind).on_device:
             found = self.in_memory()
             self._being_read = {n: found[n] for n in found if backend_for(found[n]).on_device}
             queue.wait_until_written(self._being_read.values(), any_stream=self._any_stream)
 
     def release(self) -> None:
-        """Keep none any longer, now that the queue is synchronised."""
+        """Drop all references. Call only when the queue is synchronised."""
         self._being_read = {}
 
     def put_into(self, out: Array, queue: Queue) -> None:
         """Queue all pieces of these blocks, block after block.
 
-        `TransferError` if a block is gone, as of a task that was cancelled, or cannot be read.
+        Raises `TransferError` if a block was released (its task was cancelled, for example) or
+        cannot be read.
         """
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece in self._plan.pieces:
@@ -127,8 +129,8 @@ class LocalBlocks:
     def _put_by_parts(
         self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
     ) -> None:
-        """Put a block's pieces into place; of one that goes to a GPU, in parts."""
-        if backend_for(block).on_device:  # one that could only be read as a whole
+        """Queue a block's pieces, in parts if the block goes to a GPU."""
+        if backend_for(block).on_device:  # unspilled as a whole
             queue.wait_until_written([block], any_stream=self._any_stream)
         for piece in pieces:
             for box in self._parts(piece, queue):
@@ -141,7 +143,7 @@ class LocalBlocks:
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
     def _found(self, number: int) -> Any:
-        """Return a block, wherever it lies now. A spilled one is read, and stays spilled."""
+        """Return a block from memory or from disk. A spilled block stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             assert self._context is not None

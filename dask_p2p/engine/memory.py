@@ -1,4 +1,4 @@
-"""Memory that an assembling task needs, and the error that says so where there is too little."""
+"""Memory requirement of an assembling task, and the error if there is too little memory."""
 
 from __future__ import annotations
 
@@ -10,48 +10,47 @@ from dask_p2p.backends.pinned import bases
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.types import Array
 
-_MEMORY_ALLOCATION = 2  # of CUDA: cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_...
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY
 _CURE = (
-    "Smaller chunks make it fit: of the result by chunks=, of the input by rechunk; spread over "
-    "more workers where all of them together lack memory. It may also help "
-    "to lower p2p.memory.staging-limit"
+    "Use smaller chunks (chunks= for the result, rechunk for the input), or more workers if all "
+    "of them together lack memory. It may also help to lower p2p.memory.staging-limit"
 )
 
 
 class Need(NamedTuple):
-    """What one task must have in memory at the same time."""
+    """The peak memory of one task, by purpose."""
 
-    output_bytes: int  # of its block of the result
-    staging_bytes: int  # of regions on their way, at most
-    input_bytes: int  # of blocks of its own worker that it reads, as many as at the same time
-    staging_limit_bytes: int  # by the option that bounds staging
-    post_bytes: int = 0  # of what is done to the assembled block, beside it, once regions are here
+    output_bytes: int  # block of the result
+    staging_bytes: int  # regions in transfer, at most
+    input_bytes: int  # input blocks of this worker that are in memory at the same time
+    staging_limit_bytes: int  # value of p2p.memory.staging-limit
+    post_bytes: int = 0  # additional memory of `OutputSpec.post`, after all regions have arrived
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The task's peak memory."""
         return self.output_bytes + max(self.staging_bytes, self.post_bytes) + self.input_bytes
 
     def too_large(self, limit_bytes: int, where: str) -> MemoryLimitError:
-        """Return the error for what can never fit into all memory that there is somewhere."""
+        """Return the error for a block larger than all memory of a worker."""
         return self._error(
             f"expected a block that fits into the {_bytes(limit_bytes)} of {where}, got one",
             self.total_bytes - limit_bytes,
         )
 
     def error(self, cause: str, where: str) -> MemoryLimitError:
-        """Return the error for an allocation that failed somewhere, with the allocator's cause."""
+        """Return the error for a failed allocation on a worker, with the allocator's cause."""
         return self._error(f"out of memory on {where} ({cause}) while assembling a block", None)
 
     def _error(self, head: str, missing_bytes: int | None) -> MemoryLimitError:
         missing = "" if missing_bytes is None else f"; {_bytes(missing_bytes)} are missing"
         after = (
-            f", or after that {_bytes(self.post_bytes)} to transform it" if self.post_bytes else ""
+            f", or afterwards {_bytes(self.post_bytes)} to transform it" if self.post_bytes else ""
         )
         return MemoryLimitError(
             f"{head} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "
-            f"itself, {_bytes(self.staging_bytes)} for regions on their way{after}, "
-            f"{_bytes(self.input_bytes)} for the blocks here that it is made of{missing}. "
+            f"itself, {_bytes(self.staging_bytes)} for regions in transfer{after}, "
+            f"{_bytes(self.input_bytes)} for this worker's input blocks{missing}. "
             f"{_CURE} (now {_bytes(self.staging_limit_bytes)}).",
             self.total_bytes,
             missing_bytes,
@@ -59,7 +58,7 @@ class Need(NamedTuple):
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Return whether an allocation failed: of NumPy, CuPy and RMM, or of CUDA itself."""
+    """Return whether an allocation failed, by NumPy, CuPy, RMM or CUDA itself."""
     # CuPy's OutOfMemoryError and RMM's std::bad_alloc are Python's MemoryError.
     return isinstance(exc, MemoryError) or (
         type(exc).__name__ in ("CUDARuntimeError", "CUDADriverError")
@@ -68,10 +67,9 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def in_memory_bytes(block: Array) -> int:
-    """Return how much memory an array takes at least, as far as can be told.
+    """Return a lower bound of the memory of an array.
 
-    Elements that are repeated (`numpy.broadcast_to`) are there once, and what a file is mapped to
-    need not be there at all.
+    Repeated elements (`numpy.broadcast_to`) count once. Memory-mapped files count as 0 bytes.
     """
     if any(type(base).__name__ in ("memmap", "mmap") for base in bases(block)):
         return 0

@@ -1,4 +1,4 @@
-"""One block's work of `map_on_gpu`: a user's function, called part by part."""
+"""One block's work of `map_on_gpu`: calls of the user's function, part by part."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
 
-# To begin another task takes a millisecond of the host. Layers of blocks of 32 and 128 MiB took
-# longer so (50 ms against 40, 53 against 48, H200), those of 256 MiB and more less.
+# Starting another task takes the host 1 ms. On an H200, this made layers of blocks of 32 and
+# 128 MiB slower (50 ms against 40, 53 against 48), and those of 256 MiB and more faster.
 _HAND_ON_FROM_BYTES = 2**28
 
 
 @versioned()
 @dataclass(frozen=True)
 class PartsFunction:
-    """What tasks call: calls a function on parts of blocks, and puts the results together."""
+    """The function of a task: it calls the user's function on parts and combines the results."""
 
-    mapped: Mapped  # the function, and what all blocks have in common
+    mapped: Mapped  # the user's function, and the properties that all blocks share
 
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
-        """Do the work of a task, which makes the block of this index."""
+        """Return the output block of this index."""
         of = self.mapped
         check_readable(self, of, *of.arguments)
         arrays = [
@@ -69,7 +69,7 @@ class PartsFunction:
         worker, context = current_worker()
         where = where_is(worker)
         (kind,) = kinds
-        if backend_named(kind).on_device:  # handed through as it is
+        if backend_named(kind).on_device:  # no copies to and from the GPU
             work = Work(of, arrays, block_id, told, kind, sys.maxsize)
             run: Callable[[], Any] = partial(work.run, context)
         elif (obstacle := gpu_obstacle()) is None:
@@ -82,8 +82,8 @@ class PartsFunction:
             raise NoDeviceError(
                 f"expected a GPU for map_on_gpu({funcname(of.function)}, ...), got none: on "
                 f"{where} {obstacle}. Compute on workers with GPUs, such as those of "
-                f"dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to have the function "
-                f"called on NumPy arrays."
+                f"dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to call the function "
+                f"on NumPy arrays."
             )
         try:
             with _recorded(worker, context, work), device_work(), device_of(*arrays):
@@ -93,9 +93,10 @@ class PartsFunction:
 
 
 def _hand_on(worker: Any, context: TaskContext | None, work: Work) -> HandOn | None:
-    """Return what has the worker begin its next task while the last parts of this one come back.
+    """Return a context for the task's last copies: the worker may start its next task during it.
 
-    None if that is not worth it, or this task goes on after the call: too many would do so at once.
+    Returns None for small blocks, where this costs more than it saves. Returns None also for fused
+    tasks, which continue after the call: too many tasks would run concurrently.
     """
     if context is None or work.up_bytes < _HAND_ON_FROM_BYTES:
         return None
@@ -105,14 +106,14 @@ def _hand_on(worker: Any, context: TaskContext | None, work: Work) -> HandOn | N
 
 @contextmanager
 def _recorded(worker: Any, context: TaskContext | None, work: Work) -> Iterator[None]:
-    """Have a worker with the plugin note what is done in the block, while it is and after."""
+    """Return a context that records the work done in it, if the worker has the plugin."""
     if context is None:
         yield
         return
     start_s = time.time()
     task = worker.get_current_task()
     name = run_name(task)
-    if not is_of_parts(task):  # fused with what comes after it
+    if not is_of_parts(task):  # fused with a task that reads it
         name = f"{OPERATION}-{str(name).rpartition('-')[2]}"
     key = (name, *work.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
@@ -134,7 +135,7 @@ def _recorded(worker: Any, context: TaskContext | None, work: Work) -> Iterator[
 
 
 class Work:
-    """One block, of which the function is called on copies of parts: a `PartWork`."""
+    """One block, whose function is called on copies of its parts. Implements `PartWork`."""
 
     def __init__(
         self,
@@ -146,14 +147,14 @@ class Work:
         part_bytes: int | None = None,
     ) -> None:
         self.of, self.arrays, self.index, self.keywords = of, arrays, index, keywords
-        self.kind = kind  # of what the function gets, and returns
+        self.kind = kind  # kind of the function's arguments and result
         self.is_reduced = of.reduce is not None
         self.plan = of.plan(index, part_bytes)
         self.copied = Copied()
         self.ranges = ranges(of.options.nvtx)
 
     def run(self, context: TaskContext | None) -> Any:
-        """Return the block of the output, where the inputs are."""
+        """Return the output block, computed in the memory that holds the inputs."""
         if backend_named(self.kind).on_device:
             wait_until_written(self.arrays, any_stream=self.of.options.any_producer_stream)
         is_empty = not prod(block_shape(self.of.chunks, self.index))
@@ -174,15 +175,15 @@ class Work:
 
     @property
     def up_bytes(self) -> int:
-        """Of all that is read."""
+        """Bytes of all inputs."""
         return sum(array.nbytes for array in self.arrays)
 
     def through_gpu(
         self, context: TaskContext | None, where: str, hand_on: HandOn | None = None
     ) -> Any:
-        """Return the block of the output, which comes back from a GPU; see `PartStreams`.
+        """Return the output block, computed on a GPU by `PartStreams` and copied back.
 
-        `MemoryLimitError` if there is too little memory of the GPU even for the smallest parts.
+        Raises `MemoryLimitError` if the GPU has too little memory even for the smallest parts.
         """
         out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
@@ -198,33 +199,34 @@ class Work:
                 if not is_out_of_memory(exc):
                     raise
                 cause = f"{type(exc).__name__}: {exc}"
-                traceback.clear_frames(exc.__traceback__)  # of what the function had made
+                traceback.clear_frames(exc.__traceback__)  # drop the function's arrays
                 PartStreams.drop_slots()
             self._shrink(cause, where)
             tell("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
 
     def _shrink(self, cause: str, where: str) -> None:
-        """Go on with parts of half the size."""
+        """Plan parts of half the size."""
         needed_bytes = sum(self.plan.device_bytes(SLOTS))
         smaller = self.of.plan(self.index, self.plan.slot_bytes // 2)
         if len(smaller.parts) == len(self.plan.parts):
             raise MemoryLimitError(
                 f"out of memory of the GPU of {where} ({cause}) with parts of one element along "
-                f"axis {self.of.axis}: slots take {needed_bytes} bytes, and the function what it "
-                f"works in. Cut along another axis, or make the chunks along the others smaller.",
+                f"axis {self.of.axis}: slots take {needed_bytes} bytes, in addition to the "
+                f"function's own memory. Choose another axis=, or use smaller chunks along the "
+                f"other axes.",
                 needed_bytes,
             )
         self.plan = smaller
 
     def _output(self, context: TaskContext | None, queue: Queue) -> Any:
-        """Return memory for the block of the output, in that of outputs that are gone."""
+        """Return memory for the output block, reused from released outputs if possible."""
         shape = block_shape(self.of.chunks, self.index)
         if context is None:
             return queue.empty(shape, self.of.dtype)
         return context.empty_output(shape, self.of.dtype, queue)
 
     def record(self, key: Key, start_s: float, worker: str, **others: Any) -> Record:
-        """Return what is known of it now, and others of a record's fields."""
+        """Return a record of the work so far, with these additional fields."""
         chunks, copied = self.of.chunks, self.copied
         shape = block_shape(chunks, self.index)
         return Record(
@@ -260,9 +262,9 @@ class Work:
         return (slice(None),) * self.of.axis + (slice(*part.own),)
 
     def call(self, part: Part, inputs: Sequence[Array]) -> Any:
-        """Return what the function makes of a part, without rims.
+        """Return the function's result for a part, without its halo.
 
-        `BlockMismatchError` if that is of another type, shape or dtype than it should be.
+        Raises `BlockMismatchError` if the result has an unexpected type, shape or dtype.
         """
         with self._named(part):
             result = as_array(self.of.function(*inputs, **self.keywords))
@@ -275,7 +277,7 @@ class Work:
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 
     def combined(self, part: Part, made: Array | None, result: Array) -> Any:
-        """Return what the results of all parts so far make together."""
+        """Return the combined result of all parts so far."""
         if made is None or self.of.reduce is None:
             return result
         with self._named(part):
@@ -298,12 +300,12 @@ class Work:
         raise BlockMismatchError(
             f"expected a {module.__name__}.ndarray of {self.of.dtype} {shape} from "
             f"{funcname(self.of.function)}{'' if self.of.reduce is None else ' and reduce'}, got "
-            f"{got}. Give dtype= and chunks= of what it returns, with as many axes as the array."
+            f"{got}. Give dtype= and chunks= of the result, with the array's number of axes."
         )
 
     @contextmanager
     def _named(self, part: Part) -> Iterator[None]:
-        """Have an error say where it was raised."""
+        """Return a context that adds the block and the part to errors as a note."""
         try:
             yield
         except Exception as exc:

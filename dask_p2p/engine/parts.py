@@ -1,4 +1,4 @@
-"""What the blocks of `map_on_gpu` have in common: a function, and how blocks are cut for it."""
+"""The function of `map_on_gpu`, and the division of an array's blocks into parts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dask_p2p.versioned import versioned
 
 logger = logging.getLogger(__name__)
 
-OPERATION = "p2p-on-gpu"  # what Dask calls its tasks
+OPERATION = "p2p-on-gpu"  # prefix of the tasks' names in Dask
 
 
-# Copies and the function overlap the better the more parts there are, as long as these take much
-# longer than the host takes to issue a step.
-_PARTS = 8  # of a block, at least
-_LEAST_PART_BYTES = 2**24  # which go up in 0.33 ms; the host takes as long to issue all steps
+# More parts overlap copies and function better, as long as a part takes much longer than the
+# host needs to issue a step.
+_PARTS = 8  # parts of a block, at least
+_LEAST_PART_BYTES = 2**24  # copied in 0.33 ms, as long as the host needs for all steps
 
 
 def run_name(key: Any) -> Any:
-    """Return the name of a task's array: of `map_on_gpu` that of its own.
+    """Return the name of a task's array. For a fused task of `map_on_gpu`, this is its own part.
 
-    Dask fuses such a task with what makes its input, and has both names in that of the new one.
+    Dask fuses such a task with the task that makes its input, and joins both names.
     """
     name = key[0] if isinstance(key, tuple) else key
     start = name.find(OPERATION) if isinstance(name, str) else -1
@@ -37,34 +37,34 @@ def run_name(key: Any) -> Any:
 
 
 def is_of_parts(key: Any) -> bool:
-    """Return whether a task of this key makes a block of `map_on_gpu`."""
+    """Return whether the task with this key makes a block of `map_on_gpu`."""
     return str(run_name(key)).startswith(OPERATION)
 
 
 @versioned()
 @dataclass(frozen=True)
 class Argument:
-    """An array that is read. Its axes are the last ones of the output."""
+    """An input array. Its axes are the last ones of the output."""
 
-    chunks: Chunks  # without rims
+    chunks: Chunks  # without halo
     dtype: DType
-    depth: tuple[Range, ...]  # by axis, before and after: widths that the function wants to see
-    rims: tuple[tuple[Range, ...], ...]  # by axis, and block along it: widths that the block has
+    depth: tuple[Range, ...]  # by axis: halo widths before and after that the function requests
+    rims: tuple[tuple[Range, ...], ...]  # by axis and by block along it: halo widths of the block
 
     def place(self, index: Index) -> Index:
-        """Return which of its blocks goes with a block of the output."""
+        """Return the index of this array's block for an output block."""
         own = index[len(index) - len(self.chunks) :]
         return tuple(i if len(sizes) > 1 else 0 for i, sizes in zip(own, self.chunks, strict=True))
 
     def shape(self, index: Index) -> tuple[int, ...]:
-        """Return the shape of that block, with its rims."""
+        """Return the shape of this array's block for an output block, with its halo."""
         place = self.place(index)
         sizes = block_shape(self.chunks, place)
         rims = (along[i] for along, i in zip(self.rims, place, strict=True))
         return tuple(n + before + after for n, (before, after) in zip(sizes, rims, strict=True))
 
     def own_axis(self, axis: int, sizes: Chunks) -> int | None:
-        """Return which of its axes is this one of the output; None if it is broadcast along it."""
+        """Return this array's axis for an axis of the output; None if it is broadcast along it."""
         own = axis - len(sizes) + len(self.chunks)
         is_whole = own < 0 or sum(self.chunks[own]) != sum(sizes[axis])
         return None if is_whole else own
@@ -73,30 +73,31 @@ class Argument:
 @versioned(shared=True)  # one for all tasks of an array
 @dataclass(frozen=True)
 class Mapped:
-    """A function of parts of blocks: what all blocks of an output have in common."""
+    """A function of parts of blocks, with the properties that all blocks of its output share."""
 
-    function: Callable[..., Any]  # takes a part of each array; it may overwrite what it gets
-    arguments: tuple[Argument, ...]  # the arrays that are read
-    axis: int  # of the output, along which blocks are cut
-    sizes: Chunks  # that the arrays have together, without rims
-    chunks: Chunks  # of the output
-    dtype: DType  # of the output
-    part_bytes: int  # that all inputs of a part take at most
-    #: Combines the results of two parts; None if results are put one after another.
+    function: Callable[..., Any]  # function of a part of each array; may overwrite its arguments
+    arguments: tuple[Argument, ...]  # the input arrays
+    axis: int  # axis of the output along which blocks are divided into parts
+
+    sizes: Chunks  # common chunks of the broadcast arrays, without halo
+    chunks: Chunks  # chunks of the output
+    dtype: DType  # dtype of the output
+    part_bytes: int  # upper bound of the input bytes of a part
+    #: Function of the results of two parts. None: results are concatenated.
     reduce: Callable[[Any, Any], Any] | None = None
-    fallback: Kind | None = None  # "numpy": without a GPU the function gets NumPy arrays
-    has_block_id: bool = False  # whether the function is told the block's index
+    fallback: Kind | None = None  # "numpy": NumPy arrays for the function if there is no GPU
+    has_block_id: bool = False  # True if the function has a keyword ``block_id``
     options: Options = field(default_factory=options)
 
     def rims(self, axis: int, index: Index) -> Range:
-        """Return the rims of the result along an axis: of the first array that has the axis."""
+        """Return the halo of the result along an axis, by the first array with this axis."""
         for each in self.arguments:
             if (own := each.own_axis(axis, self.sizes)) is not None:
                 return each.rims[own][each.place(index)[own]]
         return 0, 0
 
     def result_shape(self, index: Index, length: int) -> tuple[int, ...]:
-        """Return the shape of what the function makes of a part so long, with its rims."""
+        """Return the shape of the function's result for a part of this length, with its halo."""
         shape = list(block_shape(self.chunks, index))
         if self.reduce is None:
             shape = [n + sum(self.rims(axis, index)) for axis, n in enumerate(shape)]
@@ -104,7 +105,7 @@ class Mapped:
         return tuple(shape)
 
     def plan(self, index: Index, part_bytes: int | None = None) -> PartPlan:
-        """Return how the block of this index is cut."""
+        """Return the division of the block with this index into parts."""
         inputs = []
         for each in self.arguments:
             own = each.own_axis(self.axis, self.sizes)
@@ -124,8 +125,8 @@ class Mapped:
         return replace(plan, has_rims=has_rims and self.reduce is None)
 
     def largest_plans(self) -> Iterator[PartPlan]:
-        """Yield plans of which one takes as much memory as any block does."""
-        # As if all blocks had rims of their whole width; parts are cut alike.
+        """Yield plans whose largest memory bounds that of every block."""
+        # As if every block had a halo of full width. The division into parts is the same.
         whole = tuple(
             replace(each, rims=tuple((width,) * len(sizes) for width, sizes in pairs))
             for each in self.arguments

@@ -1,4 +1,4 @@
-"""The remote blocks of one assembly: in which order they come, by which routes, and what failed."""
+"""The remote blocks of one assembly: their order, their routes and their failures."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from dask_p2p.types import DType, Kind
 class RemoteSources:
     """The remote blocks of one assembly."""
 
-    plan: BlockPlan  # the pieces of the output block
-    dtype: DType  # of the input blocks
-    options: Options  # of the task
-    context: TaskContext | None  # the worker's; needed where there are remote blocks
-    start_s: float = 0.0  # when the task started, by the performance counter
-    #: What came from where, in the order in which it was confirmed.
+    plan: BlockPlan  # pieces of the output block
+    dtype: DType  # dtype of the input blocks
+    options: Options  # the task's
+    context: TaskContext | None  # the worker's; required if there are remote blocks
+    start_s: float = 0.0  # start of the task, by the performance counter
+    #: Records of the completed reads, in the order of their confirmation.
     stages: list[Stage] = field(default_factory=list)
-    order: tuple[str, ...] = ()  # of transports
-    open: list[Fetch] = field(default_factory=list)  # that are not confirmed yet
-    sources: list[RemoteSource] = field(default_factory=list)  # in stage order
+    order: tuple[str, ...] = ()  # names of transports, preferred first
+    open: list[Fetch] = field(default_factory=list)  # reads that are not confirmed yet
+    sources: list[RemoteSource] = field(default_factory=list)  # all sources in stage order
 
     def in_stage_order(
         self,
-        refs: Mapping[int, BlockRef],  # to the blocks, by their number among the plan's sources
-        kind: Kind,  # of the array that is wanted here: "numpy" or "cupy"
+        refs: Mapping[int, BlockRef],  # by number among the plan's sources
+        kind: Kind,  # kind of the arrays on this worker: "numpy" or "cupy"
         *,
-        has_local: bool,  # whether this worker holds some of the other sources
+        has_local: bool,  # True if this worker holds some of the plan's sources
     ) -> list[RemoteSource]:
-        """Return the remote sources in the order in which they should be read."""
+        """Return the remote sources in stage order, for reading one after another."""
         if not refs:
             return []
         assert self.context is not None, "references are only made on workers with the plugin"
@@ -50,7 +50,7 @@ class RemoteSources:
         for piece in self.plan.pieces:
             pieces[piece.source].append(piece)
         order = self.order = self.options.order(kind)
-        known: dict[tuple[str, ...], tuple[str, list[Route]]] = {}  # for all blocks of a worker
+        known: dict[tuple[str, ...], tuple[str, list[Route]]] = {}  # by holders of a block
         sources = []
         for number, ref in refs.items():
             if ref.holders not in known:
@@ -59,8 +59,8 @@ class RemoteSources:
                 known[ref.holders] = holders[0], routes
             nearest, routes = known[ref.holders]
             sources.append(RemoteSource(number, ref.key, nearest, pieces[number], [*routes]))
-        # A worker that has blocks of its own is one of the holders, and its place among them
-        # is what makes the workers read from each other in step.
+        # A worker with local blocks is one of the holders. Its rank among them keeps the workers
+        # in step: each holder serves one reader per stage.
         read = {source.nearest for source in sources}
         hosts = self.context.router.hosts([own_address, *read])
         ranked = [*read, *([own_address] if has_local else [])]
@@ -70,7 +70,7 @@ class RemoteSources:
         return self.sources
 
     def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Order the holders of one block: same host first, those lately silent last.
+        """Return the holders of a block: those on this host first, recently silent ones last.
 
         Different readers start at different holders.
         """
@@ -84,7 +84,7 @@ class RemoteSources:
         return tuple(sorted(order, key=lambda h: (silent[h], hosts[h] != hosts[here])))
 
     def begin(self, sources: list[RemoteSource], kind: Kind) -> Fetch | None:
-        """Begin to read sources that have their route in common; None if nothing will come."""
+        """Start the read of sources with a common route. Return None if the transport fails."""
         assert self.context is not None
         route, silences = sources[0].route, self.context.router.silences
         try:
@@ -103,13 +103,13 @@ class RemoteSources:
         return fetch
 
     def _check_silence(self, route: Route) -> None:
-        """Raise if the holder did not answer about another block: the time would add up."""
+        """Raise `TransferError` if the holder was silent about another block: timeouts add up."""
         assert self.context is not None
         silences, name = self.context.router.silences, route.transport.name
         try:
             silences.check(route.holder, name, self.start_s, self.options)
         except TransferError:
-            # Another task gave it up, but that may have changed.
+            # Another task found the holder silent, but it may answer again.
             is_older = silences.is_older(route.holder, name, self.start_s)
             if not is_older or not self.context.responds(route.holder):
                 raise
@@ -121,9 +121,9 @@ class RemoteSources:
         return Request(source.key, source.route.holder, shape, self.dtype, kind, boxes, fast_axis)
 
     def given_up(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
-        """Return those of the sources that were given up, each to be read by its next route.
+        """Return the sources that were given up. Each of them is now on its next route.
 
-        `TransferError` if a source has no route left.
+        Raises `TransferError` if a source has no route left.
         """
         given_up = [source for source in sources if source.error is not None]
         for source in given_up:
@@ -131,7 +131,7 @@ class RemoteSources:
         return given_up
 
     def _next_route(self, source: RemoteSource) -> None:
-        """Leave the route that failed; raise if none is left."""
+        """Leave the failed route. Raise `TransferError` if none is left."""
         assert self.context is not None
         assert source.error is not None
         route, error = source.route, source.error
@@ -149,11 +149,11 @@ class RemoteSources:
             raise failed
 
     def unconfirmed(self) -> list[RemoteSource]:
-        """End all reads. Return the sources that may be wrong, each to be read by its next route.
+        """End all reads. Return the sources to read again, each on its next route.
 
         Call only when all kernels are synchronised.
 
-        `TransferError` if a source has no route left.
+        Raises `TransferError` if a source has no route left.
         """
         wrong: list[RemoteSource] = []
         while self.open:
@@ -172,12 +172,12 @@ class RemoteSources:
         return wrong
 
     def progress(self) -> tuple[Stage, ...]:
-        """Return what has come by now, while a thread is at work; any other may ask."""
+        """Return the stages so far. Any thread may call this during the work."""
         return (*self.stages, *(fetch.progress() for fetch in tuple(self.open)))
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """For each stage the transports that should have been used, and had failed."""
+        """For each stage, the preferred transports that had failed."""
         if self.context is None:
             return ()
         given_up = self.context.router.given_up
@@ -189,16 +189,16 @@ class RemoteSources:
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that are to come, in all; 0 before it is known from where. Any thread may ask."""
+        """Total bytes to read; 0 before the routes are chosen. Any thread may read this."""
         return sum(source.size for source in self.sources) * int(self.dtype.itemsize)
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes that came, and had to be read again."""
+        """Bytes that arrived but had to be read again."""
         return sum(source.wasted for source in self.sources) * int(self.dtype.itemsize)
 
     def close(self) -> None:
-        """End all reads, and so all leases, also where closing one fails. Idempotent."""
+        """End all reads and their leases, even if closing one fails. Idempotent."""
         with ExitStack() as leases:
             for fetch in self.open:
                 leases.callback(fetch.reading.close)

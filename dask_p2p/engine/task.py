@@ -1,8 +1,8 @@
 """The task that assembles one output block, as Dask's schedulers and workers see it.
 
-Its dependencies are, truthfully, all input blocks of which it needs a region: lineage, culling,
-memory release and recovery are Dask's own. What a worker with the plugin changes is only how the
-blocks that it does not hold are given: as references (`BlockRef`) instead of as copies.
+Its dependencies are exactly the input blocks that it reads, so Dask handles lineage, culling,
+memory release and recovery. On a worker with the plugin, the task gets its blocks as references
+(`BlockRef`) instead of copies.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
-#: Told of a worker without the plugin, and of the keys of the blocks that a task has there.
+#: Callback for a worker without the plugin, and the keys of the blocks of a task on it.
 OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
-_TAKEN_OFF = "the worker's plugin was taken off while the task waited"
-_name_of = lru_cache(maxsize=256)(str)  # of a dtype, which NumPy takes 20 µs to tell
-_unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers that lost it
+_TAKEN_OFF = "the worker's plugin was unregistered while the task waited"
+_name_of = lru_cache(maxsize=256)(str)  # name of a dtype, which takes NumPy 20 µs
+
+_unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers without plugin
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
-    """The input blocks of a task, in its plan's order. All tasks that read the same share one.
+    """The input blocks of a task, in its plan's order: for each a Dask key or a `BlockRef`.
 
-    So an edge of the graph takes no memory of its own on the client, and does not travel. Items are
-    Dask's key of each block, or a `BlockRef`.
+    All tasks that read the same blocks share one instance, so that edges of the graph take no
+    memory on the client and are not sent.
     """
 
     __slots__ = ("_token", "items")
@@ -76,37 +77,37 @@ class Blocks(GraphNode):  # type: ignore[misc]
         return type(self).__name__, self._token
 
     def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Blocks:
-        """Return the same with other keys, or references, in the place of some keys."""
+        """Return the blocks with some keys replaced by other keys or by references."""
         items = tuple([i if isinstance(i, BlockRef) else subs.get(i, i) for i in self.items])
         return self if items == self.items else Blocks(*items)
 
 
 def _argument(place: int) -> Any:
-    """Return a property: one of the arguments of a task's function."""
+    """Return a property for one of the arguments of a task's function."""
     return property(lambda task: task.args[place])
 
 
 class ReferenceTask(Task):  # type: ignore[misc]
-    """Has dependencies that a worker with the plugin is given as references, its `blocks`."""
+    """A task that gets its `blocks` as references on workers with the plugin."""
 
     __slots__ = ()
 
-    blocks: Blocks  # those dependencies
+    blocks: Blocks  # dependencies passed as references
 
     @property
     def is_readable(self) -> bool:
-        """Whether this version of the package can read all of it; if not, it ends in an error."""
+        """True if this version of the package can unpickle all arguments. Otherwise it fails."""
         return not any(isinstance(arg, Unreadable) for arg in self.args)
 
     def reads(self) -> Iterable[tuple[Key, int]]:
-        """Return how much it reads of each dependency of which it reads any, in elements."""
+        """Return the dependencies that the task reads, and the number of elements read of each."""
         raise NotImplementedError  # Dask's class is no ABC
 
 
 class WaitTask(ReferenceTask):
-    """Waits for its `blocks`, and reads nothing of these.
+    """A task that waits for its `blocks` without reading them.
 
-    It calls a function with a list, of which nothing is to be read, and with whatever follows.
+    Its function gets a list of these blocks, which it must not read, and the other arguments.
     """
 
     __slots__ = ()
@@ -118,21 +119,21 @@ class WaitTask(ReferenceTask):
 
 
 class AssembleTask(ReferenceTask):
-    """Assembles one output block. The method `of` makes one."""
+    """A task that assembles one output block. The method `of` makes one."""
 
     __slots__ = ()
 
-    #: Of the whole output. A worker makes the pieces of its own block from it: all together are as
-    #: many as blocks squared, too many for one client to make and to send.
+    #: Plan of the whole output. A worker derives the pieces of its own block from it. The pieces
+    #: of all blocks grow with the square of the number of blocks: too many for one client.
     plan: Plan = _argument(1)
-    index: Index = _argument(2)  # of the output block
-    output: OutputSpec = _argument(3)  # what all blocks of the output have in common
-    blocks: Blocks = _argument(4)  # the input blocks, in the plan's order
+    index: Index = _argument(2)  # index of the output block
+    output: OutputSpec = _argument(3)  # properties that all blocks of the output share
+    blocks: Blocks = _argument(4)  # input blocks, in the plan's order
 
     def __init__(self, key: Key, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         super().__init__(key, func, *args, **kwargs)
         if len(args) > 4 and isinstance(args[4], Blocks):
-            # The same object for all tasks that read the same, and so pickled once.
+            # One object for all tasks that read the same blocks: it is pickled once.
             self._dependencies = self.blocks.dependencies  # type: ignore[misc]
 
     def reads(self) -> Iterable[tuple[Key, int]]:
@@ -140,7 +141,7 @@ class AssembleTask(ReferenceTask):
 
     @property
     def block_fusion(self) -> bool:
-        """Fusing would rename the task, and hide its class from the plugin."""
+        """True: fusing would rename the task, and hide its class from the plugin."""
         return True
 
     @classmethod
@@ -153,21 +154,21 @@ class AssembleTask(ReferenceTask):
         blocks: Blocks,
         on_missing: OnMissing | None = None,
     ) -> AssembleTask:
-        """Make the task."""
+        """Return a new task."""
         others = () if on_missing is None else (on_missing,)
         return cls(key, assemble_block, key, plan, index, output, blocks, *others)
 
 
 class MemberTask(Task):  # type: ignore[misc]
-    """Runs one member of a gang: it has the key ``(gang, rank)``. See `dask_p2p.sections`."""
+    """A task that runs one rank of a gang; see `dask_p2p.sections`. Its key is ``(gang, rank)``."""
 
     __slots__ = ()
 
-    body: Any = _argument(3)  # what it calls: one for all members
+    body: Any = _argument(3)  # function of the ranks, the same for all
 
     @property
     def block_fusion(self) -> bool:
-        """Fusing would rename the task, and the scheduler knows it by its name."""
+        """True: fusing would rename the task, and the scheduler finds it by its name."""
         return True
 
 
@@ -180,7 +181,7 @@ def assemble_block(
     blocks: Sequence[Any],
     on_missing: OnMissing | None = None,
 ) -> Any:
-    """Do a task's work, on any scheduler."""
+    """Return the task's output block, on any scheduler."""
     check_readable(plan, output)
     start_s, counted_s = time.time(), time.perf_counter()
     worker, context = current_worker()
@@ -192,7 +193,7 @@ def assemble_block(
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
             try_again(key, TransferError(_TAKEN_OFF), log, output.options)
         return assembly.finish(assembly.run(), index)
-    # The worker has a record of this attempt, while it runs and after.
+    # The worker has a record of this attempt during and after it.
     record = partial(_record, key, start_s, plan, assembly, context.address)
     context.running[key] = partial(_progress, record, assembly.sources)
     try:
@@ -214,7 +215,7 @@ def assemble_block(
 def _record(
     key: Key, start_s: float, plan: Plan, assembly: Assembly, address: str, **others: Any
 ) -> Record:
-    """Note what is known of an attempt at any time, and others of a record's fields."""
+    """Return a record of an attempt so far, with these additional fields."""
     chunks = assembly.output.chunks or plan.chunks
     return Record(
         key=key,
@@ -232,7 +233,7 @@ def _record(
 
 
 def _progress(record: Callable[..., Record], sources: RemoteSources) -> Record:
-    """Tell of an attempt while it runs; any thread may ask."""
+    """Return the record of a running attempt. Any thread may call this."""
     return record(stages=sources.progress(), wanted_bytes=sources.wanted_bytes)
 
 
@@ -251,9 +252,10 @@ def _described(block: Any) -> dict[str, Any]:
 def try_again(
     key: Key, error: TransferError, log: TaskContext | AttemptLog, options: Options
 ) -> NoReturn:
-    """Return the task to the scheduler, which knows by now which workers left and what moved.
+    """Return the task to the scheduler, which has current data on workers and blocks.
 
-    `Reschedule` itself is neither counted nor bounded in Dask: the count is kept here.
+    Dask neither counts nor bounds `Reschedule`, so `log` counts the attempts. The last one raises
+    `TransferError`.
     """
     from distributed import Reschedule
 
@@ -265,8 +267,8 @@ def try_again(
         silence = f" Its holder has been silent for {error.silent_s:.0f} s." if given_up else ""
         raise TransferError(
             f"task {key!r} failed {times} on {log.address}: {causes}.{silence} "
-            f"See whether the workers named can reach each other; p2p.attempts and p2p.timeouts "
-            f"set how long to try."
+            f"Check that these workers can reach each other; p2p.attempts and p2p.timeouts set "
+            f"the number of attempts and their deadlines."
         ) from error
     logger.info("attempt %d at %r failed, rescheduling: %s", count, key, str(error))
     time.sleep(pause_s(options, count))
@@ -274,7 +276,7 @@ def try_again(
 
 
 def go_elsewhere(context: TaskContext | None, error: DeviceLostError) -> NoReturn:
-    """Return the task to the scheduler, for another worker: this one leaves, if it does."""
+    """Return the task to the scheduler if this worker closes. Otherwise raise the error."""
     from distributed import Reschedule
 
     if context is None or not context.on_device_lost(error):
@@ -283,7 +285,7 @@ def go_elsewhere(context: TaskContext | None, error: DeviceLostError) -> NoRetur
 
 
 def current_worker() -> tuple[Any, TaskContext | None]:
-    """Return the worker that this thread works for, and its plugin; None where there is none."""
+    """Return this thread's worker and its plugin's context, each None if missing."""
     try:
         from distributed import get_worker
 
@@ -294,5 +296,5 @@ def current_worker() -> tuple[Any, TaskContext | None]:
 
 
 def plugin_context(worker: Any) -> TaskContext | None:
-    """Return what a worker's plugin offers to tasks; None without one that is set up."""
+    """Return the context that a worker's plugin provides to tasks; None before its set-up."""
     return getattr(worker.plugins.get(PLUGIN_NAME), "context", None)

@@ -1,1 +1,1 @@
-"""A plan as a lazy Dask array: one layer, one task an output block."""
+"""A plan as a lazy Dask array: one layer with one task per output block."""

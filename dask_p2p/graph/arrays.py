@@ -1,4 +1,4 @@
-"""From a plan to a lazy Dask array: one layer, one task an output block."""
+"""The lazy Dask array of a plan: one layer with one task per output block."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from dask_p2p.versioned import named_fields
 
 @dataclass(frozen=True)
 class Post:
-    """What is done to each assembled block before its task ends."""
+    """A function that each task applies to its assembled block."""
 
-    function: Callable[[Any, Index], Any]  # of the assembled block and its index
-    chunks: Chunks  # of what it returns
-    meta: Array  # empty, of the type and dtype of what it returns
+    function: Callable[[Any, Index], Any]  # function of the assembled block and its index
+    chunks: Chunks  # chunks of the function's results
+    meta: Array  # empty array of the results' type and dtype
 
     def __dask_tokenize__(self) -> Any:
-        # A CuPy array would be brought to the host, twice, and the class be pickled.
+        # By default Dask would copy a CuPy array to the host, twice, and pickle the class.
         kind = type(self.meta)
         meta = (kind.__module__, kind.__qualname__, self.meta.shape, self.meta.dtype)
         return normalize_token((named_fields(self.function), self.chunks, meta))
 
 
 def planned_array(
-    prefix: str,  # of the new array's name: what Dask calls its tasks
-    arrays: Any,  # the input or several, of one dtype and one type of blocks
-    plan: Plan,  # how the output's blocks are assembled from those of the inputs
-    options: Options,  # what travels with the tasks
-    post: Post | None = None,  # what is done to each assembled block
+    prefix: str,  # prefix of the new array's name, and so of its tasks
+    arrays: Any,  # one or several inputs, of one dtype and one type of blocks
+    plan: Plan,  # assembly of the output's blocks from the inputs' blocks
+    options: Options,  # options that are sent with the tasks
+    post: Post | None = None,  # function of the assembled blocks
 ) -> Any:
-    """Return the lazy Dask array of a plan's output: an array-expr one if the inputs are."""
+    """Return the lazy Dask array of a plan's output; an expression if the inputs are."""
     inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     first = inputs[0]
     if hasattr(first, "expr"):
@@ -54,13 +54,13 @@ def planned_array(
     names = tuple(x.name for x in inputs)
     name = f"{prefix}-{tokenize(names, *map(named_fields, (plan, options, post)))}"
     tasks = assemble_tasks(name, plan, output_spec(names, first, options, post))
-    # Blocks that are all empty are made of nothing; Dask checks that dependencies are depended on.
+    # Dask checks that each dependency is used. Empty output blocks have no input blocks.
     keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})
     read = {key[0] for key in keys}
     graph = HighLevelGraph.from_collections(
         name, tasks, dependencies=[x for x in inputs if x.name in read]
     )
-    # The meta of a transpose has other dimensions; for the new array they are made from its ndim.
+    # An input's meta may have other dimensions: Dask adapts it to the chunks of the new array.
     chunks = plan.chunks if post is None else post.chunks
     meta = first._meta if post is None else post.meta
     return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
@@ -69,16 +69,17 @@ def planned_array(
 def output_spec(
     arrays: tuple[str, ...], first: Any, options: Options, post: Post | None
 ) -> OutputSpec:
-    """Return what all blocks of an output of these arrays have in common.
+    """Return the properties that all output blocks share.
 
-    `first` is the first of them, or its expression: the others have its dtype and type of blocks.
+    `first` is the first input array, or its expression. All inputs have the same dtype and type of
+    blocks.
     """
     after = (None, None) if post is None else (post.function, post.chunks)
     return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, *after)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
-    """Return the tasks that assemble the blocks of a plan's output, which has this name, by key."""
+    """Return the tasks, by key, that assemble a plan's output blocks. The output has this name."""
     shared: dict[Sequence[Source], Blocks] = {}
     tasks = {}
     for index in block_indices(plan.chunks):

@@ -1,7 +1,7 @@
 """The lazy array of a plan as an expression of array-expr, Dask's query planning for arrays.
 
-Dask decides when `dask.array` is imported whether arrays are expressions. This module imports
-parts of Dask that are private as yet, so it is itself imported only where they are.
+Dask decides at the import of `dask.array` whether arrays are expressions. This module uses private
+parts of Dask, and is only imported if arrays are expressions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dask_p2p.graph.arrays import assemble_tasks, output_spec
 
 
 class PlannedExpr(ArrayExpr):  # type: ignore[misc]
-    """Array whose blocks are assembled from those of other arrays.
+    """An array whose blocks are assembled from blocks of other arrays.
 
     The operands are a `Plan`, `Options`, the prefix of the name, a `Post` or None, and then the
-    expressions of the other arrays. Tasks are made when Dask asks for its graph: planning may have
-    replaced the other arrays by equal ones of another name by then.
+    expressions of the other arrays. Tasks are made when Dask requests the graph, since planning may
+    first replace the other arrays by equal ones with another name.
     """
 
     _parameters: tuple[str, ...] = ("plan", "options", "prefix", "post")
@@ -43,8 +43,8 @@ class PlannedExpr(ArrayExpr):  # type: ignore[misc]
         return meta_from_array(meta, len(self.chunks), meta.dtype)
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
-        # Dask would align the chunks of `x.T + y` itself, but gives up there: it counts the indices
-        # of the axes among the operands (2026.7.1).
+        # Align the chunks of `x.T + y` here. Dask 2026.7.1 does not, because it counts the indices
+        # of the axes as operands.
         if not isinstance(parent, Elemwise):
             return None
         _, operands, changed = unify_chunks_expr(*parent.args)

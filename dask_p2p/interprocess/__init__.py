@@ -1,1 +1,1 @@
-"""What processes have of each other: shared memory, messages, and checks of what they send."""
+"""Shared memory and messages between processes, and checks of received requests."""

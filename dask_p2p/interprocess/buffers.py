@@ -1,8 +1,8 @@
-"""Memory that is used again and again for regions on their way, in host or device memory.
+"""Reused buffers for regions in transit, in host or device memory.
 
-New memory is dear where another library writes to it. Pages of the host fault at their first touch.
-On a GPU, what a pool hands out may still be written by kernels that were queued before its last
-owner let go, and a library that follows no stream would have to wait for the whole device.
+New memory is expensive if another library writes it. Host pages fault at their first touch. On a
+GPU, kernels that were queued by its previous owner may still write a pool's memory, and a library
+without streams would have to wait for the whole device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.device import current_device
 from dask_p2p.types import Array, DTypeLike, Kind
 
-_GRANULE_BYTES = 2**9  # sizes are powers of two from here on, so that few differ
+_GRANULE_BYTES = 2**9  # least size; sizes are powers of two, so that few differ
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Return the size of the buffer that an array of `nbytes` is put into.
+    """Return the size of the buffer for an array of `nbytes`.
 
     >>> buffer_bytes(70_000), buffer_bytes(1)
     (131072, 512)
@@ -31,10 +31,10 @@ def buffer_bytes(nbytes: int) -> int:
 
 
 class Buffers:
-    """A pool of buffers, of the kind "numpy" or "cupy"; so many idle bytes are kept for later.
+    """A pool of buffers, of the kind "numpy" or "cupy", with a limit of idle bytes.
 
-    A buffer is taken as an array, and comes back when that array and all its views are gone. So let
-    go of the last one only when all that uses it is done, kernels included.
+    A buffer is taken as an array, and returns to the pool when the array and all its views are
+    freed. Drop the last view only after all work with it, kernels included.
     """
 
     def __init__(self, kind: Kind, idle_bytes: int) -> None:
@@ -45,17 +45,17 @@ class Buffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that are kept, and not in use."""
+        """Bytes of idle buffers."""
         return sum(size * len(kept) for (_, size), kept in list(self._idle.items()))
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return a C-ordered array whose values are undefined."""
+        """Return a C-ordered array with undefined values."""
         dtype = np.dtype(dtype)
         _, lent = self.lend(prod(shape) * dtype.itemsize)
         return lent.view(dtype).reshape(shape)
 
     def lend(self, nbytes: int) -> tuple[Any, Array]:
-        """Return a buffer, and bytes in it, which are lent until all views of them are gone."""
+        """Return a buffer, and its bytes, which are lent until all views of them are freed."""
         size_bytes = self.size_of(nbytes)
         device = current_device() if backend_named(self.kind).on_device else None
         try:
@@ -67,7 +67,7 @@ class Buffers:
         return memory, backend_named(self.kind).bytes_of(memory, size_bytes, owner)[:nbytes]
 
     def size_of(self, nbytes: int) -> int:
-        """Return the size of the buffer that an array of `nbytes` is put into."""
+        """Return the size of the buffer for an array of `nbytes`."""
         return buffer_bytes(nbytes)
 
     def _allocate(self, size_bytes: int) -> Any:
@@ -76,25 +76,25 @@ class Buffers:
         except MemoryError:
             if not self.idle_bytes:
                 raise
-        self.clear()  # memory that nobody uses comes before an error
+        self.clear()  # free idle buffers before an error
         return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
-        """Drop what is not in use."""
+        """Free all idle buffers."""
         self._idle.clear()
 
     def put_back(self, size_bytes: int, memory: Any) -> None:
-        # Called wherever the last view dies, perhaps in the middle of a garbage collection: no
-        # locks here. Two that come at once may both stay; that is one buffer too many.
+        # No locks here: the last view may be freed anywhere, also during a garbage collection. Two
+        # concurrent calls may keep one buffer too many.
         if self.idle_bytes + size_bytes <= self.idle_limit_bytes:
             device = getattr(memory, "device_id", None)
             self._idle[device, size_bytes].append(memory)
 
 
 class _Owner:
-    """What the views of a lent buffer keep alive: when it dies, the memory is given back.
+    """The owner of a lent buffer, which its views keep alive: its end returns the memory.
 
-    NumPy asks it where the memory is.
+    It has NumPy's array interface.
     """
 
     def __init__(self, memory: Any) -> None:

@@ -1,6 +1,6 @@
 """CUDA IPC: allocations of one process mapped into another.
 
-CuPy is imported when a function is called, never with this module.
+Functions import CuPy; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.processes import PROCESSES
 from dask_p2p.types import Array, DType
 
-#: What makes all memory of a worker shareable, and mapping it quick.
+#: Settings that make all memory of a worker shareable, and fast to map.
 POOL_REMEDY = (
     'Start the cluster with dask_p2p.local_cluster(), or with rmm_pool_size="40 GiB" (a multiple '
     'of 2 MiB) and rmm_allocator_external_lib_list=["cupy"], without rmm_async and '
@@ -37,36 +37,36 @@ _NOT_SHAREABLE = Obstacle(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies, described for another process."""
+    """The location of a block, for another process."""
 
     gpu: str  # UUID in hex
-    handle: str  # of the whole allocation, in hex
-    buffer_id: int  # of the allocation: unique in the process that made it
-    base: int  # address of the allocation, in that process
-    nbytes: int  # of the allocation
-    offset_bytes: int  # of the block in the allocation
+    handle: str  # IPC handle of the whole allocation, in hex
+    buffer_id: int  # id of the allocation, unique in its process
+    base: int  # address of the allocation in its process
+    nbytes: int  # size of the allocation
+    offset_bytes: int  # offset of the block in the allocation
 
 
 _MOST_SHARED = 1024
-_shared: dict[int, Place] = {}  # of allocations of this process, by their ids
+_shared: dict[int, Place] = {}  # by buffer id: this process's allocations
 
 
 def gpu_uuid() -> str:
-    """UUID, in hex, of the GPU that this thread uses; empty if there is none.
+    """Return the UUID, in hex, of this thread's GPU; empty without one.
 
-    Processes number the same GPUs differently: dask-cuda gives each worker another
-    ``CUDA_VISIBLE_DEVICES``.
+    Processes number the same GPUs differently, because dask-cuda sets another
+    ``CUDA_VISIBLE_DEVICES`` for each worker.
     """
     try:
         import cupy
 
         return uuid(cupy.cuda.runtime.getDevice()).hex()
-    except Exception:  # no CuPy, no driver, no device: CuPy has no common class for them
+    except Exception:  # no CuPy, no driver, no device: errors without a common class
         return ""
 
 
 def peer_obstacle(gpu: str) -> Obstacle | None:
-    """Return why this process' GPU cannot read the memory of the GPU with this UUID."""
+    """Return the reason why this process's GPU cannot read another GPU's memory, or None."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -82,16 +82,16 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
             )
     return Obstacle(
         "gpu-not-visible",
-        "the other's GPU is not among this worker's CUDA_VISIBLE_DEVICES",
+        "the other worker's GPU is not in this worker's CUDA_VISIBLE_DEVICES",
         "Give each worker all GPUs of its host, its own one first",
     )
 
 
 def export(block: Array) -> Place:
-    """Return where a block lies.
+    """Return the location of a block.
 
-    It raises `TransferError` if its memory cannot be exported: of `cudaMallocAsync`, or managed; or
-    because the driver does not let this process, or cuda-bindings are missing.
+    `TransferError` if its memory cannot be exported: memory of `cudaMallocAsync`, managed memory,
+    a refusal of the driver, or missing cuda-bindings.
     """
     import cupy
 
@@ -116,7 +116,7 @@ def export(block: Array) -> Place:
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> Any:
-    """Return a CuPy array of memory that somebody else owns."""
+    """Return a CuPy array in memory of another owner."""
     import cupy
 
     low_bytes, size_bytes = _extent(shape, strides, dtype.itemsize)
@@ -126,9 +126,9 @@ def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
     return cupy.ndarray(shape, dtype, pointer, strides)
 
 
-@lru_cache(maxsize=1024)  # blocks look alike
+@lru_cache(maxsize=1024)  # blocks are similar
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return where the memory of an array starts, counted from its first item, and its size."""
+    """Return the start of an array's memory, relative to its first item, and its size."""
     low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
     high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
     return low_bytes, high_bytes - low_bytes + itemsize
@@ -138,15 +138,15 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 class Mapping:
     """An allocation of another process, mapped into this one."""
 
-    process: str
-    place: Place  # of a block in it
-    address: int  # here
-    is_kept: bool  # while nobody uses it
+    process: str  # name of the other process
+    place: Place  # location of a block in it
+    address: int  # address in this process
+    is_kept: bool  # true if it stays open while unused
     users: int = 0
     unused_since_s: float = 0.0  # monotonic
 
     def overlaps(self, process: str, place: Place) -> bool:
-        """Return whether it maps addresses of an allocation of a process."""
+        """Return true if it overlaps the addresses of an allocation of the process."""
         mine = self.place
         return self.process == process and (
             mine.base < place.base + place.nbytes and place.base < mine.base + mine.nbytes
@@ -156,45 +156,45 @@ class Mapping:
 class Mappings:
     """Mapped allocations: each is opened once, and closed when it is no longer used.
 
-    What is mapped stays taken on its GPU though its owner has freed it. So a mapping is closed
+    Mapped memory stays allocated on its GPU even if its owner has freed it. A mapping is therefore
+    closed
 
-    - with its last user, if the allocation is little more than the block: it goes with the block
-      (of CuPy's own pool; not of RMM's, whose allocations hold many blocks),
-    - when nobody has used it for `UNUSED_S`,
-    - when there are more bytes of unused ones of a process than a GPU has,
+    - after its last user, if the allocation is little more than the block: its owner frees it with
+      the block (in CuPy's own pool; allocations of RMM's pool hold many blocks),
+    - after `UNUSED_S` without users,
+    - if the unused mappings of a process have more bytes than a GPU,
     - when its process has ended, or its worker has left,
-    - when the process has another allocation at its addresses, so must have freed this one.
+    - when the process has another allocation at its addresses, and must have freed this one.
 
-    They are told apart by their process and buffer id. A process is known by a name that no other
-    has: addresses of workers are used again, and so are ids of buffers by a new process. Handles
-    will not do: two allocations of one pool have handles that hardly differ, and a new allocation
-    may get the handle of an old one.
+    Keys are the process and the buffer id. A process has a unique name, because new processes
+    reuse workers' addresses and buffer ids. Handles are unsuitable: two allocations of one pool
+    have nearly equal handles, and a new allocation may get the handle of an old one.
     """
 
-    #: How long a mapping is kept that nobody uses.
+    #: Time for which an unused mapping is kept.
     UNUSED_S = 60.0
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], Mapping] = {}
-        self._lock = threading.Lock()  # not held while the driver is called
-        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a process
+        self._lock = threading.Lock()  # not held during driver calls
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by process
         self._timer = RepeatingTimer(self.UNUSED_S, self.close_unused)
 
     def __len__(self) -> int:
-        """Count the mappings that are open."""
+        """Return the number of open mappings."""
         return len(self._open)
 
     def acquire(self, peer: Peer, place: Place, block_bytes: int) -> Mapping:
-        """Map the allocation that a block of a peer lies in, unless it is mapped; count a user.
+        """Return a mapping of the allocation of a peer's block, open or new, and count a user.
 
-        It raises `TransferError` if it cannot be mapped.
+        `TransferError` if the allocation cannot be mapped.
         """
         process = peer.process
         with self._lock:
             if (mapping := self._used(process, place)) is not None:
                 return mapping
             opening = self._opening[process]
-        with opening:  # takes 0.1 ms, and seconds for a pool of an unfortunate size
+        with opening:  # takes 0.1 ms, or seconds for a pool that is no multiple of 2 MiB
             with self._lock:
                 if (mapping := self._used(process, place)) is not None:
                     return mapping
@@ -211,7 +211,7 @@ class Mappings:
             return mapping
 
     def release(self, mapping: Mapping) -> None:
-        """Note that one user is done, its kernels included."""
+        """Release a mapping after one user's work, kernels included."""
         with self._lock:
             mapping.users -= 1
             mapping.unused_since_s = time.monotonic()
@@ -230,7 +230,7 @@ class Mappings:
         return mapping
 
     def _take_freed(self, process: str, place: Place) -> list[Mapping]:
-        """Return mappings of allocations that the process must have freed, no longer counted."""
+        """Remove and return the mappings of allocations that the process must have freed."""
         freed = [mapping for mapping in self._open.values() if mapping.overlaps(process, place)]
         if any(mapping.users for mapping in freed):
             raise TransferError("the holder freed an allocation that is still being read here")
@@ -244,7 +244,7 @@ class Mappings:
         try:
             return int(runtime.ipcOpenMemHandle(handle))
         except runtime.CUDARuntimeError:
-            # An allocation that its owner has freed may be in the way of one in its place.
+            # A mapping of a freed allocation may block one at the same addresses.
             self.close_unused(process)
         try:
             return int(runtime.ipcOpenMemHandle(handle))
@@ -252,7 +252,7 @@ class Mappings:
             raise TransferError(f"the memory cannot be mapped: {exc}") from exc
 
     def retire(self, process: str | None) -> None:
-        """Note that a process is gone (None: all), so that its mappings can be closed."""
+        """Record that a process (None: all) is gone, so that its mappings can be closed."""
         with self._lock:
             for mapping in self._open.values():
                 mapping.is_kept &= process not in (None, mapping.process)
@@ -262,19 +262,19 @@ class Mappings:
     def _on_end(self, process: str) -> None:
         """Close all unused mappings of a process that has ended, so that its memory is free."""
         self.retire(process)
-        with suppress(DeviceLostError), device_work():  # with the device all that it had is gone
+        with suppress(DeviceLostError), device_work():  # a lost device has lost its memory too
             self.close_unused(process)
 
     def close(self) -> None:
-        """Close all that is not in use, and the rest when it is released."""
+        """Close all unused mappings, and each other one at its release."""
         self._timer.cancel()
         self.retire(None)
         self.close_unused()
 
     def close_unused(self, process: str | None = None) -> bool:
-        """Close what has not been used for long, or not at all by now if it is of this process.
+        """Close mappings that were unused for long, and all unused mappings of this process.
 
-        Returns whether any mapping is left. It may block: call it from a thread.
+        Return true if any mapping is left. The call may block: make it from a thread.
         """
         oldest_s = time.monotonic() - self.UNUSED_S
 
@@ -289,7 +289,7 @@ class Mappings:
         return len(self) > 0
 
     def _excess(self, process: str) -> list[Mapping]:
-        """Return those unused longest of a process, beyond what it can have."""
+        """Return a process's longest unused mappings, beyond the memory of a GPU."""
         kept = [m for m in self._open.values() if m.process == process and m.is_kept]
         kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
         total_bytes, excess = 0, []
@@ -309,7 +309,7 @@ def _close(mappings: Iterable[Mapping]) -> None:
         close_ipc(mapping.address)
 
 
-#: All of this process: of its workers' tasks, and of the members of sections.
+#: All mappings of this process, for its workers' tasks and its ranks of sections.
 MAPPINGS = Mappings()
 
 

@@ -1,11 +1,11 @@
-"""Messages over UCX, between processes that know each other's UCX address.
+"""Messages over UCX between processes that have exchanged their UCX addresses.
 
-A messenger has a UCX context of its own, apart from the one of Dask's protocol ``ucx``, which
-Dask's event loop looks after. UCX moves nothing by itself: a thread of ucxx, which needs no Python
-lock, drives it while messages are under way. A thread that sends or receives looks now and then
-whether that is done; so no message waits for a turn of an event loop, or of another thread.
+A messenger has its own UCX context, separate from Dask's protocol ``ucx``, which Dask's event loop
+drives. UCX makes progress only when it is driven: a thread of ucxx, which needs no interpreter
+lock, drives it while messages are in transit. A thread that sends or receives polls for completion,
+so no message waits for an event loop or another thread.
 
-ucxx is imported, and UCX started, with the first messenger; never with this module.
+The first messenger imports ucxx and starts UCX; the import of this module does not.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
-_PATIENCE = 10  # times as long as a message was waited for
-_MOST_BEHIND = 1000  # endpoints that another process had, and this one has not
+_PATIENCE = 10  # delay before an endpoint is closed, as a multiple of a message's timeout
+_MOST_BEHIND = 1000  # most endpoints of the other process that this one lacks
 
 
-@cache  # the search goes through folders, and each source of a block would wait for it
+@cache  # the search goes through folders, and would delay each source of a block
 def ucxx_obstacle() -> Obstacle | None:
-    """Return why ucxx cannot be used in this process; None if nothing is known to prevent it."""
+    """Return the known reason why this process cannot use ucxx, or None."""
     from importlib.util import find_spec
 
     if find_spec("ucxx") is None:
@@ -45,7 +45,7 @@ def ucxx_obstacle() -> Obstacle | None:
 
 
 class Message:
-    """A message on its way. Its array is kept until UCX is done with it."""
+    """A message in transit. It keeps its array until UCX no longer uses it."""
 
     def __init__(
         self, request: Any, array: Array, tag: int, give_up: Callable[[Message, float], None]
@@ -54,19 +54,19 @@ class Message:
         self._give_up = give_up
         self.array = array
         self.tag = tag
-        self.is_ended = False  # it was given up: nobody should wait for it
+        self.is_ended = False  # true if it was cancelled: waits for it end
 
     @property
     def done(self) -> bool:
-        """Whether UCX is done with the array, well or not."""
+        """True if UCX no longer uses the array, after success or failure."""
         return bool(self._request.completed)
 
     def give_up(self, timeout_s: float) -> None:
-        """Wait no more for a message, after one has waited for so long."""
+        """Stop waiting for the message, after a wait of `timeout_s`."""
         self._give_up(self, timeout_s)
 
     def result(self, timeout_s: float) -> None:
-        """Wait until the message has arrived; `TransferError` if it does not, or not whole."""
+        """Wait for the message; `TransferError` if it does not arrive completely."""
         deadline_s = time.monotonic() + timeout_s
         try:
             while not self._request.completed:
@@ -80,18 +80,18 @@ class Message:
             raise
         try:
             self._request.check_error()
-        except Exception as exc:  # ucxx has a class for each status of UCX
+        except Exception as exc:  # ucxx has an error class for each status of UCX
             raise TransferError(f"{type(exc).__name__}: {exc}") from exc
         finally:
-            self.array = None  # UCX is done with it; the messenger forgets messages only later
+            self.array = None  # free it now, since the messenger drops messages later
 
 
 class Messenger:
     """Sends arrays of bytes to the `address` of other processes' messengers, and receives them.
 
-    A message is told by its tag, which the receiver chooses, and never uses again. The device is
-    the number of the GPU that this process uses; None without one. Making a messenger raises
-    `TransferError` if UCX cannot be started.
+    A message has a tag, which the receiver chooses and uses only once. `device` is the number of
+    this process's GPU; None without one. A new messenger raises `TransferError` if UCX does not
+    start.
     """
 
     def __init__(self, device: int | None) -> None:
@@ -104,7 +104,7 @@ class Messenger:
 
             self._lib = ucxx.libucxx
             self._wrap = Array
-            # By default also one-sided memory, streams and active messages are made ready.
+            # The default features include one-sided memory, streams and active messages.
             features = (Feature.TAG, Feature.WAKEUP)
             self._worker = self._lib.UCXWorker(self._lib.UCXContext({}, feature_flags=features))
             self.address: bytes = self._worker.address.tobytes()
@@ -112,13 +112,13 @@ class Messenger:
             raise TransferError(f"UCX does not start: {type(exc).__name__}: {exc}") from exc
         if device is not None:
             self._worker.set_progress_thread_start_callback(lambda: _use_device(device))
-        # Polling finds the end of a copy at once. On a machine without a GPU the core that polls
-        # would be missing where messages are copied.
+        # Polling detects the end of a copy immediately. On a machine without a GPU the polling core
+        # would be missing for the copies of messages.
         self._poll = device is not None
         self._driven = False
         self.endpoints: dict[bytes, Any] = {}
-        self._made: Counter[bytes] = Counter()  # endpoints that there ever were, by address
-        self._messages: deque[Message] = deque()  # that UCX may not be done with
+        self._made: Counter[bytes] = Counter()  # number of endpoints made so far, by address
+        self._messages: deque[Message] = deque()  # messages that UCX may still use
         self._waiting: set[threading.Timer] = set()
         self._used_s = time.monotonic()
         self._closed = False
@@ -135,7 +135,7 @@ class Messenger:
     def receive(self, array: Array, tag: int) -> Message:
         """Receive a message into an array of bytes.
 
-        A longer one is an error; a shorter one is not, and has to be told in another way.
+        A longer message is an error, a shorter one is not: its length must be sent separately.
         """
         with self._lock:
             self._drive()
@@ -145,7 +145,7 @@ class Messenger:
     def end(self, message: Message) -> None:
         """Cancel a message that will not arrive.
 
-        UCX cannot take back a single request for one. It gets an empty message, from ourselves.
+        UCX cannot cancel a single receive request, so the messenger sends itself an empty message.
         """
         with self._lock:
             if message.done or message.is_ended or self._closed:
@@ -158,7 +158,7 @@ class Messenger:
             self._noted(Message(request, nothing, message.tag, lambda *_: None))
 
     def forget(self, address: bytes) -> None:
-        """Close the endpoint to an address, if there is one; what is sent there fails."""
+        """Close the endpoint to an address, if there is one; its unsent messages fail."""
         with self._lock:
             endpoint = self.endpoints.pop(address, None)
         _close([endpoint])
@@ -166,10 +166,10 @@ class Messenger:
     def _forget_unsent(
         self, address: bytes, other_host: bool, message: Message, timeout_s: float
     ) -> None:
-        """Close an endpoint through which a message does not get.
+        """Close an endpoint that does not deliver a message.
 
-        Not at once to another host: over TCP, UCX 1.21 crashes at times if an endpoint is closed
-        while a message goes through it, as it does on a slow link.
+        An endpoint to another host is closed later: over TCP, UCX 1.21 sometimes crashes if an
+        endpoint is closed during a message, which is likely on a slow link.
         """
         if not other_host:
             self.forget(address)
@@ -188,22 +188,25 @@ class Messenger:
                 timer.start()
 
     def closed(self, address: bytes) -> int:
-        """Return the number of the endpoint to an address that was closed last; the first is 1."""
-        with self._lock:  # all but the one that there is, if there is one
+        """Return the number of endpoints to an address that have been closed."""
+        with self._lock:  # all endpoints except an open one
             return self._made[address] - (address in self.endpoints)
 
     def renew(self, address: bytes, closed: int) -> None:
-        """Leave endpoints behind whose other side is closed.
+        """Abandon endpoints that the other side has closed.
 
-        UCX makes a pair of the n-th endpoint of one process to another and the n-th of the other
-        one to the first. If one side is closed, what is sent from the other one gets lost, and
-        UCX notices that only after a while, if at all. `closed` is what `Messenger.closed` says
-        there of the endpoints to here; `TransferError` if that is more than can be.
+        UCX pairs the n-th endpoint of one process to another with the n-th endpoint of the other
+        one to the first. If one side is closed, messages from the other side are lost, and UCX
+        detects this late or never. `closed` is the other side's `Messenger.closed` for this
+        process; `TransferError` if it is implausibly large.
         """
         left = []
         with self._lock:
             if closed - self._made[address] > _MOST_BEHIND:
-                raise TransferError(f"the reader has closed endpoint {closed}, unheard of here")
+                raise TransferError(
+                    f"the reader reports {closed} closed endpoints, expected at most "
+                    f"{self._made[address] + _MOST_BEHIND}"
+                )
             while self._made[address] < closed:
                 left.append(self.endpoints.pop(address, None))
                 self._make_endpoint(address)
@@ -213,15 +216,15 @@ class Messenger:
 
     @property
     def under_way(self) -> int:
-        """Count the messages that UCX is not done with."""
+        """Number of messages that UCX still uses."""
         with self._lock:
             self._messages = deque(message for message in self._messages if not message.done)
             return len(self._messages)
 
     def rest(self, idle_s: float) -> bool:
-        """Stop driving UCX if there was nothing to do for so long; return whether it is stopped.
+        """Stop driving UCX after `idle_s` without messages; return true if it is stopped.
 
-        It goes on with the next message.
+        The next message drives it again.
         """
         with self._lock:
             if self.under_way:
@@ -232,7 +235,7 @@ class Messenger:
             return not self._driven
 
     def close(self) -> None:
-        """End all messages, and close all endpoints. This blocks until UCX has closed them."""
+        """Cancel all messages, and close all endpoints. This blocks until UCX has closed them."""
         with self._lock:
             if self._closed:
                 return
@@ -248,8 +251,8 @@ class Messenger:
                 self._worker.stop_progress_thread()
             nothing = self._lib.UCXXTagMask(0)
             if self.under_way or self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
-                # ucxx's destructor receives messages that nobody received. It would wait forever
-                # for senders that have left, so it must never run.
+                # ucxx's destructor receives all unreceived messages, and would wait for ever for
+                # senders that have left, so it must never run.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
 
     def _endpoint(self, address: bytes) -> Any:
@@ -260,7 +263,7 @@ class Messenger:
 
     def _make_endpoint(self, address: bytes) -> Any:
         for known, endpoint in [*self.endpoints.items()]:
-            if not endpoint.alive:  # perhaps its process has ended, whose address nobody has again
+            if not endpoint.alive:  # its process may have ended; its address is never reused
                 del self.endpoints[known]
         remote = self._lib.UCXAddress.create_from_buffer(address)
         endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
@@ -284,14 +287,14 @@ class Messenger:
 
 
 def _close(endpoints: Iterable[Any]) -> None:
-    """Close endpoints, each of which may take a second. Call it without holding a lock."""
+    """Close endpoints, which may take a second for each. Call it without a lock."""
     for endpoint in endpoints:
         if endpoint is not None:
             endpoint.close_blocking(_CLOSE_ROUND_NS, _CLOSE_ROUNDS)
 
 
 def _use_device(device: int) -> None:
-    """Set up the thread that drives UCX. It must not break captures of CUDA graphs by others."""
+    """Set up the thread that drives UCX, without breaking other threads' CUDA graph captures."""
     import cupy
 
     cupy.cuda.Device(device).use()

@@ -1,4 +1,4 @@
-"""Where a worker runs, and what keeps two processes from reading each other's memory."""
+"""Processes of workers, and the obstacles to reading each other's memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a worker runs: what decides whether its memory can be read."""
+    """The process of a worker, as far as it decides if others can read its memory."""
 
     boot_id: str
     pid_namespace: str
     user: int
     pid: int
-    process: str  # its name, which no other process has
-    folder: str  # in which it publishes blocks
-    memory_proof: str  # by which the transport finds out whether it reaches that process' memory
-    refusal: str | None = None  # why it has none
+    process: str  # unique name of the process
+    folder: str  # folder of its published descriptors
+    memory_proof: str  # token that proves access to the process's memory
+    refusal: str | None = None  # reason why it has no folder
 
     @classmethod
     def parse(cls, fields: Any) -> Peer:
-        """Read a worker's description of itself; `ValueError` or `TypeError` if it is malformed."""
+        """Parse a worker's own description; `ValueError` or `TypeError` if it is malformed."""
         peer = cls(**fields)
         for name in ("boot_id", "pid_namespace", "process", "folder", "memory_proof"):
             checked_text(name, getattr(peer, name))
@@ -35,13 +35,13 @@ class Peer:
 
 
 def separation(local: Peer, remote: Peer) -> Obstacle | None:
-    """Return what keeps two processes from reading each other's memory; None if nothing does."""
+    """Return the obstacle to two processes' reading each other's memory, or None."""
     if local.boot_id != remote.boot_id:
         return Obstacle("other-host", "they run on different hosts")
     if local.pid_namespace != remote.pid_namespace:
         return Obstacle(
             "other-namespace",
-            "they run in different PID namespaces, where neither sees the other",
+            "they run in different PID namespaces",
             "Run all workers of a host in one PID namespace (docker run --pid=host)",
         )
     if local.user != remote.user:
@@ -54,6 +54,6 @@ def separation(local: Peer, remote: Peer) -> Obstacle | None:
 
 
 def no_directory(text: str) -> Obstacle:
-    """Return the obstacle that a worker cannot publish descriptors."""
+    """Return the obstacle of a worker that cannot publish descriptors."""
     remedy = "Set the worker's --local-directory to a local disk with free space"
     return Obstacle("no-directory", text, remedy)

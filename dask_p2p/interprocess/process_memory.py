@@ -1,9 +1,9 @@
 """Memory of other processes of this host, read by the kernel's cross-memory attach.
 
-``process_vm_readv`` copies from another process' memory in one system call. That is half of the
-work that sockets or shared memory take, since nobody packs and nothing is sent.
-The kernel lets a process read those that it might trace, see ptrace(2): of the same user, and not
-restricted by a security module. `allow_readers` lifts the restriction of one of these.
+``process_vm_readv`` copies from another process's memory in one system call. This is half of the
+work of sockets or shared memory, since it needs neither packing nor sending. The kernel lets a
+process read the processes that it may trace, see ptrace(2): those of the same user, unless a
+security module restricts this. `allow_readers` lifts the restriction of one such module.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from dask_p2p.geometry import gapless_from
 from dask_p2p.types import DType
 
 TOKEN_BYTES = 16
-MOST_RUNS = 1024  # of one system call: IOV_MAX
-_SHORT_RUN_BYTES = 256  # below, NumPy copies quicker than the kernel
-_PR_SET_PTRACER = 0x59616D61  # "Yama", of linux/prctl.h
+MOST_RUNS = 1024  # most runs of one system call: IOV_MAX
+_SHORT_RUN_BYTES = 256  # NumPy copies shorter runs faster than the kernel
+_PR_SET_PTRACER = 0x59616D61  # "Yama", from linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 class Runs(NamedTuple):
-    """A strided region as equal runs of bytes, in the order in which they lie in memory."""
+    """A strided region as equal runs of bytes, in memory order."""
 
-    addresses: np.ndarray[Any, Any]  # uint64, of the first byte of each
+    addresses: np.ndarray[Any, Any]  # uint64 addresses of the runs
     run_bytes: int
-    shape: tuple[int, ...]  # of the elements, their axes in that order
-    axes: tuple[int, ...]  # the region's axis d is axis axes[d] of these
-    backwards: tuple[bool, ...]  # for each axis of the region, whether it is
+    shape: tuple[int, ...]  # shape of the region with its axes in memory order
+    axes: tuple[int, ...]  # the region's axis d is axis axes[d] of `shape`
+    backwards: tuple[bool, ...]  # by axis of the region: true if its stride is negative
 
 
 def runs_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Runs:
-    """Return where the elements of a region lie, from the address of the first; no extent is 0.
+    """Return the runs of a region, given the address of its first element; no extent is 0.
 
     >>> runs_of(1000, (2, 3), (80, 8), 8)
     Runs(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
@@ -59,16 +59,16 @@ backwards=(False, False))
 
 
 def run_bytes_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Return how long the runs of a region are, without looking where each is."""
+    """Return the length of a region's runs, without computing their addresses."""
     return _in_memory(shape, strides, itemsize)[-1]
 
 
 def _in_memory(
     shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[list[int], list[int], list[int], list[int], int]:
-    """Return a region's extents and steps, its axes in order, those around a run, and its bytes."""
+    """Return a region's extents, steps, axes in memory order, axes around a run, and run bytes."""
     steps = [abs(stride) for stride in strides]
-    # Elements that are repeated are read once.
+    # Repeated elements are read once.
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
     lie = [extents[axis] for axis in order]
@@ -79,22 +79,22 @@ def _in_memory(
 def read(pid: int, runs: Runs, dtype: DType, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy a region of another process into `memory`; return it as an array in the region's axes.
 
-    The memory is a 1-D array of bytes, at least as many as the region has. `OSError` if the kernel
-    refuses: ``ESRCH`` where the process has ended, ``EPERM`` where it may not be read, ``EFAULT``
-    where there is no such memory in it.
+    `memory` is a 1-D array of bytes, at least of the region's size. `OSError` if the kernel
+    refuses: ``ESRCH`` if the process has ended, ``EPERM`` if it may not be read, ``EFAULT`` if it
+    has no such memory.
     """
     if runs.run_bytes:
         _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
     array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
     turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
-    return array[(*turned, ...)]  # of no axes, too, an array
+    return array[(*turned, ...)]  # an array also without axes
 
 
 def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
-    """Copy a region of another process to where it belongs, if it lies there in the same order.
+    """Copy a region of another process directly into `array`, if both have the same memory order.
 
-    So it is copied once. Return whether that was done; it is not where runs are short. The array
-    is any view, of the region's shape and dtype.
+    Return true if it was copied. It is not copied if runs are short. `array` is any view with the
+    region's shape and dtype.
     """
     local = runs_of(array.ctypes.data, array.shape, array.strides, array.itemsize)
     if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
@@ -115,14 +115,14 @@ def read_into(pid: int, runs: Runs, array: np.ndarray[Any, Any]) -> bool:
 
 
 def _contiguous(address: int, runs: Runs) -> tuple[np.ndarray[Any, Any], int]:
-    """Return memory for all of these runs as runs of its own, one for each system call."""
+    """Return contiguous memory for all runs as runs of its own, one for each system call."""
     run_bytes = MOST_RUNS * runs.run_bytes
     end = address + len(runs.addresses) * runs.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
 
 
 def _cut(address: int, local: Runs) -> tuple[np.ndarray[Any, Any], int]:
-    """Return memory there for all of these runs here as equal runs, as few as can be."""
+    """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
     at_once = next(n for n in range(min(count, MOST_RUNS), 0, -1) if count % n == 0)
     run_bytes = at_once * local.run_bytes
@@ -137,7 +137,7 @@ def _read_runs(
     here: np.ndarray[Any, Any],
     local_run_bytes: int,
 ) -> None:
-    """Copy runs at addresses of another process to those here. One length divides the other."""
+    """Copy runs of another process to local runs. One length divides the other."""
     remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
     step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
@@ -147,12 +147,12 @@ def _read_runs(
             iovecs[number * step :][:step]
             for iovecs, step in zip((remote, local), steps, strict=True)
         )
-        # It ends with the runs there; the last one here may be longer.
+        # The copy ends with the remote runs; the last local run may be longer.
         done = _libc().process_vm_readv(
             pid, dst.ctypes.data, len(dst), src.ctypes.data, len(src), 0
         )
         if done != len(src) * run_bytes:
-            # Less than all: what follows lies where nothing is mapped.
+            # A short copy: the rest is not mapped there.
             error = ctypes.get_errno() if done < 0 else errno.EFAULT
             raise OSError(error, os.strerror(error))
 
@@ -176,24 +176,24 @@ def _libc() -> Any:
 
 @cache
 def is_supported() -> bool:
-    """Return whether this system has cross-memory attach: Linux does."""
+    """Return true if this system has cross-memory attach, as Linux does."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
 
 
 def new_token() -> np.ndarray[Any, Any]:
-    """Return random bytes: who finds them at their address reads the process that it means to."""
+    """Return random bytes; a reader that finds them at their address reads the right process."""
     return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
 
 
 def holds(pid: int, address: int, token: bytes) -> bool:
-    """Return whether a process has this token at an address; it fails as `read` does."""
+    """Return true if a process has this token at an address; errors as of `read`."""
     runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
 
 
 def allow_readers() -> None:
-    """Let all processes of this user read this one's memory, where Yama allows its parents only.
+    """Let all processes of this user read this one's memory, if Yama allows only its parents.
 
-    With that they may trace it, too. It does nothing where Yama is not there.
+    They may then also trace it. Without Yama the call has no effect.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Other processes of this host: a name for each, and the end of each."""
+"""Other processes of this host: unique names, and detection of their ends."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ OnEnd: TypeAlias = Callable[[str], object]
 
 @cache
 def own_name() -> str:
-    """Return a name of this process that no other process has, before or after it."""
+    """Return a unique name of this process, for all time."""
     return f"{os.getpid()}-{uuid4().hex}"
 
 
 class Processes:
     """Other processes, watched by one thread until they end.
 
-    The kernel reports the end of a process when all that the process had is closed: its sockets,
-    and its memory on GPUs, except for memory that others have mapped.
+    The kernel reports the end of a process after it has closed the process's sockets and freed its
+    GPU memory, except memory that others have mapped.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._poll: select.epoll | None = None  # made with the first process
+        self._poll: select.epoll | None = None  # made for the first process
         self._names: dict[int, str] = {}  # by file descriptor
-        # By name, of those that are watched: functions, and whether each waits for the others.
+        # By name of a watched process: functions, and true if a function comes last.
         self._calls: dict[str, dict[OnEnd, bool]] = {}
         self._ended = set[str]()  # names; few processes of a host end
 
     def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
-        """Watch a process, if the kernel allows it, and call a function once when it has ended.
+        """Watch a process, if the kernel allows it, and call a function once after its end.
 
-        The functions for one process are called in another thread, one after the other. A function
-        that waits for the GPU comes `last`, in a thread of its own: the GPU may wait until another
+        Another thread calls the functions of one process, one after another. A function that waits
+        for the GPU comes `last`, in a thread of its own, because the GPU may wait until another
         function has returned.
         """
         with self._lock:
@@ -54,12 +54,12 @@ class Processes:
                 _call(name, [on_end])
 
     def forget(self, name: str, on_end: OnEnd) -> None:
-        """Do not call a function any more."""
+        """Cancel a function of `watch`."""
         with self._lock:
             self._calls.get(name, {}).pop(on_end, None)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a process that is watched has ended."""
+        """Return true if a watched process has ended."""
         return name in self._ended
 
     def _begin(self, name: str, pid: int) -> None:
@@ -89,7 +89,7 @@ class Processes:
             name = self._names.pop(number)
             self._ended.add(name)
             calls = self._calls.pop(name)
-            os.close(number)  # which ends the watch too
+            os.close(number)  # also ends the watch
         first, last = (
             [on_end for on_end in calls if calls[on_end] == is_last] for is_last in (0, 1)
         )
@@ -109,5 +109,5 @@ def _call(name: str, first: Sequence[OnEnd], last: Sequence[OnEnd] = ()) -> None
     threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
 
 
-#: All other processes whose memory this one has mapped, or may map.
+#: All other processes whose memory this one may map.
 PROCESSES = Processes()

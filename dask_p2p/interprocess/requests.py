@@ -1,8 +1,8 @@
-"""What a request may hold. It is checked before anything is done with it.
+"""Checks of requests before a worker uses them.
 
-Dask's protocol has turned the message into Python values by then. What is checked here is that
-they are the plain ones that readers send, so that nothing else (text for numbers, numbers that
-are not whole, objects whose own code would run) reaches a worker's blocks.
+Dask's protocol has already converted the message to Python values. The checks accept only the plain
+values that readers send. They refuse texts instead of numbers, fractions, and objects whose own
+code would run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from dask_p2p.geometry import Box
 from dask_p2p.types import Key
 
-_MOST_DIMENSIONS = 64  # of NumPy's arrays
+_MOST_DIMENSIONS = 64  # NumPy's limit
 _DEEPEST_KEY = 8  # tuples in tuples: hashing deeper ones can exhaust the stack
 _LONGEST_KEY = 1000  # parts of one tuple
 _MOST_PARTS = 2**16
@@ -22,7 +22,7 @@ _LONGEST_S = 3600
 
 
 class MalformedRequestError(ValueError):
-    """A request does not hold what readers send."""
+    """A request has values that no reader sends."""
 
 
 def checked_key(key: Key, depth: int = 0) -> Any:
@@ -37,7 +37,7 @@ def checked_key(key: Key, depth: int = 0) -> Any:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape: a short sequence of integers that are not negative."""
+    """Return a shape: a short sequence of non-negative integers."""
     lengths = _integers("shape", shape)
     if any(length < 0 for length in lengths):
         raise MalformedRequestError("shape: expected no negative lengths")
@@ -53,7 +53,7 @@ def checked_strides(strides: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def checked_box(box: Any, shape: tuple[int, ...]) -> Box:
-    """Return a box that lies in a block of this shape."""
+    """Return a box within a block of this shape."""
     ends = [_integers("box", pair) for pair in _sequence("box", box)]
     if any(len(pair) != 2 for pair in ends):
         raise MalformedRequestError("box: expected a start and a stop for each axis")
@@ -72,7 +72,7 @@ def checked_blocks(blocks: Any) -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def checked_parts(parts: Any, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, Box]]:
-    """Return numbers of blocks, and boxes that lie in them."""
+    """Return block numbers, and boxes within those blocks."""
     pairs, last = _pairs("parts", parts), len(shapes) - 1
     numbers = [checked_integer("block", number, 0, last) for number, _ in pairs]
     return [(n, checked_box(box, shapes[n])) for n, (_, box) in zip(numbers, pairs, strict=True)]
@@ -87,7 +87,7 @@ def checked_integer(name: str, value: Any, least: int, most: int) -> int:
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """Return a duration in seconds, of an hour at most."""
+    """Return a duration in seconds, at most an hour."""
     if type(value) not in (int, float) or not 0 <= value <= _LONGEST_S:
         raise MalformedRequestError(f"{name}: expected 0 to {_LONGEST_S} seconds")
     return float(value)
@@ -136,7 +136,7 @@ def _sequence(name: str, value: Any, most: int = _MOST_DIMENSIONS) -> Sequence[A
 
 
 def _check_type(name: str, value: Any, expected: str, *types: type) -> None:
-    """Refuse a value of another type: one of a subclass, too, whose own code would run."""
+    """Refuse a value of another type, also of a subclass, whose own code would run."""
     if type(value) not in types:
         raise MalformedRequestError(f"{name}: expected {expected}, got {type(value).__name__}")
 

@@ -1,10 +1,10 @@
-"""Memory that processes of one host share, pinned for their GPUs.
+"""Shared memory between processes of one host, pinned for their GPUs.
 
-It is a file without a name (``memfd_create``), which exists as long as a process has it open. So
-nothing is left behind when a process is killed, and the limits of ``/dev/shm`` do not apply.
-Another process opens it as a file of the first one, ``/proc/PID/fd``: the kernel allows that only
-to the same user. The file has all of its pages from the start, and cannot be made shorter, so no
-process gets a ``SIGBUS``.
+A segment is a file without a name (``memfd_create``), which exists while a process has it open. A
+killed process therefore leaves no files, and the limits of ``/dev/shm`` do not apply. Another
+process opens it as a file of the first one, ``/proc/PID/fd``; the kernel allows this only to the
+same user. The file has all its pages from the start and cannot shrink, so no process gets a
+``SIGBUS``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.requests import checked_integer, checked_text
 
-FILE_NAME = "dask-p2p"  # which `/proc` shows
+FILE_NAME = "dask-p2p"  # name in `/proc`
 _per_thread = threading.local()
 
 
 class SegmentName(NamedTuple):
-    """What a process calls a segment of its own."""
+    """The name of a process's segment."""
 
-    kernel: str  # which run of which
+    kernel: str  # boot id of the kernel
     pid_namespace: str
     pid: int
     fd: int
@@ -44,7 +44,7 @@ class SegmentName(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Any) -> SegmentName:
-        """Read the name that another process has sent; `ValueError` if it is none."""
+        """Parse a name from another process; `ValueError` if it is malformed."""
         if type(fields) not in (list, tuple) or len(fields) != len(cls._fields):
             raise ValueError("memory: expected the name of a segment")
         name = cls(*fields)
@@ -55,7 +55,7 @@ class SegmentName(NamedTuple):
         return name
 
     def is_open(self) -> bool:
-        """Return whether the process that made it still has it open."""
+        """Return true if the segment's process still has it open."""
         try:
             return os.stat(f"/proc/{self.pid}/fd/{self.fd}").st_ino == self.inode
         except OSError:
@@ -63,9 +63,9 @@ class SegmentName(NamedTuple):
 
 
 class Segment:
-    """Memory that is mapped here, and in another process."""
+    """Memory that is mapped in this process and in another one."""
 
-    #: Whether a holder may still write there, though its answer is no longer waited for.
+    #: True if a holder may still write to it, although the reader no longer waits for its answer.
     is_lost = False
 
     def __init__(self, fd: int, name: SegmentName) -> None:
@@ -78,7 +78,7 @@ class Segment:
 
     @classmethod
     def make(cls, size_bytes: int) -> Segment:
-        """Make one, all of whose pages are there."""
+        """Make a segment with all its pages."""
         fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
@@ -94,14 +94,14 @@ class Segment:
 
     @classmethod
     def open(cls, name: SegmentName) -> Segment:
-        """Open another process' one; `UnsuitableError` if it cannot be, or is not what it says."""
+        """Open another process's segment; `UnsuitableError` on failure or if it is another file."""
         if name[:2] != kernel_and_namespace():
             raise UnsuitableError("they run on different hosts, or in different PID namespaces")
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
-            # Nothing else of that process is touched.
+            # Other files of that process are never opened.
             if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)":
-                raise UnsuitableError("the reader's memory is not where it says")
+                raise UnsuitableError(f"expected the reader's memory at {path}, got another file")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
             raise UnsuitableError(f"the reader's memory cannot be opened: {exc}") from exc
@@ -109,18 +109,18 @@ class Segment:
             status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
             if not is_right or not seals & fcntl.F_SEAL_SHRINK:
-                raise UnsuitableError("the reader's memory is not what it says")
+                raise UnsuitableError("the reader's memory does not match its name, size or seal")
             return cls(fd, name)
         finally:
             os.close(fd)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Where it is, for `Buffers`."""
+        """NumPy's array interface, for `Buffers`."""
         return self.bytes.__array_interface__
 
     def pin(self) -> None:
-        """Have GPUs reach it, until it goes: for use by the thread's one. Idempotent."""
+        """Pin the memory for GPUs until it is freed, for use by the thread's GPU. Idempotent."""
         with self._lock:
             if not self._is_pinned:
                 pin_while(self, self.bytes)
@@ -128,14 +128,14 @@ class Segment:
         self.device_id = current_device()
 
     def array(self, backend: Backend) -> Any:
-        """Return it as a 1-D array of bytes."""
+        """Return the memory as a 1-D array of bytes."""
         if backend.on_device:
             self.pin()
         return backend.bytes_of(self, self.bytes.nbytes, self)
 
 
 class Segments(Buffers):
-    """Segments of this process. Each is lent to one call, and comes back as buffers do."""
+    """Segments of this process. Each is lent to one call, and returns as buffers do."""
 
     def _allocate(self, size_bytes: int) -> Segment:
         segment = Segment.make(size_bytes)
@@ -146,8 +146,8 @@ class Segments(Buffers):
     def put_back(self, size_bytes: int, memory: Segment) -> None:
         if memory.is_lost:
             return
-        # A reading has segments of one size. Those of other sizes are for readings with other
-        # options or smaller arrays: they must not keep this one out, which takes long to make.
+        # All segments of a read have one size. Other sizes belong to reads with other options or
+        # smaller arrays. They are freed for this segment, because a new one takes long to make.
         for other in [key for key in list(self._idle) if key[1] != size_bytes]:
             with suppress(IndexError):  # another thread has taken the last one
                 while self.idle_bytes + size_bytes > self.idle_limit_bytes:
@@ -156,7 +156,7 @@ class Segments(Buffers):
 
 
 def to_device(source: Any, buffers: Buffers) -> Any:
-    """Copy an array in pinned memory to the device, and wait for that: call it from a thread."""
+    """Copy an array from pinned memory to the device, and wait: call it from a thread."""
     import cupy
 
     runtime, streams = cupy.cuda.runtime, _per_thread.__dict__  # streams by device

@@ -1,1 +1,1 @@
-"""What happened: one record for each attempt at a task, and what is drawn from them."""
+"""Monitoring: a record for each attempt at a task, and metrics, tables and charts of records."""

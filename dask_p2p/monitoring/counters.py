@@ -1,7 +1,7 @@
-"""What a worker has done since it started, as sums: for a monitoring system, and for the scheduler.
+"""Counters of a worker's activity since its start, for the scheduler and for monitoring systems.
 
-`COUNTERS` and `GAUGES` name all figures. A worker adds to its counters once a task, and sends them
-with Dask's heartbeat; the scheduler adds up those of all workers, also of those that have left.
+`COUNTERS` and `GAUGES` list all metrics. A worker updates its counters once per task, and sends
+them with Dask's heartbeat. The scheduler sums them over all workers, present and departed.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from typing import Any, NamedTuple
 
 from dask_p2p.monitoring.records import Record
 
-#: By which a worker's metrics have its counters, in Dask's heartbeat.
+#: Name of the counters in a worker's metrics, in Dask's heartbeat.
 COUNTERS_METRIC = "dask-p2p"
 
-_OWN = "local"  # in the place of a transport: blocks that the worker itself held
+_OWN = "local"  # label of the worker's own blocks, instead of a transport
 
-#: Of each family its values by label.
+#: Values by family and label.
 Values = dict[str, Any]
 
 
 class Family(NamedTuple):
-    """Values of one meaning, told apart by a label."""
+    """A metric, with a value for each value of its label."""
 
     name: str  # with the unit
-    label: str  # what tells them apart; empty if there is one value only
+    label: str  # name of the label; empty for a single value
     text: str
 
 
 COUNTERS = (
-    Family("received_bytes", "transport", "Bytes that came from other workers and were used"),
-    Family("wasted_bytes", "", "Bytes that came from other workers and had to be read again"),
-    Family("wait_seconds", "transport", "Time that tasks stood still for other workers' regions"),
-    Family("transfer_seconds", "transport", "Time from asking a worker until its last region came"),
-    Family("kernel_seconds", "transport", "Time of kernels that put regions into place"),
-    Family("copied_bytes", "direction", "Bytes of parts that went up to a GPU, or came down"),
+    Family("received_bytes", "transport", "Bytes received from other workers and used"),
+    Family("wasted_bytes", "", "Bytes received from other workers that had to be read again"),
+    Family("wait_seconds", "transport", "Time that tasks waited for other workers' regions"),
+    Family("transfer_seconds", "transport", "Time from a request to its last region's arrival"),
+    Family("kernel_seconds", "transport", "Time of kernels that write regions to the output"),
+    Family("copied_bytes", "direction", "Bytes of parts copied up to a GPU, or down from it"),
     Family("part_seconds", "step", "Time of copies up, of the function, and of copies down"),
     Family("task_seconds", "operation", "Time of attempts at tasks, from start to end"),
-    Family("tasks", "operation", "Blocks that were made"),
+    Family("tasks", "operation", "Completed blocks"),
     Family("attempts", "operation", "Attempts at making a block, failed ones included"),
-    Family("fallbacks", "transport", "Readings by another transport, as this one had failed"),
+    Family("fallbacks", "transport", "Reads by another transport because this one had failed"),
 )
 GAUGES = (
     Family("leased_bytes", "", "Blocks that are kept because others may be reading them"),
-    Family("pinned_bytes", "", "Host memory that is pinned: of outputs that came from GPUs"),
-    Family("staging_bytes", "state", "Memory for regions: packed for readers, or kept for later"),
-    Family("members", "", "Members of iterate and spmd that run"),
-    Family("members_steps_per_second", "", "Steps a second of all these members together"),
+    Family("pinned_bytes", "", "Pinned host memory of outputs that were copied from GPUs"),
+    Family("staging_bytes", "state", "Memory for regions: packed for readers, or kept for reuse"),
+    Family("members", "", "Running ranks of iterate and spmd"),
+    Family("members_steps_per_second", "", "Total steps per second of these ranks"),
 )
 
 
 class Counters:
-    """What one worker has done. Any thread may call it."""
+    """The counters of one worker. Any thread may use them."""
 
     def __init__(self) -> None:
         self._values = _no_values()
-        self._new: deque[Record] = deque()  # not counted yet: a task is not to wait for it
+        self._new: deque[Record] = deque()  # records to be counted later, outside of the task
         self._lock = threading.Lock()
 
     def add(self, record: Record) -> None:
-        """Count an attempt that has ended, with the next heartbeat."""
+        """Add a finished attempt, to be counted at the next heartbeat."""
         self._new.append(record)
 
     def values(self) -> Values:
@@ -79,15 +79,15 @@ class Totals:
         self._latest: dict[str, Values] = {}  # by worker
 
     def note(self, worker: str, values: Values) -> None:
-        """Take what a worker has counted so far, in the place of what it had."""
+        """Replace the values of a worker by newer ones."""
         before = self._latest.get(worker, {})
         if any(Counter(before.get(f.name)) - Counter(values.get(f.name)) for f in COUNTERS):
-            # One has fallen: the worker restarted.
+            # A counter has fallen: the worker restarted.
             self.end(worker)
         self._latest[worker] = values
 
     def end(self, worker: str) -> None:
-        """Note that a worker counts no further."""
+        """Add the last values of a worker that has left or restarted to the sums."""
         sum_into(self._ended, self._latest.pop(worker, {}))
 
     def values(self) -> Values:
@@ -124,6 +124,6 @@ def _no_values() -> Values:
 
 
 def sum_into(sums: Values, values: Values) -> None:
-    """Add values to sums, which are Counters, of the families that these have."""
+    """Add values to sums (`collections.Counter` by family), for the families in the sums."""
     for name in sums.keys() & values.keys():
         sums[name].update(values[name])

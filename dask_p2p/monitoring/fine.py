@@ -1,8 +1,8 @@
-"""What tasks tell Dask's own channels: "fine performance metrics", and times by action.
+"""Metrics of tasks for Dask's own channels: "fine performance metrics", and times by action.
 
-For the first Dask adds up what a task's thread did, by activity. Its own activities of a task are
-the thread's time on the processor and its other time, less what is told here. Of the second a
-`performance_report`, the dashboard and Dask's own figures for Prometheus have the sums.
+Fine performance metrics are the times of a task's thread by activity. To the activities reported
+here, Dask adds the remaining time of the thread, on the processor and off it. Sums of the times by
+action are in a `performance_report`, on the dashboard, and in Dask's own Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from distributed.metrics import context_meter
 
 from dask_p2p.monitoring.records import Record
 
-#: Seconds for which a task stood still for other workers' regions, or copied them itself; and bytes
-#: of these regions.
+#: Seconds that a task waited for other workers' regions, or copied them; and their bytes.
 TRANSFER = "p2p-transfer"
-#: Seconds of kernels that put regions into place, as far as the task did not wait for others then.
+#: Seconds of kernels that write regions to the output, without the task's waiting time.
 KERNEL = "p2p-kernel"
-#: Bytes of parts that went to a GPU, and came back.
+#: Bytes of parts copied to a GPU and back.
 COPY = "p2p-copy"
 
 
 def meter(record: Record) -> None:
-    """Tell Dask of an attempt at a task. Call it in the task's thread.
+    """Report an attempt at a task to Dask. Call it in the task's thread.
 
-    Activities of one thread add up to its time. Kernels of a GPU run at the same time as
-    the thread and as each other: what exceeds the thread's time is not counted.
+    The activities of a thread add up to its time. GPU kernels run concurrently with the thread and
+    with each other, so their time is counted up to the thread's remaining time.
     """
     own_s = record.stop_s - record.start_s - record.waited_s
     kernel_s = record.kernel_s + sum(stage.kernel_s for stage in record.stages)
@@ -40,10 +39,10 @@ def meter(record: Record) -> None:
 
 
 def note_transfer(worker: Any, record: Record) -> None:
-    """Have Dask count what a task waited for other workers' regions as time of transfer.
+    """Report a task's wait for other workers' regions to Dask, as time of transfer.
 
-    It counts the whole task as time of computing as well. The record is of an attempt that has made
-    its block; the task has not returned yet.
+    Dask also counts the whole task as computing time. The record is that of a successful attempt,
+    whose task has not returned yet.
     """
     waited_s = record.waited_s
     task = worker.state.tasks.get(record.key) if waited_s else None

@@ -1,9 +1,9 @@
-"""The package's part of the page ``/metrics`` that Dask's workers and schedulers have.
+"""The package's metrics on the page ``/metrics`` of Dask's workers and schedulers.
 
-Dask gives that page from one registry for each process. So one collector for workers and one for
-schedulers are registered there, once, and tell the figures of the server that is being asked, as
-Dask's own collectors do. Without the package prometheus_client there is no such page, and nothing
-is done.
+Dask makes this page from one registry per process. The package registers one collector for workers
+and one for schedulers. Like Dask's own, they return the metrics of the server whose page is
+requested. Without the package prometheus_client, Dask has no such page, and this module does
+nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ registered: WeakKeyDictionary[Any, Callable[[], Values]] = WeakKeyDictionary()  
 
 
 def register(server: Any, kind: str, read: Callable[[], Values]) -> None:
-    """Have the page of a server, a "worker" or "scheduler", tell the package's figures too.
+    """Add the package's metrics to the page of a server of this kind: "worker" or "scheduler".
 
-    `read` returns the values of `COUNTERS` and `GAUGES`, or nothing; called on the event loop.
+    `read` returns the values of `COUNTERS` and `GAUGES`, or an empty dict. It is called on the
+    event loop.
     """
     try:
         add_collector(kind)
@@ -35,26 +36,26 @@ def register(server: Any, kind: str, read: Callable[[], Values]) -> None:
 
 
 def unregister(server: Any) -> None:
-    """End what `register` began. Idempotent."""
+    """Remove the package's metrics from a server's page. Idempotent."""
     registered.pop(server, None)
 
 
-@cache  # the registry takes it once
+@cache  # the registry accepts a collector once
 def add_collector(kind: str) -> None:
-    """Have the pages of this process' workers, or schedulers, tell the package's figures."""
+    """Register a collector for the workers or schedulers of this process."""
     from prometheus_client import REGISTRY
 
     REGISTRY.register(Collector(kind))
 
 
 class Collector:
-    """Makes the package's part of the page of workers, or of schedulers."""
+    """A Prometheus collector of the package's metrics, for workers or for schedulers."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def describe(self) -> list[Any]:
-        return []  # or the registry would collect
+        return []  # otherwise the registry would call `collect`
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -75,10 +76,10 @@ class Collector:
 
 
 def _asked(kind: str) -> Any:
-    """Return the server of this process whose page is being made.
+    """Return the server of this process whose page is being made, or None.
 
-    None if none ever was, or if this release of Dask makes the page in another way: an error here
-    would take Dask's own figures away too.
+    Returns None also if this release of Dask makes the page in another way. An error would remove
+    Dask's own metrics too.
     """
     try:
         handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler

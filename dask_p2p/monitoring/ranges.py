@@ -1,4 +1,4 @@
-"""Ranges that NVIDIA's profilers show: what a task's thread does for which holder."""
+"""NVTX ranges for NVIDIA's profilers: the activities of a task's thread, by holder."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-#: Of NVTX, by which a profiler tells these ranges from others.
+#: NVTX domain of all ranges of this package.
 DOMAIN = "dask_p2p"
 
-# By which a profiler, Nsight Systems for one, is loaded into a process.
+# Environment variables that load a profiler into a process, Nsight Systems for example.
 _INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
 _NOTHING = nullcontext()
 
 
 def ranges(wanted: bool) -> Callable[..., AbstractContextManager[Any]]:
-    """Return what makes a context that is a range of this thread, named by the words it is given.
+    """Return a function that makes a range of this thread, a context named by its arguments.
 
-    It makes none unless nvtx is there, and an option wants them or a profiler is attached.
+    Ranges are made if nvtx is installed, and an option requests them or a profiler is attached.
+    Otherwise the function returns an empty context.
     """
     if wanted or any(os.environ.get(name) for name in _INJECTIONS):
         with suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Runs: what each call of an operation moved, by which transports, in what time."""
+"""Runs: bytes, transports and times of each computation of an operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
-# Of a run, in the order of a table's columns.
+# Fields of `Run.summary`, in the order of the columns.
 _FIGURES = (
     *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),
     *("start_s", "exchange_s", "wall_s", "gbs", "transports", "attempts"),
@@ -28,33 +28,31 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Run:
-    """One call of an operation: an output array that was computed once, or a part of it.
+    """One computation of an operation's output array, in whole or in part.
 
-    See `last_runs` for when one ends.
-
-    Times are of the workers' clocks.
+    See `last_runs` for the start and the end of a run. Times are of the workers' clocks.
 
     Parameters
     ----------
     records : tuple of Record
-        Of the attempts at its blocks, in the order in which they began. At least one.
+        Records of the attempts at its blocks, sorted by start. At least one.
     """
 
     records: tuple[Record, ...]
 
     @cached_property
     def made(self) -> tuple[Record, ...]:
-        """The attempts that made a block: of one that was lost and made again, the last."""
+        """The successful attempts, one for each block. For a recomputed block, the last one."""
         return tuple({record.key: record for record in self.records if record.is_made}.values())
 
     @cached_property
     def under_way(self) -> tuple[Record, ...]:
-        """The attempts that had not ended when they were looked at; `last_runs` has none."""
+        """The attempts that were still running. Empty for runs from `last_runs`."""
         return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
     def name(self) -> str:
-        """Of the output array."""
+        """Name of the output array."""
         return self.records[0].name
 
     @property
@@ -64,19 +62,19 @@ class Run:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the output array."""
+        """Shape of the output array."""
         return self.records[0].array_shape
 
     @property
     def dtype(self) -> str:
-        """Of the output array; empty if no block was made."""
+        """Dtype of the output array; empty if no block was made."""
         return self.made[0].dtype if self.made else ""
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Blocks of the output array along each axis. Those of this run are `made`.
+        """Number of the output array's blocks along each axis. This run's blocks are in `made`.
 
-        Of `iterate` and `spmd`, members.
+        For `iterate` and `spmd`, number of ranks.
         """
         return self.records[0].blocks
 
@@ -87,12 +85,12 @@ class Run:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Addresses of those that took part as readers."""
+        """Addresses of the workers that ran the tasks."""
         return tuple(sorted({record.worker for record in self.records}))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], int]:
-        """Bytes that are in place, by reader, holder and transport."""
+        """Bytes read for the completed blocks, by reader, holder and transport."""
         pairs: Counter[tuple[str, str, str]] = Counter()
         for record in self.made:
             for stage in record.stages:
@@ -101,73 +99,73 @@ class Run:
 
     @property
     def transports(self) -> dict[str, int]:
-        """Pairs of reader and holder that used a transport, by its name."""
+        """Number of pairs of reader and holder that used a transport, by its name."""
         return dict(Counter(transport for _, _, transport in self.pairs).most_common())
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that had to move, given where each block was made and where its inputs lay."""
+        """Bytes that had to move, given the workers of all blocks and of their inputs."""
         return sum(self.pairs.values())
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that did move: `least_bytes`, and what had to be read again after a failure."""
+        """Bytes that moved: `least_bytes`, and bytes that failures caused to be read again."""
         used = (stage.nbytes for r in self.records if r.is_made for stage in r.stages)
         return sum(used) + sum(record.wasted_bytes for record in self.records)
 
     @property
     def start_s(self) -> float:
-        """When the first task started, in seconds since the epoch."""
+        """Start of the first task, in seconds since the epoch."""
         return self.records[0].start_s
 
     @property
     def stop_s(self) -> float:
-        """When the last task ended, in seconds since the epoch."""
+        """End of the last task, in seconds since the epoch."""
         return max(record.stop_s for record in self.records)
 
     @property
     def wall_s(self) -> float:
-        """From the start of the first task to the end of the last one."""
+        """Seconds from the start of the first task to the end of the last one."""
         return self.stop_s - self.start_s
 
     @property
     def exchange_s(self) -> float:
-        """Seconds that the longest task took."""
+        """Seconds of the longest task."""
         return max(record.stop_s - record.start_s for record in self.made or self.records)
 
     @property
     def gbs(self) -> float:
-        """GB (1e9 bytes) that moved a second, from the first start to the last end."""
+        """GB (1e9 bytes) moved per second, from the first start to the last end."""
         return self.moved_bytes / self.wall_s / 1e9 if self.wall_s > 0 else 0.0
 
     @property
     def attempts(self) -> int:
-        """Attempts at its tasks. Without failures there is one for each block."""
+        """Number of attempts at the tasks. Without failures, one for each block."""
         return len(self.records)
 
     @cached_property
     def latest(self) -> tuple[Record, ...]:
-        """Of each member of `iterate` or `spmd` the latest attempt; none of other operations."""
+        """The latest attempt of each rank of `iterate` or `spmd`; empty for other operations."""
         return tuple({r.key: r for r in self.records if r.attempt}.values())
 
     @property
     def steps(self) -> int:
-        """Steps of `iterate`, or of a loop over `Context.steps`, that all members have done."""
+        """Steps that all ranks have finished, in `iterate` or in a loop over `Context.steps`."""
         return min((record.step for record in self.latest), default=0)
 
     @property
     def steps_per_s(self) -> float:
-        """Steps a second of the slowest member, in its latest attempt."""
+        """Steps per second of the slowest rank, in its latest attempt."""
         return min((record.steps_per_s for record in self.latest), default=0.0)
 
     @property
     def waited_share(self) -> float:
-        """How much of its time the member that waited most stood still for others: 0 to 1."""
+        """Largest fraction of a rank's time that it waited for others: 0 to 1."""
         return max((record.waited_share for record in self.latest), default=0.0)
 
     @property
     def waited_s(self) -> dict[tuple[str, str], float]:
-        """Seconds that tasks stood still for others, by the worker that waited and the other."""
+        """Seconds that tasks waited for other workers, by waiting worker and holder."""
         waited_s: Counter[tuple[str, str]] = Counter()
         for record in self.records:
             for stage in record.stages:
@@ -176,17 +174,17 @@ class Run:
 
     @property
     def overlap(self) -> float:
-        """Of `map_on_gpu`, how many of copies up, function and copies down went on at once."""
+        """Average number of concurrent copies up, function calls and copies down (`map_on_gpu`)."""
         return overlap(self.made)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why attempts failed, each reason once."""
+        """Reasons of failed attempts, each once."""
         return tuple(dict.fromkeys(record.error for record in self.records if record.error))
 
     @cached_property
     def fallbacks(self) -> dict[tuple[str, str, str], str]:
-        """Why a better transport was not used, by reader, holder and transport."""
+        """Reasons why a preferred transport was not used, by reader, holder and transport."""
         return {
             (record.worker, fallback.holder, fallback.transport): fallback.reason
             for record in self.records
@@ -194,7 +192,7 @@ class Run:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures by name, each a plain value; ``_bytes`` and ``_s`` are units."""
+        """Return the figures by name, as plain values. ``_bytes`` and ``_s`` are units."""
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             "made": len(self.made),
@@ -203,12 +201,12 @@ class Run:
 
 
 class Runs(tuple[Run, ...]):
-    """Runs, the newest first. A notebook shows them as a table."""
+    """A tuple of runs, the newest first. A notebook shows it as a table."""
 
     __slots__ = ()
 
     def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame`: a row for each run, as `Run.summary` names its columns.
+        """Return a `pandas.DataFrame` with a row for each run, and the columns of `Run.summary`.
 
         Raises
         ------
@@ -227,12 +225,12 @@ class Runs(tuple[Run, ...]):
         return pd.DataFrame(rows)
 
     def to_trace(self, file: str | PathLike[str]) -> None:
-        """Write the runs as Chrome trace events, which https://ui.perfetto.dev shows.
+        """Write the runs as Chrome trace events, for https://ui.perfetto.dev.
 
         Parameters
         ----------
         file : str or path
-            Where to write the JSON text; what is there is replaced.
+            Path of the JSON file. An existing file is overwritten.
 
         Raises
         ------
@@ -258,7 +256,7 @@ class Runs(tuple[Run, ...]):
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """Group records by array, and by the number of the run; the newest run comes first."""
+    """Return records grouped into runs, by array and number of the run, the newest run first."""
     groups: dict[tuple[str, int], list[Record]] = {}
     for record in sorted(records, key=lambda record: record.start_s):
         groups.setdefault((record.name, record.run), []).append(record)
@@ -274,38 +272,38 @@ def last_runs(client: AsynchronousClient, n: int = 10) -> Awaitable[Runs]: ...
 
 
 def last_runs(client: Any = None, n: int = 10) -> Any:
-    """Tell of the last runs what they moved, by which transports, and in what time.
+    """Return the last runs, with the bytes they moved, their transports and their times.
 
-    A run is one call of `transpose`, `rechunk`, `map_overlap`, `iterate` or `spmd`, computed once,
-    or a part of it. It begins when the scheduler sends the first task of the array to a worker, and
-    ends when none is left to do. So an array that is computed again, wholly or as far as its blocks
-    are gone, is another run. Waiting for other tasks does not end a run, nor does a worker that is
-    lost while it goes on: blocks that are made again then count as attempts, and once as `made`.
+    A run is one computation, in whole or in part, of the result of `transpose`, `rechunk`,
+    `map_overlap`, `iterate` or `spmd`. It starts when the scheduler sends the first task of the
+    array to a worker, and ends when no task of the array is left. Computing the array again, or
+    only its lost blocks, is another run. A run does not end while it waits for other tasks, or when
+    a worker is lost. Blocks recomputed after a loss count as attempts, but only once in `made`.
 
-    Workers keep what they noted of about their last thousand tasks, the scheduler of about ten
-    thousand, as far as it was asked for it while their workers were there.
+    A worker keeps the records of about its last thousand tasks, and the scheduler those of about
+    ten thousand. Records of a worker that has left are kept if the scheduler had requested them.
 
     Parameters
     ----------
     client : distributed.Client, optional
-        By default the current one.
+        The client. By default the current one.
     n : int, optional
-        How many runs, at most.
+        Maximum number of runs.
 
     Returns
     -------
     Runs or awaitable
-        The newest first; something to await if the client is asynchronous. Empty for a cluster
-        that lacks the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
+        The runs, the newest first; an awaitable if the client is asynchronous. Empty for a cluster
+        without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
-        ``transports``, ``attempts``, ``failures`` and ``fallbacks``; of `iterate` and `spmd`
-        ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. All together have
+        ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of `iterate` or `spmd`
+        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. `Runs` has
         ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
     ------
     InputError
-        If `n` is no positive number, or the client is closed.
+        If `n` is not a positive number, or the client is closed.
     ValueError
         If there is no client.
     """
@@ -319,19 +317,21 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 
 
 async def fetch_records(client: Any, n: int | None = None) -> list[Record]:
-    """Return the records of a cluster's newest `n` runs, or of all that are kept.
+    """Return the records of a cluster's newest `n` runs; with None, all records.
 
-    There are none where the scheduler lacks its plugin.
+    The list is empty if the scheduler lacks the plugin.
     """
     answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
-    if answer is None:  # Dask's answer to what it does not know
+    if answer is None:  # Dask's reply to an unknown operation
         return []
     if answer.get("status", "ok") != "ok":
-        raise InputError(f"the scheduler refused to tell of {n} runs: {answer.get('message')}")
+        raise InputError(
+            f"the scheduler rejected the request for {n} runs: {answer.get('message')}"
+        )
     if answer["silent"]:
         text = (
-            f"no answer of {', '.join(sorted(answer['silent']))} in time: what these workers did "
-            f"lately is missing. Ask again when they answer, or close them."
+            f"no answer from {', '.join(sorted(answer['silent']))} in time: the latest records of "
+            f"these workers are missing. Call again when they answer, or close them."
         )
         warnings.warn(text, P2PWarning, stacklevel=2)
     return unpacked(answer["records"])

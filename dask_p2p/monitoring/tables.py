@@ -1,4 +1,4 @@
-"""A run as a row of a table; and rows as text, for a terminal, and as HTML, for a notebook."""
+"""Tables of runs, as text for a terminal and as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dask.utils import format_bytes, format_time
 if TYPE_CHECKING:
     from dask_p2p.monitoring.runs import Run
 
-#: Columns that only runs of `iterate`, `spmd` and `map_on_gpu` have something for.
+#: Columns that are empty except for runs of `iterate`, `spmd` and `map_on_gpu`.
 OF_SOME = ("steps", "waited", "overlap")
 
 
 def cells(run: Run) -> dict[str, str]:
-    """Return a row of the table, by column."""
+    """Return the cells of a run's row, by column."""
     done = f"{len(run.made)} of {' x '.join(map(str, run.blocks)) or 1}"
     return {
         "operation": run.operation,
@@ -39,7 +39,7 @@ def cells(run: Run) -> dict[str, str]:
 
 
 def _steps(run: Run) -> str:
-    """Return how far members are, or were, and in which attempt if that is not the first."""
+    """Return the ranks' steps and speed, and the number of the attempt from the second on."""
     steps = max((record.steps for record in run.latest), default=0)
     attempt = max((record.attempt for record in run.latest), default=0)
     text = f"{run.steps} of {steps}, {run.steps_per_s:.3g}/s" if steps else ""
@@ -47,7 +47,7 @@ def _steps(run: Run) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows with their columns aligned: the first one to the left, the others to the right.
+    """Return rows with aligned columns: the first one to the left, the others to the right.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table in HTML, whose first row is the head."""
+    """Return rows as a table in HTML. The first row is the head."""
     head, *body = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
     lines = "".join(f"<tr>{line}</tr>" for line in body)
     head = head.replace("td>", "th>")

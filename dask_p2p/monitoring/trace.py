@@ -1,14 +1,15 @@
-"""Runs as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing show.
+"""Runs as a trace in Chrome's format, for https://ui.perfetto.dev and chrome://tracing.
 
-Each worker is a process with three kinds of tracks: its tasks, their stages, and what it served::
+Each worker is a process with three kinds of tracks: its tasks, their stages, and reads by others::
 
     worker A  tasks    [p2p-transpose (0, 0)                        ]
               stages      [B by cma  [wait    ][kernel]]
                               [C by cma     [wait ][kernel]         ]
     worker B  serves      [A                           ]   a flow leads from here to A's stage
 
-A record has sums, not moments: the parts of a stage are drawn one after another from its start,
-and cut off at its end. The exact figures are among each slice's arguments. Clocks are the workers'.
+A record has sums of times, not points in time. The parts of a stage are drawn one after another
+from its start, and are clipped at its end. The exact figures are among each slice's arguments.
+Times are of the workers' clocks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from dask_p2p.monitoring.records import Record, Stage
 
-_TRACKS = ("tasks", "stages", "serves")  # of a worker, from above; each has as many as it needs
-_MOST_TRACKS = 1000  # of one kind
+_TRACKS = ("tasks", "stages", "serves")  # kinds of a worker's tracks, from top to bottom
+_MOST_TRACKS = 1000  # tracks of one kind, at most
 
 
 class _Slice(NamedTuple):
-    """Something that took time, with the parts in it."""
+    """A time span with its parts."""
 
     start_s: float
     stop_s: float
@@ -33,7 +34,7 @@ class _Slice(NamedTuple):
     kind: str  # "task", "stage" or "serve"
     args: dict[str, Any]
     parts: tuple[tuple[str, float], ...] = ()  # names and seconds
-    flow: int | None = None  # that begins here, or ends
+    flow: int | None = None  # number of the flow that starts or ends at the slice
 
 
 def trace(records: Iterable[Record]) -> str:
@@ -53,7 +54,7 @@ def trace(records: Iterable[Record]) -> str:
             tracks[record.worker, "stages"].append(read)
             tracks[stage.holder, "serves"].append(served)
             flow += 1
-    # Perfetto takes the number 0 for the idle process, and a thread's number for its own alone.
+    # Perfetto reserves process 0 for the idle process, and requires unique thread numbers.
     numbers = {worker: n for n, worker in enumerate(sorted({worker for worker, _ in tracks}), 1)}
     events = [
         _metadata("process_name", n, n * len(_TRACKS) * _MOST_TRACKS, name=worker)
@@ -96,7 +97,7 @@ def _task(record: Record) -> _Slice:
 
 
 def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
-    """Return what the reader did, and what the holder did."""
+    """Return the slices of the reader and of the holder."""
     start_s, stop_s = record.span_s(stage)
     args = {
         "holder": stage.holder,
@@ -114,7 +115,7 @@ def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
 
 
 def _of_parts(record: Record) -> list[_Slice]:
-    """Return what went on at once of a block that went through a GPU."""
+    """Return the concurrent copies and function calls of a block that `map_on_gpu` made."""
     start_s, stop_s = record.start_s, max(record.start_s, record.stop_s)
     down_s = max(start_s, stop_s - record.down_s)
     slices = [
@@ -158,7 +159,7 @@ _Timed = TypeVar("_Timed", Record, _Slice)
 
 
 def in_lanes(timed: Iterable[_Timed]) -> list[list[_Timed]]:
-    """Return what took time as few lists without an overlap, each in the order of time."""
+    """Return time spans in few lists without overlaps, each in the order of time."""
     lanes: list[list[_Timed]] = []
     for one in sorted(timed, key=lambda one: (one.start_s, one.stop_s)):
         lane = next((lane for lane in lanes if lane[-1].stop_s <= one.start_s), None)

@@ -1,1 +1,1 @@
-"""Operations: each a plan, and one public function."""
+"""Operations on Dask arrays: each is a plan and one public function."""

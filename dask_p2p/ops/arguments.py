@@ -1,4 +1,4 @@
-"""Checks of what users give to operations: arrays, axes and chunks."""
+"""Checks of users' arguments: arrays, axes and chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.geometry import Chunks, normal_axes
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
-# How to make a Dask array, by package and class.
+# Instructions for making a Dask array, by package and class.
 _REMEDIES = {
     "xarray.DataArray": "Pass x.data; if that is in memory, x.chunk(...).data",
     "xarray.Variable": "Pass x.data; if that is in memory, x.chunk(...).data",
@@ -33,10 +33,10 @@ _REMEDIES = {
     "pint.Quantity": "Pass x.magnitude, and give the result the units x.units",
 }
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"
-#: How to give chunks.
+#: Accepted forms of `chunks`.
 CHUNKS_REMEDY = (
-    "Give a size like 1000 or '128 MiB', one for each axis like (1000, -1), or a dict by axis like "
-    "{0: 1000}."
+    "Pass a size like 1000 or '128 MiB', a tuple with one for each axis like (1000, -1), or a dict "
+    "by axis like {0: 1000}."
 )
 #: Keywords of `dask.array.map_overlap`, and of `dask.array.map_blocks`.
 _OF_DASK = {"align_arrays", "allow_rechunk", "boundary", "depth", "trim"} | {
@@ -46,34 +46,34 @@ _NAMES = "For names of dimensions see dask_p2p.xarray."
 
 
 def is_dask_array(x: Any) -> bool:
-    """Return whether this is an array of Dask, of a graph or of an expression."""
+    """Return whether `x` is a Dask array, either graph-based or an expression."""
     return isinstance(x, (dask.array.Array, GraphArray))
 
 
 def check_function(func: Any, of: str, call: str) -> None:
-    """Refuse what cannot be called, as is shown by `call`: `InputError`."""
+    """Raise `InputError` if `func` is not callable; `call` is the example in its message."""
     if not callable(func):
         raise InputError(
-            f"expected a function of {of}, got {func!r:.200}. Give the function first and the "
+            f"expected a function of {of}, got {func!r:.200}. Pass the function first and the "
             f"arrays after it: {call}."
         )
 
 
 def check_names(
     func: Callable[..., Any],
-    count: int,  # of its first parameters, which get arrays
+    count: int,  # number of leading parameters, which receive arrays
     operation: Callable[..., Any],
-    given: Mapping[str, Any],  # arguments of the operation, by name
+    given: Mapping[str, Any],  # the operation's arguments, by name
 ) -> None:
-    """Refuse keywords that the operation and the function have in common: `InputError`.
+    """Raise `InputError` for a keyword that both the operation and the function take.
 
-    Keywords that `dask.array.map_overlap` has too are for the operation, as with Dask. A keyword
-    that has the operation's default may have been left out, and is not refused.
+    Keywords of `dask.array.map_overlap` go to the operation, as with Dask. A keyword that equals
+    the operation's default may have been omitted, so it is accepted.
     """
     try:
         parameters = list(signature(func).parameters.values())[count:]
     except (TypeError, ValueError):
-        return  # a function of another language does not name them
+        return  # functions of extension modules may have no signature
     theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if isinstance(func, partial):
         theirs -= func.keywords.keys()
@@ -81,16 +81,16 @@ def check_names(
         is_given = own.default is not own.empty and given[name] is not own.default
         if is_given and name in theirs - _OF_DASK:
             raise InputError(
-                f"expected a keyword that is clear, got {name}={given[name]!r:.80}, which "
-                f"{operation.__name__} and {func!r:.80} both take. Give the function its own by "
-                f"functools.partial(func, {name}=...)."
+                f"expected an unambiguous keyword, got {name}={given[name]!r:.80}, which "
+                f"{operation.__name__} and {func!r:.80} both take. Bind the function's own one "
+                f"with functools.partial(func, {name}=...)."
             )
 
 
 def check_array(x: DaskArray) -> None:
-    """Refuse arrays whose blocks cannot be assembled from regions of bytes.
+    """Raise `UnsupportedArrayError` if regions of bytes cannot make up the blocks of `x`.
 
-    `UnsupportedArrayError` if `x` is no Dask array, or its blocks are of an unsupported kind.
+    Also raised if `x` is not a Dask array.
     """
     if not is_dask_array(x):
         names = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(x).__mro__)
@@ -107,12 +107,12 @@ def check_array(x: DaskArray) -> None:
 
 
 def has_unknown_chunks(x: DaskArray) -> bool:
-    """Return whether an array has unknown chunk sizes along any axis."""
+    """Return whether `x` has unknown chunk sizes along any axis."""
     return any(size != size for sizes in x.chunks for size in sizes)  # nan
 
 
 def check_chunks_are_known(x: DaskArray) -> None:
-    """Refuse arrays of which nothing can be planned; `ChunksError` if chunk sizes are unknown."""
+    """Raise `ChunksError` if `x` has unknown chunk sizes: no plan can be made for it."""
     if has_unknown_chunks(x):
         raise ChunksError(
             f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
@@ -120,9 +120,9 @@ def check_chunks_are_known(x: DaskArray) -> None:
 
 
 def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return a permutation of `ndim` axes without negative numbers; None reverses their order.
+    """Return a permutation of `ndim` axes without negative numbers; None reverses the axes.
 
-    `AxesError` if `axes` is no permutation.
+    Raises `AxesError` if `axes` is not a permutation.
     """
     order = normal_axes(axes, ndim)
     if order is None:
@@ -134,15 +134,15 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def checked_chunks(
-    chunks: ChunksLike,  # as the user gave it
-    before: Chunks,  # chunks of the array before
-    dtype: DType,  # of its elements
+    chunks: ChunksLike,  # the user's argument
+    before: Chunks,  # the input's chunks
+    dtype: DType,  # the input's dtype
     balance: bool = False,  # see `dask.array.rechunk`
     block_size_limit: int | None = None,
 ) -> Chunks:
-    """Return the sizes of all blocks, given as `dask.array.rechunk` takes them.
+    """Return the sizes of all blocks for `chunks` in any form that `dask.array.rechunk` takes.
 
-    `ChunksError` if `chunks` is nothing of the kind, or does not fit the array's shape.
+    Raises `ChunksError` if `chunks` has another form or does not fit the array's shape.
     """
     shape = tuple(map(sum, before))
     try:
@@ -156,8 +156,8 @@ def checked_chunks(
         if tuple(map(sum, sizes)) != shape:
             raise ValueError("their sums differ from the shape")
         if min(map(min, sizes), default=0) < 0:
-            raise ValueError("sizes of blocks are not negative")
-    except Exception as exc:  # Dask does not say which errors it raises for what is no chunks
+            raise ValueError("block sizes must not be negative")
+    except Exception as exc:  # Dask does not document the errors for invalid chunks
         reason = str(exc).partition("\n")[0].rstrip(".")
         raise ChunksError(
             f"expected chunks for an array of shape {shape}, as dask.array.rechunk takes them, got "
@@ -167,7 +167,7 @@ def checked_chunks(
 
 
 def _by_axis(chunks: Any, before: Chunks) -> Any:
-    """Spell out what is given by axis, or for all axes; what is beyond the last one is ignored."""
+    """Return `chunks` as one value for each axis; values after the last axis are ignored."""
     ndim = len(before)
     if isinstance(chunks, (int, float, np.number, str)):
         chunks = (chunks,) * ndim
@@ -175,14 +175,14 @@ def _by_axis(chunks: Any, before: Chunks) -> Any:
         for axis in chunks:
             if not isinstance(axis, (int, np.integer)) or not -ndim <= axis < ndim:
                 raise ValueError(
-                    f"{axis!r} is no axis, which are numbered from 0 to {ndim - 1}. {_NAMES}"
+                    f"{axis!r} is not an axis: axes are numbered from 0 to {ndim - 1}. {_NAMES}"
                 )
         given = {axis % ndim: value for axis, value in chunks.items()}
         chunks = tuple(given.get(axis) for axis in range(ndim))
     if not isinstance(chunks, (tuple, list)) or len(chunks) < ndim:
-        return chunks  # nothing that Dask knows
+        return chunks  # not a valid form: Dask raises the error
     chunks = chunks[:ndim]
     for size, sizes in zip(chunks, before, strict=True):
         if isinstance(size, (int, float, np.number)) and (size < -1 or size == 0 < sum(sizes)):
-            raise ValueError(f"{size} is no size: give at least 1, or -1 for the whole axis")
+            raise ValueError(f"{size} is not a valid size: pass 1 or more, or -1 for all")
     return tuple(old if new is None else new for new, old in zip(chunks, before, strict=True))

@@ -1,4 +1,4 @@
-"""`estimate`: what each worker's memory has to hold, said before anything runs."""
+"""`estimate`: the memory that each worker needs, computed before anything runs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from dask_p2p.types import ChunksLike, DaskArray
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What one worker holds at most: during a transpose, or as a member of `iterate` or `spmd`.
+    """Peak memory of one worker, in a transpose or as one rank of `iterate` or `spmd`.
 
-    Device memory for CuPy blocks, host memory for NumPy blocks; what its Python process, CUDA and
-    whatever else it does take comes to that.
+    It is device memory for CuPy blocks and host memory for NumPy blocks. Memory that the Python
+    process, CUDA and other tasks use is not included.
 
     Attributes
     ----------
     workers : int
-        Number of workers that it is for.
+        Number of workers that the estimate assumes.
     input_bytes, output_bytes : int
-        The worker's blocks of the input and of the result, all at the same time.
+        The worker's blocks of the input and of the result, all held at the same time.
     staging_bytes : int
-        Regions on their way to it, and the buffers that `ucx` keeps for the next ones.
+        Regions in transfer to the worker, and the buffers that `ucx` keeps for later regions.
     packed_bytes : int
-        Regions that it has packed for others.
+        Regions that the worker has packed for readers.
     """
 
     workers: int
@@ -53,26 +53,26 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """All of it: the worker's peak."""
+        """The peak: the sum of the four sizes."""
         return self.input_bytes + self.output_bytes + self.staging_bytes + self.packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PartsEstimate(MemoryEstimate):
-    """What one task of `map_on_gpu` takes of a GPU at most; a worker has one for each thread.
+    """Peak GPU memory of one `map_on_gpu` task; a worker runs one task in each thread.
 
-    What the user's function takes to work in comes to that.
+    Temporary memory of the user's function is not included.
 
     Attributes
     ----------
     workers : int
-        One.
+        Always 1.
     input_bytes, output_bytes : int
-        Of all slots: parts of the inputs, and what the function makes of them, rims included.
+        Parts of the inputs and the function's results for them, halo included, in all slots.
     staging_bytes, packed_bytes : int
-        None.
+        Always 0.
     parts : int
-        Of the block that is cut into most parts.
+        Largest number of parts of a block.
     """
 
     parts: int
@@ -85,38 +85,40 @@ def estimate(
     chunks: ChunksLike = None,
     workers: int | None = None,
 ) -> MemoryEstimate:
-    """Tell what a transpose, `iterate`, `spmd` or `map_on_gpu` takes of memory at most.
+    """Estimate the peak memory of a transpose, `iterate`, `spmd` or `map_on_gpu`.
 
-    Nothing is computed. Of what `iterate` or `spmd` returned it tells what a member takes, if
-    neither `axes` nor `chunks` ask for a transpose: a `sections.estimate.SectionEstimate`, with
-    what members send in a step, and for a checkpoint. Of what `map_on_gpu` returned it tells what
-    a task takes of a GPU: an `ops.estimate.PartsEstimate`.
+    Computes nothing. The estimate is that of a transpose of `x`, except for two kinds of results,
+    given without `axes` and `chunks`:
 
-    It is arithmetic on chunks and options: blocks are assumed to be spread evenly over the workers,
-    in number, and the input to be kept as long as there is something left to do.
+    - `iterate` or `spmd`: a `sections.estimate.SectionEstimate` for one rank, including the bytes
+      that ranks send in a step and for a checkpoint.
+    - `map_on_gpu`: an `ops.estimate.PartsEstimate`, the GPU memory of one task.
+
+    The estimate follows from chunks and options. It assumes that every worker holds the same number
+    of blocks, and that the input is kept until the last task ends.
 
     Parameters
     ----------
     x, axes, chunks
-        As for `dask_p2p.transpose`; or a result of `dask_p2p.iterate`, `dask_p2p.spmd` or
-        `dask_p2p.map_on_gpu` alone.
+        As for `dask_p2p.transpose`; or only `x`, a result of `dask_p2p.iterate`, `dask_p2p.spmd` or
+        `dask_p2p.map_on_gpu`.
     workers : int, optional
-        Number of workers, of one thread each. By default those of the current client, if there is
-        a synchronous one, with their threads: each may work at a block. Else as many as `x` has
-        blocks along its most divided axis.
+        Number of workers, each with one thread. Default: the workers and threads of the current
+        synchronous client, each thread with one block. Without a client: the largest number of
+        blocks of `x` along an axis.
 
     Returns
     -------
     MemoryEstimate
-        Bytes by what they are for, and ``total_bytes``.
+        Bytes by purpose, and ``total_bytes``.
 
     Raises
     ------
     UnsupportedArrayError, AxesError, ChunksError
-        As `dask_p2p.transpose` does.
+        As raised by `dask_p2p.transpose`.
     InputError
-        If `workers` is no positive whole number, or given for `iterate` or `spmd`, whose members
-        are chosen already.
+        If `workers` is not a positive integer, or is given for `iterate` or `spmd`, whose ranks
+        are already chosen.
 
     Examples
     --------
@@ -131,8 +133,8 @@ def estimate(
     if axes is None and chunks is None and (section := _section(x)) is not None:
         if workers is not None:
             raise InputError(
-                f"expected no workers=, as the members of this array are chosen, got {workers!r}. "
-                f"Give members= to iterate or spmd."
+                f"expected no workers=, since the ranks of this array are already chosen, got "
+                f"{workers!r}. Pass members= to iterate or spmd."
             )
         found: MemoryEstimate = section.estimate()
         return found
@@ -147,7 +149,7 @@ def estimate(
     item_bytes = x.dtype.itemsize
     input_bytes, _ = even_share(x.chunks, workers, item_bytes)
     shares = [even_share(plan.chunks, workers, item_bytes) for plan in plans]
-    output_bytes = sum(share_bytes for share_bytes, _ in shares)  # what is between the two, too
+    output_bytes = sum(share_bytes for share_bytes, _ in shares)  # between passes, too
     staged_bytes = packed = 0
     if workers > 1:
         for plan, (_, blocks) in zip(plans, shares, strict=True):
@@ -161,18 +163,18 @@ def estimate(
 
 
 def even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the largest blocks that one worker may get, and how many they are."""
+    """Return the bytes and the number of the largest blocks that one worker may get."""
     sizes = [prod(block_shape(chunks, index)) for index in block_indices(chunks)]
     share = -(-len(sizes) // workers)
     return sum(nlargest(share, sizes)) * item_bytes, share
 
 
 def _section(x: Any) -> Any:
-    """Return what the members call that make an array; None if no members make it."""
+    """Return the section that computes `x`; None if `x` is not a result of a section."""
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
     if hasattr(x, "expr"):
-        section = getattr(x.expr, "section", None)  # none of what was computed already
+        section = getattr(x.expr, "section", None)  # None if x is already computed
         return None if section is None else section.body
     graph = x.__dask_graph__()
     made = graph[(x.name, *[0] * x.ndim)]
@@ -181,12 +183,12 @@ def _section(x: Any) -> Any:
 
 
 def _mapped(x: Any) -> Mapped | None:
-    """Return what the tasks of an array call; None if `map_on_gpu` did not make it."""
+    """Return the function that the tasks of `x` run; None if not from `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != OPERATION:
         return None
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]
     mapped: Mapped | None = getattr(getattr(task, "func", None), "mapped", None)
-    return mapped  # None where it is computed already
+    return mapped  # None if x is already computed
 
 
 def _parts_estimate(mapped: Mapped) -> PartsEstimate:

@@ -1,4 +1,4 @@
-"""`dask_p2p.fft.estimate`: what the exchanges of a transform move and hold, before they run."""
+"""`dask_p2p.fft.estimate`: bytes that a transform's exchanges move, and their memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from dask_p2p.types import DaskArray
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One exchange between workers, of an array that is assembled in other blocks.
+    """One all-to-all exchange between workers, which assembles an array in other blocks.
 
     Attributes
     ----------
     operation : str
-        What Dask's dashboard calls its tasks, such as ``p2p-fft``.
+        Name of its tasks on Dask's dashboard, such as ``p2p-fft``.
     before, after : tuple of tuple of int
-        Chunks that are read, and of the blocks that are assembled.
+        Chunks of the input, and of the assembled blocks.
     size_bytes : int
-        Of all that is assembled.
+        Size of the assembled array.
     moved_bytes : int
-        Of that, what comes from other workers, if blocks are spread evenly.
+        Part of `size_bytes` that comes from other workers, if blocks are spread evenly.
     task_bytes : int
-        What one task has in memory at most beside its worker's blocks of the input: its block,
-        and regions on their way, or what the transform of the block takes.
+        Peak memory of one task, without its worker's blocks of the input: the assembled block,
+        and the larger of the regions in transfer and the memory for the block's transform.
     worker_bytes : int
-        What a worker holds at most: its blocks of the input and the output, and what is beside
-        the blocks of its tasks.
+        Peak memory of one worker: its blocks of the input and the output, and the temporary memory
+        of its concurrent tasks.
     """
 
     operation: str
@@ -64,14 +64,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class TransformEstimate:
-    """What a lazy array's exchanges will move and hold. As a string it is a line for each of them.
+    """Bytes that a lazy array's exchanges move, and their memory; as text, one line each.
 
     Attributes
     ----------
     workers : int
-        Number of workers that it is for.
+        Number of workers that the estimate assumes.
     exchanges : tuple of Exchange
-        In their order.
+        The exchanges, in their order.
     """
 
     workers: int
@@ -79,12 +79,12 @@ class TransformEstimate:
 
     @property
     def moved_bytes(self) -> int:
-        """What all exchanges move between workers."""
+        """Bytes that all exchanges move between workers."""
         return sum(exchange.moved_bytes for exchange in self.exchanges)
 
     @property
     def worker_bytes(self) -> int:
-        """What a worker holds at most."""
+        """Peak memory of one worker."""
         return max((exchange.worker_bytes for exchange in self.exchanges), default=0)
 
     def __str__(self) -> str:
@@ -98,26 +98,31 @@ class TransformEstimate:
 
 
 def estimate(y: DaskArray, *, workers: int | None = None) -> TransformEstimate:
-    """Tell what the exchanges of a lazy array will move, how often, and what memory they take.
+    """Estimate the exchanges of a lazy array: their number, the bytes they move, their memory.
 
-    Nothing is computed. Blocks are assumed to be spread evenly over the workers, neighbours on the
-    same one. What Dask's own tasks of the graph take, and the libraries of transforms to work in,
-    is not counted.
+    Computes nothing. The estimate assumes that blocks are spread evenly over the workers, with
+    neighbours on the same worker. It leaves out the memory of Dask's own tasks, and the work areas
+    of FFT libraries.
 
     Parameters
     ----------
     y : dask.array.Array
-        What a function of `dask_p2p.fft` returned, or what is computed from that.
+        A result of a function of `dask_p2p.fft`, or an array computed from one.
     workers : int, optional
-        Number of workers, of one thread each. By default those of the current client, if there is
-        a synchronous one, with their threads. Else as many as the first exchange reads blocks.
+        Number of workers, each with one thread. Default: the workers and threads of the current
+        synchronous client. Without a client: the number of blocks that the first exchange reads.
+
+    Returns
+    -------
+    TransformEstimate
+        The exchanges, in their order.
 
     Raises
     ------
     UnsupportedArrayError
-        If it is no Dask array.
+        If `y` is not a Dask array.
     InputError
-        If `workers` is no positive whole number.
+        If `workers` is not a positive integer.
 
     Examples
     --------
@@ -152,7 +157,7 @@ def _tasks(y: DaskArray) -> Mapping[Any, Any]:
 
 
 def _read(task: AssembleTask) -> Chunks:
-    """Return the chunks of what is read."""
+    """Return the chunks of the array that the task reads."""
     plan: Any = task.plan
     chunks: Chunks = getattr(plan, "plan", plan).src_chunks
     return chunks
@@ -183,7 +188,10 @@ def _exchange(name: str, tasks: Iterable[AssembleTask], workers: int, threads: i
 
 
 def _moved_elements(tasks: Iterable[AssembleTask], before: Chunks, workers: int) -> int:
-    """Return how many elements come from other workers than that which holds most of a block's."""
+    """Return the number of elements that tasks read from other workers.
+
+    Each task is assumed to run on the worker that holds most elements of its block.
+    """
     holders = {
         index: number * workers // prod(map(len, before))
         for number, index in enumerate(block_indices(before))

@@ -1,4 +1,4 @@
-"""One exchange of a transform: blocks assembled with their axes in an order, and transformed."""
+"""One exchange of a transform: assembles blocks in a given axis order and transforms them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX = "p2p-fft"
 
 
 def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], post: Post) -> DaskArray:
-    """Assemble blocks whose axes lie in this order in memory, and transform them."""
+    """Return the array of transformed blocks; `order` is the order of a block's axes in memory."""
     register_if_possible()
     options = checked_options()
     in_memory = tuple(grid[axis] for axis in order)
@@ -30,13 +30,13 @@ def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], post: Post) ->
         for sizes, larger, before in zip(post.chunks, reordered.chunks, grid, strict=True)
     )
     x = planned_array(PREFIX, x, reordered, options, Post(post.function, together, post.meta))
-    return rechunk_by_tasks(x, post.chunks)  # of larger blocks, if there are very many: views
+    return rechunk_by_tasks(x, post.chunks)  # views, where the plan made larger blocks
 
 
 def chunks_before(x: DaskArray) -> Chunks | None:
-    """Return the chunks of what was transformed to make this array, if that can be seen.
+    """Return the chunks of the array whose transform `x` was computed from; None if not found.
 
-    What is done to each block of a spectrum lies in between.
+    The search goes up the graph through the tasks that changed the spectrum.
     """
     layers = getattr(x.dask, "layers", {})
     waiting = deque([x.name])

@@ -1,4 +1,4 @@
-"""A transform of a Dask array, stage by stage: what `dask_p2p.fft` calls by many names."""
+"""Transforms of Dask arrays, stage by stage: the common code of the functions of `dask_p2p.fft`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ _NORMS = ("backward", "ortho", "forward")
 def transformed(
     kind: str, x: DaskArray, s: Lengths, axes: Axes, norm: Norm, chunks: ChunksLike
 ) -> DaskArray:
-    """Transform along the last of these axes as `kind`, along the others from complex to complex.
+    """Return the transform of `x`: `kind` along the last axis, complex to complex along the others.
 
-    `kind` is the name of the one-dimensional function; for the others see `dask_p2p.fft.fftn`.
+    `kind` is the name of a one-dimensional function. For the other parameters see
+    `dask_p2p.fft.fftn`.
     """
     _check_numbers(x, kind)
     check_norm(norm)
@@ -51,12 +52,12 @@ def transformed(
     x = _cropped(kind, x, special, lengths)
     between = complex_dtype(x.dtype)
     transform = transform_of(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
-    # Unknown sizes stay so where nothing moves.
+    # Unknown chunk sizes remain unknown where no exchange is needed.
     before = tuple(tuple(n if n != n else int(n) for n in sizes) for sizes in x.chunks)
     way = stages(before, transform)
     natural = transform.after(way[-1].chunks, frozenset(way[-1].axes))
     final = None if chunks is None else checked_chunks(chunks, natural, between)
-    # GPUs have room for larger blocks than Dask's option says; there it was never tried.
+    # GPU memory has room for larger blocks than Dask's option allows; long axes are untested there.
     long = None if backend_for(x._meta).on_device else long_axis(way, lengths, between.itemsize)
     if long is not None and (final is None or len(final[long.axis]) > 1):
         x = _with_long_axis(kind, x, along, lengths, long, norm)
@@ -75,7 +76,7 @@ def transformed(
 
 
 def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
-    """Return what there is of an array within these lengths of axes."""
+    """Return `x`, cropped to the input length of each axis."""
     kept = {a: n // 2 + 1 if kind in TO_REAL and a == special else n for a, n in lengths.items()}
     if all(n >= x.shape[axis] for axis, n in kept.items()):
         return x
@@ -85,7 +86,7 @@ def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, in
 def transform_of(
     kind: str, special: int | None, lengths: dict[int, int], item_bytes: tuple[int, int]
 ) -> Transform:
-    """Return what is asked for, by the axis that is transformed as `kind` and no other is."""
+    """Return the planner's `Transform`; `special` is the only axis that `kind` transforms."""
     after = dict(lengths)
     if special is not None and kind in TO_COMPLEX:
         after[special] = lengths[special] // 2 + 1
@@ -99,7 +100,7 @@ def transform_of(
 
 
 def _as_before(x: DaskArray, natural: Chunks) -> Chunks | None:
-    """Return the chunks of what was transformed forwards, if they fit what comes now."""
+    """Return the chunks of the forward transform's input, if they fit this result; else None."""
     before = chunks_before(x)
     if before is None or len(before) != len(natural):
         return None
@@ -117,7 +118,7 @@ def _with_long_axis(
     long: Long,
     norm: Norm,
 ) -> DaskArray:
-    """Transform along the others of some axes, and apart from these along one that is too long."""
+    """Transform along the long axis by a matrix, and along the other axes by stages."""
     others = tuple(axis for axis in along if axis != long.axis)
     is_special = along[-1] == long.axis
     plain = "ifft" if kind in INVERSE else "fft"
@@ -129,14 +130,14 @@ def _with_long_axis(
     def by_matrix(x: DaskArray) -> DaskArray:
         return along_long_axis(kind if is_special else plain, x, long, norm or "backward")
 
-    # Real numbers become complex before all else, and complex ones real after it.
+    # Real-to-complex transforms come first, complex-to-real ones last.
     if is_special == (kind in TO_COMPLEX):
         return by_stages(by_matrix(x))
     return by_matrix(by_stages(x))
 
 
 def check_norm(norm: Any) -> None:
-    """Refuse what says nothing about which direction is scaled; `InputError` if it is no norm."""
+    """Raise `InputError` if `norm` is not a norm of `numpy.fft`."""
     if norm not in (None, *_NORMS):
         raise InputError(f"expected a norm of {_NORMS}, or None for the first, got norm={norm!r}.")
 
@@ -149,15 +150,15 @@ def _check_numbers(x: DaskArray, kind: str) -> None:
         )
     if kind in TO_COMPLEX and x.dtype.kind == "c":
         raise InputError(
-            f"expected real numbers for a transform of these, got dtype {x.dtype}. Take x.real, or "
-            f"the transform of complex numbers."
+            f"expected real numbers for {kind}, got dtype {x.dtype}. Pass x.real, or use the "
+            f"transform of complex numbers."
         )
 
 
 def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
-    """Return some axes of an array without negative numbers.
+    """Return `axes` without negative numbers.
 
-    `AxesError` if there are none, or one is none of the array's, or is given twice.
+    Raises `AxesError` if `axes` is empty, has an axis twice, or has one that the array lacks.
     """
     try:
         given = tuple(index(axis) for axis in axes)
@@ -166,8 +167,8 @@ def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     along = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
     if not along or len({*along}) < len(given):
         raise AxesError(
-            f"expected axes of an array of {ndim} dimensions, each once, got axes={axes!r}. Axes "
-            f"are numbered from 0, or from -1 backwards."
+            f"expected axes of an array of {ndim} dimensions, each once, got axes={axes!r}. Number "
+            f"axes from 0, or backwards from -1."
         )
     return along
 
@@ -177,16 +178,16 @@ def _checked_lengths(
 ) -> tuple[tuple[int, ...], dict[int, int]]:
     """Return the axes, and the length of the transform along each."""
     if not isinstance(s, (Sequence, type(None))):
-        raise InputError(f"expected a sequence of lengths, one an axis, got s={s!r}.")
+        raise InputError(f"expected a sequence of lengths, one for each axis, got s={s!r}.")
     if axes is None:
         axes = range(x.ndim) if s is None else range(-len(s), 0)
-    is_plain = kind in ("fft", "ifft")  # of no axes, as NumPy has it, it is the array itself
+    is_plain = kind in ("fft", "ifft")  # without axes it returns x, as in NumPy
     along = () if is_plain and _is_empty(axes) else checked_numbered_axes(axes, x.ndim)
     if s is not None and len(s) != len(along):
         raise InputError(f"expected a length for each of the axes {along}, got s={s!r}.")
     lengths = {}
     for axis, n in zip(along, s or (None,) * len(along), strict=True):
-        if x.shape[axis] != x.shape[axis]:  # it is unknown
+        if x.shape[axis] != x.shape[axis]:  # nan: unknown
             check_chunks_are_known(x)
         if n is None and kind in TO_REAL and axis == along[-1]:
             n = 2 * (x.shape[axis] - 1)
@@ -201,7 +202,7 @@ def _is_empty(axes: Any) -> bool:
 
 
 def complex_dtype(dtype: DType) -> DType:
-    """Return the dtype of what is made of numbers of a dtype."""
+    """Return the dtype of the complex transform of numbers of `dtype`."""
     return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
 
 
@@ -213,10 +214,10 @@ def local_transforms(
     stages: Sequence[tuple[int, ...]],
     on_device: bool,
 ) -> list[LocalTransform | None]:
-    """Return what is done with blocks at each stage, by its axes; None where that is nothing."""
+    """Return the transform of blocks at each stage; None for a stage without axes."""
     norm = norm or "backward"
     whole = scale_of(kind, norm, prod(lengths.values()))
-    # At first: others read what is there while the rest is scaled.
+    # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
     first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [
         LocalTransform(
@@ -233,7 +234,7 @@ def local_transforms(
 def _steps_along(
     kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
 ) -> tuple[Step, ...]:
-    """Return what is done along axes that are whole."""
+    """Return the steps of a transform along axes that are whole."""
     others = tuple(axis for axis in axes if axis != special)
     name = "ifftn" if kind in INVERSE else "fftn"
     plain: list[Step] = [(name, others, tuple(lengths[a] for a in others))] if others else []
@@ -244,11 +245,11 @@ def _steps_along(
 def order_in_memory(
     ndim: int, axes: Sequence[int], transform: Transform, on_device: bool
 ) -> tuple[int, ...]:
-    """Return in which order all axes lie in memory while some of them are transformed."""
+    """Return the order of all axes in memory during a transform along some of them."""
     order = tuple(range(ndim))
     if not on_device:
-        return order  # on processors it gains less than plain copies do
-    # As `LocalTransform` would bring them otherwise: those that are transformed lie last.
+        return order  # on CPUs, copies without a permutation gain more
+    # The order that `LocalTransform` would choose itself: transformed axes last.
     special = {transform.first, transform.last} & {*axes}
     return tuple(sorted(order, key=lambda axis: (axis in axes, axis in special, axis)))
 
@@ -260,7 +261,7 @@ def _staged(
     local: LocalTransform | None,
     is_first: bool,
 ) -> DaskArray:
-    """Bring an array into a stage's grid, and transform it there."""
+    """Redistribute an array to a stage's grid, and transform its blocks."""
     if local is None:
         return x if is_first else redistributed(x, tuple(range(x.ndim)), stage.chunks)
     done = frozenset(stage.axes)

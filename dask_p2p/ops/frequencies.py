@@ -1,4 +1,4 @@
-"""What goes with transforms: their frequencies, and these in another order."""
+"""Frequencies of transforms and their order: fftfreq, rfftfreq, fftshift, ifftshift."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
     x : dask.array.Array
         Array of NumPy or CuPy blocks, of any dtype.
     axes : int or sequence of int, optional
-        Along which axes, by default all.
+        Axes to shift. Default: all.
     chunks : int, str, tuple or dict, optional
-        Chunks of the result: moved and cut anew at once. By default those of `x`.
+        Chunks of the result. The shift and the rechunk are one exchange. Default: chunks of `x`.
 
     Raises
     ------
@@ -60,18 +60,18 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     n : int
         Length of the transform.
     d : float, optional
-        Distance of samples.
+        Sample spacing.
     chunks : int, str or tuple, optional
         Chunks of the result.
     like : array, optional
-        A NumPy, CuPy or Dask array: blocks are of its type. By default NumPy's.
+        NumPy, CuPy or Dask array that sets the type of the blocks. Default: NumPy blocks.
 
     Raises
     ------
     InputError
-        If `n` is no whole number of at least 1, or `d` no number other than 0.
+        If `n` is not a positive integer, or `d` is zero or not a number.
     ChunksError
-        If `chunks` do not fit the result.
+        If `chunks` does not fit the result.
     """
     n = _checked_samples(n, d)
     numbers = _numbers(n, chunks, like)
@@ -85,7 +85,7 @@ def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any =
 
 
 def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
-    # Several sizes are those of its blocks, as `da.arange` takes them; `rechunk` does not.
+    # Several sizes are block sizes for `da.arange`; for `rechunk` they would be one for each axis.
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
@@ -95,7 +95,7 @@ def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
 
 def _checked_samples(n: int, d: Any) -> int:
     if not isinstance(d, (Real, np.number)) or d == 0 or d != d:
-        raise InputError(f"expected a distance of samples, a number other than 0, got d={d!r}.")
+        raise InputError(f"expected a sample spacing, a number other than 0, got d={d!r}.")
     return checked_count("elements", n=n)
 
 

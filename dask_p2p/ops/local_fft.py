@@ -1,4 +1,4 @@
-"""What the tasks of `dask_p2p.fft` call: transforms of one block along axes that are whole."""
+"""Transforms of one block along axes that are whole, run by the tasks of `dask_p2p.fft`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
-TO_COMPLEX = ("rfft", "ihfft")  # of real numbers, along the axis that comes first
-TO_REAL = ("irfft", "hfft")  # along the axis that comes last
+TO_COMPLEX = ("rfft", "ihfft")  # from real numbers, along the first transformed axis
+TO_REAL = ("irfft", "hfft")  # from complex numbers, along the last transformed axis
 INVERSE = ("ifft", "irfft", "ihfft")
 
 _AS_ONE: dict[tuple[str, ...], str] = {("rfft", "fftn"): "rfftn", ("ifftn", "irfft"): "irfftn"}
 
-#: Name of a function, axes, and lengths of the transform along these.
+#: Name of a function, axes, and the transform's length along each axis.
 Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 @versioned()
 @dataclass(frozen=True)
 class LocalTransform:
-    """Transforms a block, step by step."""
+    """A transform of one block, in one or more steps."""
 
-    steps: tuple[Step, ...]  # in their order, by the axes of the result
-    norm: str  # as NumPy takes it
-    #: Axis ``i`` of the block is axis ``order[i]`` of the result; the block is its own then, to be
-    #: overwritten. By default the axes have their order, and the block is another's.
+    steps: tuple[Step, ...]  # steps in their order, with axes of the result
+    norm: str  # NumPy's `norm`
+
+    #: Axis order of an assembled block, which the transform may overwrite: axis ``i`` of the block
+    #: is axis ``order[i]`` of the result. None: a block of another task, in the result's order.
     order: tuple[int, ...] | None = None
-    #: By which what the steps make is multiplied, in place of what `norm` says of each step: on a
-    #: GPU, where CuPy multiplies after each of them, which takes as long as to copy the block.
+
+    #: Factor for the result of all steps, in place of each step's scaling by `norm`. Used on GPUs,
+    #: where CuPy scales after each step, which takes as long as copying the block.
     scale: float | None = None
 
     @property
@@ -46,9 +48,9 @@ class LocalTransform:
         return "fft"
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: DType) -> int:
-        """Return what it takes at most beside a block that it may overwrite.
+        """Return the peak memory in bytes, in addition to a block that may be overwritten.
 
-        What the libraries take to work in, and give back, is not known here.
+        Work areas that FFT libraries allocate and free are not included.
         """
         most = current = 0
         for name, axes, lengths in self.steps:
@@ -59,7 +61,7 @@ class LocalTransform:
             if name in TO_REAL:
                 dtype = np.empty(0, dtype).real.dtype
             elif is_complex and shape == before:
-                continue  # in its place
+                continue  # done in place
             new = prod(shape) * dtype.itemsize
             most, current = max(most, current + new), new
         return most
@@ -67,7 +69,7 @@ class LocalTransform:
     def _shape(
         self, shape: tuple[int, ...], name: str, axes: tuple[int, ...], lengths: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the shape that a step makes of this one."""
+        """Return the shape of a step's result for an input of this shape."""
         places = self._places(axes, len(shape))
         made = list(shape)
         for place, length in zip(places, lengths, strict=True):
@@ -75,12 +77,12 @@ class LocalTransform:
         return tuple(made)
 
     def _places(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-        """Return which axes of the block are these of the result."""
+        """Return the axes of the block that correspond to these axes of the result."""
         return tuple((self.order or range(ndim)).index(axis) for axis in axes)
 
     def __call__(self, block: Array, index: Index = ()) -> Any:
         backend = backend_for(block)
-        if not block.size:  # which cuFFT refuses
+        if not block.size:  # cuFFT rejects empty arrays
             return backend.module.asarray(self.transformed(np.zeros(block.shape, block.dtype)))
         if self.order is not None:
             return self.transformed(block, is_own=True)
@@ -88,11 +90,11 @@ class LocalTransform:
         return self.transformed(block if own is None else own, is_own=own is not None)
 
     def _own(self, block: Any) -> Any:
-        """Return a copy of another's block to overwrite, if it can be overwritten, else None.
+        """Return a copy of another task's block for an in-place transform; None if useless.
 
-        It lies in memory of outputs that are gone, which the system need not provide.
+        The copy reuses memory of released outputs, so the system need not provide new pages.
 
-        `MemoryLimitError` if the transform can never fit into the worker's memory.
+        Raises `MemoryLimitError` if the transform can never fit into the worker's memory.
         """
         backend, (_, context) = backend_for(block), current_worker()
         if context is None:
@@ -115,10 +117,10 @@ class LocalTransform:
         return own
 
     def transformed(self, block: Any, is_own: bool = False) -> Any:
-        """Return the transform of a block that has elements; with `is_own` it may overwrite it."""
+        """Return the transform of a non-empty block; with `is_own` it may overwrite the block."""
         backend = backend_for(block)
         library = _fft_module(backend.fft_modules)
-        if block.dtype == np.float16:  # of which libraries make different things
+        if block.dtype == np.float16:  # libraries differ in the result's dtype
             block, is_own = block.astype(np.float32), True
         way = _way(self, order_of(block.strides) if self.order is None else None, backend.on_device)
         block = block.transpose(way.before)
@@ -136,36 +138,36 @@ class LocalTransform:
         return block.transpose(way.after)
 
     def _norm_of(self, name: str) -> str:
-        """Return what a function is told of scaling; those of one direction scale by each."""
+        """Return the `norm` argument of one function; with `scale` set, one that does not scale."""
         if self.scale is None:
             return self.norm
         return "forward" if name.removesuffix("n") in INVERSE else "backward"
 
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Return an order of axes that has those last that are transformed."""
+        """Return the order of axes with the transformed axes last."""
         done = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
         return tuple(sorted(order, key=lambda axis: (axis in done, axis in halved)))
 
 
 class _Way(NamedTuple):
-    """How a block whose axes lie in some order is transformed."""
+    """The calls that transform a block with a given axis order in memory."""
 
-    before: tuple[int, ...]  # its axes, in the order in which they are to lie
+    before: tuple[int, ...]  # permutation of the block's axes before the calls
     calls: tuple[tuple[str, tuple[Any, ...], str], ...]  # function, lengths and axes, norm
-    after: tuple[int, ...]  # axes of what comes out, in the order of the result
+    after: tuple[int, ...]  # permutation of the axes after the calls, to the result's order
 
 
-@lru_cache(maxsize=1024)  # it takes as long as to call cuFFT, and blocks look alike
+@lru_cache(maxsize=1024)  # a call takes as long as cuFFT, and most blocks are alike
 def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool) -> _Way:
-    """Return how to transform a block.
+    """Return the calls that transform a block.
 
-    It lies in the transform's own order, or with its axes in that order in memory.
+    `lies` is the order of the block's axes in memory; None: the block is in `transform.order`.
     """
     order = transform.order if lies is None else lies
     assert order is not None
     best = transform._best(order) if on_device else order
-    axes = range(len(order)) if lies is None else order  # of the block, as they lie
+    axes = range(len(order)) if lies is None else order  # axes of the block, in memory order
     calls = []
     for name, along, lengths in _together(transform.steps) if on_device else transform.steps:
         places = tuple(map(best.index, along))
@@ -176,10 +178,10 @@ def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: boo
 
 
 def _without_gaps(array: Any) -> Any:
-    """Return an array of a GPU, or a copy of it, in C order and as no view: CuPy copies views.
+    """Return a GPU array in C order that is not a view, since CuPy copies views; copy if needed.
 
-    On an H200 cuFFT takes 2.1 ms for 4 GiB along the last axis and 16.2 along the first, and a
-    kernel 2.2 to permute them. CuPy's copy is slower.
+    On an H200, cuFFT takes 2.1 ms for 4 GiB along the last axis and 16.2 ms along the first; the
+    permute kernel takes 2.2 ms. CuPy's copy is slower.
     """
     backend, source = backend_for(array), array
     if not array.flags.c_contiguous:
@@ -189,7 +191,7 @@ def _without_gaps(array: Any) -> Any:
 
 
 def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the same steps, as one where cuFFT has a plan for real numbers along several axes."""
+    """Return the steps, merged into one if cuFFT has a multi-axis plan for real numbers."""
     name = _AS_ONE.get(tuple(name for name, _, _ in steps))
     if name is None:
         return steps
@@ -198,7 +200,7 @@ def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def scale_of(kind: str, norm: str, elements: int) -> float:
-    """Return by what a transform is multiplied that takes so many elements, along all of its axes.
+    """Return the scale factor of a transform over `elements` elements, along all of its axes.
 
     >>> scale_of("ifft", "backward", 8), scale_of("fft", "ortho", 4), scale_of("fft", "backward", 8)
     (0.125, 0.5, 1.0)

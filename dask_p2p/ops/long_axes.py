@@ -1,7 +1,7 @@
-"""Transforms along an axis that is too long for one block, by transforms of two shorter ones.
+"""Transforms along an axis that is too long for one block, as transforms along two shorter axes.
 
-An axis of n elements is taken for a matrix. Its columns are transformed, multiplied by powers of
-the n-th root of unity, then its rows are; what was first along its columns is then along its rows
+The n elements of the axis are arranged as a matrix. The algorithm transforms the columns,
+multiplies by powers of the n-th root of unity, transforms the rows and transposes the matrix
 (D. H. Bailey, "FFTs in external or hierarchical memory", 1990)::
 
     x[columns * i + j]      blocks of whole rows
@@ -36,7 +36,7 @@ from dask_p2p.plans.fft import Stage
 from dask_p2p.types import Array, DaskArray, DType
 from dask_p2p.versioned import versioned
 
-_SLAB_ELEMENTS = 2**18  # whose factors are made at a time
+_SLAB_ELEMENTS = 2**18  # elements whose factors are computed in one pass
 
 
 class Long(NamedTuple):
@@ -45,14 +45,14 @@ class Long(NamedTuple):
     axis: int
     rows: int
     columns: int
-    parts: int  # blocks to cut it into
+    parts: int  # number of blocks along the axis
 
 
 def long_axis(way: Sequence[Stage], lengths: dict[int, int], item_bytes: int) -> Long | None:
-    """Return the axis for which a transform stage by stage would make blocks that are too large.
+    """Return the axis that would make a stage's blocks too large; None if all blocks fit.
 
-    Blocks may be as large as Dask's option ``array.chunk-size`` says, or twice the input's. Items
-    are complex ones.
+    The largest block allowed is the larger of Dask's ``array.chunk-size`` and twice the input's
+    largest block. `item_bytes` is the size of a complex number.
     """
     limit_bytes = parse_bytes(dask.config.get("array.chunk-size"))
     limit_bytes = max(limit_bytes, 2 * item_bytes * _largest(way[0].chunks))
@@ -62,7 +62,7 @@ def long_axis(way: Sequence[Stage], lengths: dict[int, int], item_bytes: int) ->
             axis = max(stage.axes, key=lambda axis: lengths[axis])
             n = lengths[axis]
             rows = next(k for k in range(isqrt(n), 0, -1) if n % k == 0)
-            if rows > 1:  # it is no prime
+            if rows > 1:  # n is not prime
                 before = way[0].chunks[axis]
                 parts = min(rows, max(len(before), -(-size_bytes // limit_bytes)))
                 return Long(axis, rows, n // rows, parts)
@@ -74,7 +74,7 @@ def _largest(chunks: Chunks) -> int:
 
 
 def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray:
-    """Transform along an axis as the one-dimensional function of this name does."""
+    """Return the transform along the long axis by the one-dimensional function `kind`."""
     n, swapped = long.rows * long.columns, {"backward": "forward", "forward": "backward"}
     start: list[Any] = [slice(None)] * x.ndim
     start[long.axis] = slice(n // 2 + 1)
@@ -139,7 +139,7 @@ def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArr
 @versioned()
 @dataclass(frozen=True)
 class Folded:
-    """Makes two axes of one, the second of so many elements; or, without columns, one of two."""
+    """Splits an axis into two, the second with `columns` elements; None merges the two axes."""
 
     axis: int
     columns: int | None
@@ -159,11 +159,11 @@ class Folded:
 @versioned()
 @dataclass(frozen=True)
 class Twiddled:
-    """Transforms the columns of a matrix, and multiplies them by what its rows then need."""
+    """Transforms the columns of a matrix, and multiplies them by the twiddle factors."""
 
-    transform: LocalTransform  # along the axis of the rows' numbers
-    axis: int  # that one; the next is that of the columns' numbers
-    column_sizes: tuple[int, ...]  # of all blocks along it
+    transform: LocalTransform  # the transform along `axis`
+    axis: int  # axis of row numbers; the next axis is that of column numbers
+    column_sizes: tuple[int, ...]  # sizes of all blocks along the axis of column numbers
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: DType) -> int:
         """See `LocalTransform`."""
@@ -181,11 +181,11 @@ class Twiddled:
         after = (1,) * (result.ndim - self.axis - 2)
 
         def factors(rows: Any) -> Any:
-            # Products of integers are exact, and once they are reduced angles are too.
+            # Integer products are exact; reduced modulo n, they give accurate angles.
             made = library.exp(1j * (rows[:, None] * columns % n * turn)).astype(result.dtype)
             return made.reshape(*made.shape, *after)
 
-        # Of a row of numbers a + b, the factors are those of a times those of b: few are computed.
+        # factors(a + b) = factors(a) * factors(b), so only the first rows of slabs are computed.
         step = max(1, min(isqrt(rows), _SLAB_ELEMENTS // max(1, columns.size)))
         inner = factors(library.arange(step))
         for start in range(0, rows, step):

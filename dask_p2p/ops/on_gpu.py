@@ -1,4 +1,4 @@
-"""`map_on_gpu`: arrays in host memory through GPUs, part by part, copies beside the function."""
+"""`map_on_gpu`: streams host arrays through GPUs in parts, overlapping copies and compute."""
 
 from __future__ import annotations
 
@@ -52,64 +52,65 @@ def map_on_gpu(
 ) -> DaskArray:
     """Map a function of CuPy arrays over the NumPy blocks of arrays.
 
-    Each block is cut in parts along one axis. Parts are copied to the GPU, go through the function
-    and are copied back. Blocks that are CuPy's already go through the function as they are, and
-    stay on the GPU.
+    A task splits its block into parts along one axis, copies each part to the GPU, calls the
+    function and copies the result back. For CuPy blocks the task calls the function on the whole
+    block, and the result stays on the GPU.
 
     Parameters
     ----------
     func : callable
-        Takes a part of each array, and returns an array with as many axes as the output. It may
-        overwrite what it gets, and return that, but not keep it: the memory is used again. What it
-        makes of a part must not depend on where blocks are cut along `axis`, but for the rims. With
-        a parameter ``block_id`` it is told the index of the block.
+        Takes a part of each array, and returns an array with the output's number of axes. It may
+        overwrite and return its input, but must not keep it: the memory is reused. Apart from the
+        halo, its result must not depend on where blocks are split along `axis`. If it has a
+        parameter ``block_id``, it receives the index of the block.
     *arrays : dask.array.Array
-        Of NumPy blocks, or of CuPy ones. Several are broadcast, and cut in the same places first.
+        Arrays of NumPy or CuPy blocks. Several arrays are broadcast, and rechunked to common chunks
+        first.
     depth, boundary : optional
-        Rims around each part, as `dask_p2p.map_overlap` takes them; by axes of the output. They are
-        cut off what `func` returns.
+        Halo around each part, by axes of the output, as for `dask_p2p.map_overlap`. The halo is
+        trimmed from the result of `func`.
     axis : int, optional
-        Of the output, along which blocks are cut into parts. By default the first one, along which
-        parts of C-ordered blocks are contiguous.
+        Axis of the output along which blocks are split into parts. Default: the first axis, along
+        which parts of C-ordered blocks are contiguous.
     part_bytes : int or str, optional
-        What a part of all arrays takes together, rims included, at most: unless one element along
-        the axis takes more. Blocks are cut into eight parts at least, as long as these take 16 MiB:
-        copies and the function overlap then.
+        Largest size of a part of all arrays together, including the halo. A part of one element
+        along the axis may be larger. To overlap copies and the function, a block is split into
+        at least eight parts if these have 16 MiB or more.
     dtype : str or numpy.dtype, optional
-        Of what `func` returns. By default it is found out by calling it with an empty array.
+        dtype of the function's result. Default: found by calling `func` with empty arrays.
     meta : array, optional
-        An array of that dtype, in its place.
+        Empty array of the result's dtype, in place of `dtype`.
     chunks : tuple, optional
-        Sizes of the output's blocks where they differ from those of the arrays, as
-        `dask.array.map_blocks` takes them: for each axis one for all blocks, or one for each.
+        Block sizes of the output if they differ from the arrays', as for `dask.array.map_blocks`.
+        For each axis: one size for all blocks, or a tuple of sizes.
     reduce : callable, optional
-        Makes one result of those of two parts, which it may overwrite. Then `func` makes of a part
-        what goes into the result of the block: as many axes, by default of length 1 along `axis`.
-        Only the result of the last part is copied back. Blocks are not combined with each other.
+        Combines the results of two parts into one; it may overwrite both. `func` then returns the
+        part's contribution to the block's result: all axes, by default of length 1 along `axis`.
+        Only the combined result is copied back. Blocks are not combined with each other.
     fallback : {None, "numpy"}, optional
-        What a worker without a GPU does. By default the task fails, and says so. "numpy": `func` is
-        called with NumPy parts.
+        Behaviour of a worker without a GPU. None: the task raises `NoDeviceError`. "numpy": the
+        task calls `func` with NumPy parts.
     **kwargs
-        Passed on to `func`; what Dask has still to compute among them is computed first. Give it a
-        keyword that `map_on_gpu` has too, such as ``axis``, by `functools.partial`.
+        Keywords of `func`; Dask computes lazy ones first. Bind a keyword that `map_on_gpu` also
+        has, such as ``axis``, with `functools.partial`.
 
     Returns
     -------
     dask.array.Array
-        In the blocks of the arrays, NumPy's if these are.
+        Result in the arrays' chunks (see `chunks`), with NumPy blocks for NumPy input.
 
     Raises
     ------
     UnsupportedArrayError
-        If one of `arrays` is no Dask array, or its elements are nothing that a GPU computes with.
+        If one of `arrays` is not a Dask array, or has a dtype that GPUs cannot compute with.
     ChunksError
-        If chunk sizes are unknown, or `chunks` does not go with them.
+        If chunk sizes are unknown, or `chunks` does not fit them.
     InputError
-        If another argument is not of the kind above, or the dtype cannot be found out.
+        If another argument is invalid, or the result's dtype cannot be found.
     NoDeviceError
-        When it runs, on a worker without a GPU.
+        During the computation, on a worker without a GPU.
     BlockMismatchError
-        When it runs, if `func` returns something else than it should.
+        During the computation, if `func` returns an array of another shape or dtype.
 
     Examples
     --------
@@ -134,8 +135,8 @@ def map_on_gpu(
     depths, beyond = checked_rims(inputs, sizes, depth, boundary)
     if fallback not in (None, "numpy"):
         raise InputError(
-            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays where "
-            f"there is no GPU, got {fallback!r}."
+            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
+            f"without a GPU, got {fallback!r}."
         )
     try:
         most_bytes = positive_bytes(part_bytes)
@@ -174,8 +175,7 @@ def map_on_gpu(
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(inputs, plans, strict=True)
     ]
-    # As `da.map_blocks`, which for array-expr does not keep the name of a function that is told the
-    # index of its block.
+    # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     places = tuple(range(len(sizes)))
     return da.blockwise(
         PartsFunction(mapped),

@@ -1,8 +1,8 @@
-"""`map_overlap`: a function of blocks that see a rim of their neighbours.
+"""`map_overlap`: maps a function over blocks with a halo of their neighbours' elements.
 
-A function of one array runs in the tasks that assemble its blocks: one layer. With several arrays,
-or arguments that only Dask's `map_blocks` knows, blocks with rims are arrays of their own, and the
-function is mapped over them by Dask: one layer more. What a function gets is its own in both cases.
+A function of one array runs in the tasks that assemble the blocks with their halos: one layer.
+Several arrays, or arguments for Dask's `map_blocks`, take one more layer: the blocks with halos are
+arrays, over which Dask maps the function. In both cases the function may overwrite its input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dask_p2p.plans.halo import rims_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike
 
-#: Of `dask.array.map_blocks`, beside ``dtype`` and ``meta``.
+#: Keywords of `dask.array.map_blocks`, except ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
 _OF_SHAPE = {"chunks", "drop_axis", "new_axis"}
 _FOR_DASK = {"dtype", "meta", *_OF_MAP_BLOCKS}
@@ -56,62 +56,63 @@ def map_overlap(
     corners: bool = True,
     **kwargs: Any,
 ) -> DaskArray:
-    """Map a function over blocks that have a rim of their neighbours' elements around them.
+    """Map a function over blocks with a halo of their neighbours' elements.
 
-    A task reads the rims of its block, and nothing else, from the workers that hold them, calls the
-    function, and cuts the rims off the result. For one array that is one layer.
+    Each task reads only the halo of its block from other workers, calls the function, and trims the
+    halo from the result. For one array this is one layer.
 
     Parameters
     ----------
     func : callable
-        Takes a block with its rims of each array, and returns an array of its shape. It may
-        overwrite what it gets: that is no other's. With a parameter ``block_id`` or ``block_info``
-        it is told where the block is, as `dask.array.map_blocks` tells it. If rims are cut
-        off its result, it is not called for blocks without elements.
+        Takes a block of each array with its halo, and returns an array of the same shape. It may
+        overwrite its input, which no other task uses. With a parameter ``block_id`` or
+        ``block_info`` it receives the block's position, as from `dask.array.map_blocks`. With
+        `trim`, it is not called for empty blocks.
     *args : dask.array.Array
-        Arrays of NumPy or CuPy blocks. Blocks may be smaller than the rims. Depth and boundary may
+        Arrays of NumPy or CuPy blocks. Blocks may be smaller than the halo. Depth and boundary may
         follow them: ``map_overlap(func, x, depth, boundary)``.
     depth : int, tuple, dict or list, optional
-        Width of the rims in elements: one for all axes, one for each, or by axis. A width is a
-        number, or a pair (before, after). A list has one of these for each array. By default 0.
+        Halo width in elements: one for all axes, a tuple with one for each, or a dict by axis. A
+        width is a number or a pair (before, after). A list has one entry for each array.
+        Default: 0.
     boundary : str, scalar, tuple, dict or list, optional
-        What lies beyond the ends of the array, for all axes or by axis: "none" (blocks at the ends
-        have no rim there), "periodic", "reflect", "nearest", or a constant. A list has one of these
-        for each array. By default "none".
+        Values beyond the ends of the array, for all axes or by axis: "none" (blocks at the ends
+        have no halo there), "periodic", "reflect", "nearest", or a constant. A list has one entry
+        for each array. Default: "none".
     trim : bool, optional
-        Whether to cut the rims off what `func` returns. Without, its result is taken as it is.
+        Whether to trim the halo from the result of `func`. If False, the result is kept whole.
     align_arrays : bool, optional
-        Whether to cut several arrays in the same places first. Without, they must be.
+        Whether to rechunk several arrays to common chunks first. If False, their chunks must match.
     allow_rechunk : bool, optional
-        As `dask.array.map_overlap` takes it. No array is cut anew because of its rims.
+        Accepted for compatibility with `dask.array.map_overlap`. No array is rechunked for its
+        halo.
     corners : bool, optional
-        Whether rims include the blocks that are neighbours along several axes. Stencils that are
-        shaped like a star do not read those: with False they do not move, and hold NaN, or zero
-        where the dtype has no NaN.
+        Whether the halo includes elements of diagonal neighbours, which star stencils do not read.
+        If False, these are not transferred; they are NaN, or zero where the dtype has no NaN.
     **kwargs
-        Those that `dask.array.map_blocks` knows are for it: ``dtype``, ``meta``, ``chunks``,
-        ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others are passed on to
-        `func`; what Dask has still to compute among them is computed first. Where `func` has a
-        parameter ``corners`` too, give it by `functools.partial`.
+        Keywords of `dask.array.map_blocks` go to that function: ``dtype``, ``meta``, ``chunks``,
+        ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others go to `func`;
+        Dask computes lazy ones first. Bind a parameter of `func` that is named ``corners`` with
+        `functools.partial`.
 
     Returns
     -------
     dask.array.Array
-        The values of ``dask.array.map_overlap(func, *args, depth=depth, boundary=boundary)``, in
-        the blocks of the array.
+        The values of ``dask.array.map_overlap(func, *args, depth=depth, boundary=boundary)``, with
+        the chunks of the array.
 
     Raises
     ------
     UnsupportedArrayError
-        If one of `args` is no Dask array, or blocks are masked, sparse or otherwise more than
-        bytes.
+        If one of `args` is not a Dask array, or has masked, sparse or other blocks that are not
+        plain memory.
     ChunksError
         If chunk sizes are unknown.
     InputError
-        If `depth` or `boundary` is nothing of the kind, a rim is wider than its array, or
-        ``corners`` may be meant for `func`.
+        If `depth` or `boundary` is invalid, a halo is wider than its array, or ``corners`` may be
+        meant for `func`.
     BlockMismatchError
-        When it runs, if `func` returns an array of another shape than it should.
+        During the computation, if `func` returns an array of another shape.
 
     Examples
     --------
@@ -138,11 +139,11 @@ def mapped(
     trim: bool,
     align_arrays: bool,
     corners: bool = True,
-    allow_rechunk: bool | None = None,  # where blocks are smaller than rims; None if they may be
+    allow_rechunk: bool | None = None,  # for blocks smaller than the halo; None: leave them
 ) -> DaskArray:
-    """Do what `map_overlap` does; all of `kwargs` is for the function or `dask.array.map_blocks`.
+    """Return the result of `map_overlap`; `kwargs` are for `func` or `dask.array.map_blocks`.
 
-    `InputError` if a block is smaller than its rims, and `allow_rechunk` is false.
+    Raises `InputError` if a block is smaller than its halo and `allow_rechunk` is False.
     """
     arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
     if align_arrays and len(arrays) > 1:
@@ -168,15 +169,15 @@ def mapped(
 
 
 def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
-    """Return an array whose blocks are no smaller than their rims, cut as Dask does it."""
+    """Return `x` with blocks at least as large as their halo, rechunked by Dask's rule."""
     sizes = zip(map(max, widths), x.chunks, strict=True)
     chunks = tuple(ensure_minimum_chunksize(least, along) for least, along in sizes)
     if chunks == x.chunks:
         return x
     if not allow_rechunk:
         raise InputError(
-            f"expected blocks that are no smaller than their rims, got chunks {x.chunks} and "
-            f"widths {tuple(widths)}. Rechunk the array, or set allow_rechunk=True."
+            f"expected blocks no smaller than their halo, got chunks {x.chunks} and halo widths "
+            f"{tuple(widths)}. Rechunk the array, or set allow_rechunk=True."
         )
     return rechunk(x, chunks)
 
@@ -184,7 +185,7 @@ def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) 
 def _checked_arguments(
     func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
 ) -> tuple[list[DaskArray], Any, Any]:
-    """Return the arrays, depth and boundary, of which the last two may follow the arrays."""
+    """Return the arrays, depth and boundary; `args` may have depth and boundary after arrays."""
     check_function(func, "a block", "map_overlap(func, x, depth, boundary)")
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
     arrays, others = list(args[:count]), list(args[count:])
@@ -204,21 +205,21 @@ def _checked_arguments(
             boundary = others.pop(0)
     if others:
         raise InputError(
-            f"expected arrays, depth and boundary, got {others!r} after these. Give the rest by "
-            f"name."
+            f"expected arrays, depth and boundary, got {others!r} after these. Pass other "
+            f"arguments by name."
         )
     return arrays, depth, boundary
 
 
 def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
-    """Cut arrays in the same places along the axes that they have in common, from the last one."""
+    """Return the arrays, rechunked to common chunks along shared axes, counted from the last."""
     shapes = [x.shape for x in arrays]
     try:
         np.broadcast_shapes(*shapes)
     except ValueError:
         raise InputError(
-            f"expected arrays that broadcast, got the shapes {shapes}. Make them fit, by indexing "
-            f"with None where an axis is missing."
+            f"expected arrays that broadcast, got the shapes {shapes}. Insert missing axes by "
+            f"indexing with None."
         ) from None
     axes = [tuple(range(x.ndim))[::-1] for x in arrays]
     chunks = {i: x.chunks for i, x in enumerate(arrays)}
@@ -236,13 +237,13 @@ def _assembled_and_mapped(
     trim: bool,
     kwargs: Mapping[str, Any],
 ) -> DaskArray:
-    """Call the function in the tasks that assemble blocks with rims."""
+    """Return the array whose tasks assemble blocks with their halo and call the function."""
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
     given = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
     has_block_id = has_keyword(func, "block_id") and "block_id" not in given
     function = partial(func, **given) if given else func
     if meta is None and dtype is None:
-        # By an empty array. On a GPU that takes milliseconds, each time.
+        # Dask calls the function with an empty array, which takes milliseconds on a GPU.
         meta = da.map_blocks(function, x)._meta
     meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
@@ -260,7 +261,7 @@ def _mapped_by_dask(
     trim: bool,
     kwargs: dict[str, Any],
 ) -> DaskArray:
-    """Have Dask map the function over arrays of blocks with rims, and cut these off."""
+    """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
     func, kwargs, has_block_id = _bound(func, kwargs)
     options = checked_options()
     with_rims = [
@@ -269,7 +270,7 @@ def _mapped_by_dask(
     ]
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
-        # Dask finds the dtype of all blocks by calling the function, before any is skipped.
+        # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
         kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
         func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
     has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
@@ -278,7 +279,7 @@ def _mapped_by_dask(
     y = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)
     if not has_rims or not trim:
         return y
-    # Of the array with the most axes, the first if there are several.
+    # Trim the halo of the array with the most axes, the first of several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     rims = _rims_of_result(rims_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
     chunks = tuple(
@@ -291,9 +292,9 @@ def _mapped_by_dask(
 def _bound(
     func: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Bind keywords to the function, since parameters of Dask's functions have such names too.
+    """Return the function with its keywords bound, the keywords for Dask, and `has_block_id`.
 
-    The other keywords are returned too, and whether the function gets the index of a block.
+    Keywords are bound because parameters of Dask's functions may have the same names.
     """
     for_dask = {
         name: value
@@ -306,12 +307,15 @@ def _bound(
 
 
 def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:
-    """Return the chunks of a result that has blocks without elements; None for any other one."""
+    """Return the chunks of a result with empty blocks; None if no block is empty.
+
+    Also None if the result's chunks do not follow from those of the arrays.
+    """
     if kwargs.keys() & _OF_SHAPE or not any(0 in sizes for x in arrays for sizes in x.chunks):
         return None
     try:
         chunks: Chunks = broadcast_chunks(*(x.chunks for x in arrays))
-    except ValueError:  # blocks differ, and the function may make anything of them
+    except ValueError:  # the arrays' chunks differ, so any result is possible
         return None
     return chunks
 
@@ -319,11 +323,11 @@ def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -
 def _rims_of_result(
     rims: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the rims along the axes of a result that lacks some axes, and has others."""
+    """Return the halo widths along the result's axes, after dropped and inserted axes."""
     ndim = len(rims)
     dropped = _axes(drop_axis, ndim)
     kept = [along for axis, along in enumerate(rims) if axis not in dropped]
-    if new_axis is None:  # those before the others, for which there are chunks
+    if new_axis is None:  # new axes come first
         new_axis = range(y.ndim - len(kept))
     for axis in sorted(_axes(new_axis, max(ndim, y.ndim))):
         kept.insert(axis, ((0, 0),) * y.numblocks[axis])

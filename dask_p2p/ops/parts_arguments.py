@@ -1,4 +1,4 @@
-"""Checks of what users say to `map_on_gpu`."""
+"""Checks of the arguments of `map_on_gpu`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dask_p2p.types import DaskArray, DType
 
 
 def check_functions(func: Any, reduce: Any) -> None:
-    """Raise `InputError` if these are no functions."""
+    """Raise `InputError` if `func` or `reduce` is not callable."""
     check_function(func, "a part", "map_on_gpu(func, x)")
     if reduce is not None and not callable(reduce):
-        raise InputError(f"expected a function of two results of parts, got reduce={reduce!r}.")
+        raise InputError(f"expected a function of two parts' results, got reduce={reduce!r}.")
 
 
 def portable(function: Any) -> Any:
-    """Return NumPy's ufunc for one of CuPy's, which cannot be pickled: it calls that of its arrays.
+    """Return NumPy's ufunc in place of CuPy's, which cannot be pickled; others unchanged.
 
-    `InputError` if NumPy has none of its name.
+    NumPy's ufunc calls CuPy's for CuPy arrays. Raises `InputError` if NumPy has none of that name.
     """
     if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
         return function
@@ -39,13 +39,17 @@ def portable(function: Any) -> Any:
     if not isinstance(found := getattr(np, name, None), np.ufunc):
         raise InputError(
             f"expected a function that can be pickled, got CuPy's ufunc {function.name}. Wrap "
-            f"it in one: lambda a: ...(a)."
+            f"it in a function: lambda a: ...(a)."
         )
     return found
 
 
 def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
-    """Return arrays of one library, cut in the same places; raise an error that says what else."""
+    """Return the arrays with common chunks.
+
+    Raises `UnsupportedArrayError` for dtypes that GPUs lack or blocks of several libraries,
+    `ChunksError` for unknown chunks, and `InputError` if no array has an axis.
+    """
     if not arrays:
         raise InputError("expected an array after the function. Call map_on_gpu(func, x).")
     for x in arrays:
@@ -60,16 +64,21 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
     if len(kinds) > 1:
         raise UnsupportedArrayError(
             f"expected arrays of one library, got blocks of {' and '.join(sorted(kinds))}. Convert "
-            f"some: map_blocks(cupy.asarray)."
+            f"them to one library, such as by map_blocks(cupy.asarray)."
         )
     inputs = list(arrays) if len(arrays) == 1 else aligned(arrays)
     if not max(x.ndim for x in inputs):
-        raise InputError("expected an array that can be cut, got one without axes. Give it one.")
+        raise InputError(
+            "expected an array with at least one axis, got one without axes. Add one: x[None]."
+        )
     return inputs
 
 
 def common_chunks(inputs: list[DaskArray]) -> Chunks:
-    """Return the chunks of all arrays together: along each axis of the first that is not 1 long."""
+    """Return the chunks of the broadcast arrays.
+
+    Along each axis they are those of the first array whose length is not 1.
+    """
     ndim = max(x.ndim for x in inputs)
     common = []
     for axis in range(-ndim, 0):
@@ -82,9 +91,9 @@ def common_chunks(inputs: list[DaskArray]) -> Chunks:
 def checked_rims(
     inputs: list[DaskArray], sizes: Chunks, depth: Any, boundary: Any
 ) -> tuple[list[tuple[tuple[int, int], ...]], list[tuple[Any, ...]]]:
-    """Return for each array, and each of its axes, the widths of rims, and what is beyond ends.
+    """Return the halo widths and the boundaries: for each array, one for each of its axes.
 
-    What is not given for each array is given for the axes of the output.
+    A list has one entry for each array; any other value applies to the axes of the output.
     """
     shape = tuple(map(sum, sizes))
     own = [shape[len(shape) - x.ndim :] for x in inputs]
@@ -106,7 +115,7 @@ def checked_rims(
 
 
 def checked_axis(axis: Any, ndim: int) -> int:
-    """Return the number of an axis, by default of the first one."""
+    """Return the axis as a number from 0; None is the first axis."""
     try:
         number = 0 if axis is None else as_int(axis)
     except TypeError:
@@ -128,13 +137,13 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
         found = ()
     if tuple(map(len, found)) != tuple(map(len, sizes)):
         raise ChunksError(
-            f"expected for each of {len(sizes)} axes the size of all blocks of the output, or a "
-            f"tuple with one for each of {tuple(map(len, sizes))} blocks, got chunks={chunks!r}."
+            f"expected one entry for each of {len(sizes)} axes, a size for all output blocks or a "
+            f"tuple of sizes for {tuple(map(len, sizes))} blocks, got chunks={chunks!r}."
         )
     if not is_reduced and found[axis] != sizes[axis]:
         raise ChunksError(
-            f"expected an output with blocks as long as those of the arrays along the axis that is "
-            f"cut, {sizes[axis]}, got {found[axis]}. Cut along another one by axis=, or give "
+            f"expected output blocks of the arrays' sizes {sizes[axis]} along axis {axis}, which "
+            f"is split into parts, got {found[axis]}. Split along another axis with axis=, or pass "
             f"reduce=."
         )
     return found
@@ -146,7 +155,10 @@ def _sizes_of_blocks(given: Any, count: int) -> tuple[int, ...]:
 
 
 def found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
-    """Return the dtype of what a function makes of arrays that are empty, or hold one element."""
+    """Return the dtype of the function's result, found by calls with small arrays.
+
+    The calls pass empty arrays first, then arrays of one element. Raises `InputError` if all fail.
+    """
     modules: list[Any] = [np]
     if gpu_obstacle() is None:
         import cupy
@@ -160,10 +172,10 @@ def found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
                 result = func(*(module.ones((length,) * x.ndim, x.dtype) for x in inputs))
                 dtype: DType = np.dtype(result.dtype)
                 return dtype
-            except Exception as exc:  # whatever a function does of arrays that it is not meant for
+            except Exception as exc:  # a user's function may raise anything for small arrays
                 errors.append(f"{type(exc).__name__}: {exc}")
     name = funcname(func)
     raise InputError(
-        f"expected dtype=, since the dtype of what {name} returns cannot be found out here: called "
-        f"with small {modules[-1].__name__} arrays it raised {errors[-1]}."
+        f"expected dtype=, since the dtype of the result of {name} cannot be determined: called "
+        f"with small {modules[-1].__name__} arrays, it raised {errors[-1]}."
     )

@@ -1,4 +1,4 @@
-"""`rechunk`: an array cut into other blocks, with its axes permuted if that is wanted."""
+"""`rechunk`: an array in other blocks, optionally with permuted axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
 
-# Bound here: others may put this package's functions in the place of Dask's.
+# Bound at import: `install` may replace Dask's functions by this package's.
 _transpose_by_tasks, rechunk_by_tasks = da.transpose, partial(da.rechunk, method="tasks")
 
 
@@ -31,53 +31,53 @@ def rechunk(
     *,
     axes: Sequence[int] | None = None,
 ) -> DaskArray:
-    """Cut a Dask array into other blocks, moving only the regions of blocks that must move.
+    """Rechunk a Dask array, moving only the regions of blocks that must move.
 
-    One layer, one task for each block of the result. A block that is already there, as it is, is
-    handed on and not copied.
+    The result is one layer, with one task for each block. A block that does not change is passed
+    through without a copy.
 
     Parameters
     ----------
     x : dask.array.Array
-        Array of NumPy or CuPy blocks, of any number of dimensions, cut along any of its axes.
+        Array of NumPy or CuPy blocks, of any number of dimensions, chunked along any of its axes.
     chunks : int, str, tuple or dict, optional
-        Chunks of the result: anything that `dask.array.rechunk` takes.
+        Chunks of the result, in any form that `dask.array.rechunk` takes.
     threshold : int, optional
-        As `dask.array.rechunk` takes it, to choose between Dask's own ways. Without effect here.
+        Accepted for compatibility with `dask.array.rechunk`. No effect.
     block_size_limit : int, optional
-        Largest size in bytes of a block where `chunks` has "auto". By default Dask's
+        Largest size in bytes of a block where `chunks` has "auto". Default: Dask's
         ``array.chunk-size``.
     balance : bool, optional
         Whether to make the blocks along each axis as equal as possible, as `dask.array.rechunk`
         does.
     method : {"tasks", "p2p"}, optional
-        As `threshold`: one of Dask's own ways. Without effect here.
+        Accepted for compatibility with `dask.array.rechunk`. No effect.
     axes : sequence of int, optional
-        A permutation of the axes, done in the same pass: axis ``i`` of the result is axis
-        ``axes[i]`` of `x`, and `chunks` are given in the result's order. By default the axes stay.
+        Permutation of the axes, applied in the same pass: axis ``i`` of the result is axis
+        ``axes[i]`` of `x`. `chunks` follow the result's axis order. Default: axes keep their order.
 
     Returns
     -------
     dask.array.Array
-        The values of `x`, or of ``np.transpose(x, axes)``; lazy, with its dtype and block type. If
-        nothing changes it is `x` itself.
+        The values of `x`, or of ``np.transpose(x, axes)``; lazy, with the dtype and block type of
+        `x`. If nothing changes, `x` itself.
 
     Raises
     ------
     UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are masked, sparse or otherwise more than bytes.
+        If `x` is not a Dask array, or has masked, sparse or other blocks that are not plain memory.
     AxesError
-        If `axes` is no permutation of the axes of `x`.
+        If `axes` is not a permutation of the axes of `x`.
     ChunksError
-        If `chunks` does not fit the result, or an axis of unknown chunk sizes is to be cut anew.
+        If `chunks` does not fit the result, or would rechunk an axis of unknown chunk sizes.
     InputError
-        If there is no such `method`.
+        If `method` has another value.
     ConfigError
-        If an option has a value that it cannot have, or there is none of a name that is set.
+        If an option has an invalid value, or an unknown option is set.
 
     Notes
     -----
-    Arrays that have unknown chunk sizes along axes which stay as they are go by Dask's own tasks.
+    An array with unknown chunk sizes along unchanged axes is rechunked by Dask's own tasks.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def rechunk(
     check_array(x)
     if method not in (None, "tasks", "p2p"):
         raise InputError(
-            f"expected method 'tasks' or 'p2p', which make no difference here, or None, got "
+            f"expected method 'tasks' or 'p2p', which have no effect here, or None, got "
             f"{method!r}. Leave it out."
         )
     order = tuple(range(x.ndim)) if axes is None else checked_axes(axes, x.ndim)
@@ -110,9 +110,9 @@ def _rechunk_unknown(
     balance: bool,
     block_size_limit: int | None,
 ) -> DaskArray:
-    """Cut an array anew by Dask's tasks, which is possible along axes of known chunk sizes.
+    """Return an array rechunked by Dask's tasks, along axes of known chunk sizes only.
 
-    `ChunksError` if an axis of unknown chunk sizes is to be cut anew, or the chunks do not fit.
+    Raises `ChunksError` if an axis of unknown chunk sizes would change, or `chunks` does not fit.
     """
     if axes != tuple(range(x.ndim)):
         x = _transpose_by_tasks(x, axes)
@@ -120,13 +120,14 @@ def _rechunk_unknown(
         return rechunk_by_tasks(x, chunks, balance=balance, block_size_limit=block_size_limit)
     except (TypeError, ValueError) as exc:
         raise ChunksError(
-            f"expected known chunk sizes along the axes that are cut anew, got {x.chunks} and "
-            f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave these axes."
+            f"expected known chunk sizes along the axes to rechunk, got {x.chunks} and "
+            f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave out these "
+            f"axes."
         ) from exc
 
 
 def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
-    """Return an array in other blocks and with its axes in another order; all of it is checked."""
+    """Return an array with other chunks and axis order; the caller has checked all arguments."""
     is_permuted = order != tuple(range(x.ndim))
     if after == x.chunks and not is_permuted:
         return x
@@ -136,12 +137,12 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
     for plan, grid in planned(x.chunks, order, after, options):
         x = planned_array(prefix, x, plan, options)
         if plan.chunks != grid:
-            x = rechunk_by_tasks(x, grid)  # which only cuts: views, on the same worker
+            x = rechunk_by_tasks(x, grid)  # only splits blocks: views, on the same worker
     return x
 
 
 def cluster_threads() -> int | None:
-    """Return how many threads the workers of the current client have; None without one."""
+    """Return the total number of threads of the current client's workers; None without a client."""
     size = cluster_size()
     return None if size is None else prod(size)
 
@@ -153,9 +154,10 @@ def planned(
     options: Options,
     threads: Callable[[], int | None] = cluster_threads,
 ) -> list[tuple[GridPlan, Chunks]]:
-    """Return the plans by which an array is cut anew, one after the other.
+    """Return the plans of a redistribution, one for each pass, with the chunks after each pass.
 
-    With each come the chunks that are cut from its blocks, which are larger if there are very many.
+    A plan's blocks may be larger than these chunks, to limit the graph's edges. Then they are
+    split.
     """
     direct = redistribution(before, axes, after)
     groups = grouped(direct, options.groups, threads)

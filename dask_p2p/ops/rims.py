@@ -1,4 +1,4 @@
-"""Checks of what users say of rims: how wide they are, and what lies beyond the array's ends."""
+"""Checks of halo arguments: the widths, and the values beyond the array's ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dask_p2p.errors import InputError
 from dask_p2p.plans.halo import BOUNDARIES
 from dask_p2p.types import DType
 
-#: What NumPy calls boundaries, in `numpy.pad`.
+#: Boundaries by their names in `numpy.pad`.
 _OF_NUMPY = {"wrap": "periodic", "symmetric": "reflect", "edge": "nearest"}
 
 
 def checked_depths(
     depth: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Return for each array the widths of the rims before and after a block, for each axis.
+    """Return the halo widths before and after a block: for each array, one pair for each axis.
 
-    `InputError` if they are no widths, or wider than the array.
+    Raises `InputError` for invalid widths, and for widths larger than the array.
     """
     each = []
     for shape, given in _each_array("depth", depth, shapes, 0):
@@ -29,8 +29,8 @@ def checked_depths(
         for axis, (width, length) in enumerate(zip(widths, shape, strict=True)):
             if max(width) > length:
                 raise InputError(
-                    f"expected rims that are no wider than the array, got depth={depth!r} for an "
-                    f"axis of length {length} (axis {axis}). Make them narrower."
+                    f"expected a halo no wider than the array, got depth={depth!r} for an axis of "
+                    f"length {length} (axis {axis}). Pass a smaller depth."
                 )
         each.append(widths)
     return each
@@ -44,7 +44,7 @@ def _width(width: Any) -> tuple[int, int]:
         before = after = -1
     if min(before, after) < 0:
         raise InputError(
-            f"expected a width of rims, got {width!r}. Give a number of elements, at least 0, or a "
+            f"expected a halo width, got {width!r}. Pass a number of elements, at least 0, or a "
             f"pair (before, after)."
         )
     return before, after
@@ -53,24 +53,23 @@ def _width(width: Any) -> tuple[int, int]:
 def checked_boundaries(
     boundary: Any, shapes: Sequence[tuple[int, ...]], dtype: DType | None = None
 ) -> list[tuple[Any, ...]]:
-    """Return for each array, and each of its axes, what lies beyond its ends.
+    """Return the boundaries: for each array, one for each axis.
 
-    `InputError` if that is no boundary, or a number that the dtype cannot hold, if that is
-    given.
+    Raises `InputError` for an invalid boundary, and for a number that `dtype` cannot hold.
     """
     given = _each_array("boundary", boundary, shapes, "none")
     found = [tuple(map(_boundary, kinds)) for _, kinds in given]
     for value in (each for kinds in found for each in kinds if not isinstance(each, str)):
         if dtype is not None and not _holds(dtype, value):
             raise InputError(
-                f"expected a boundary that {dtype} can hold, got {value!r}. Give another one, or "
-                f"convert the array, x.astype(...)."
+                f"expected a boundary that {dtype} can hold, got {value!r}. Pass another one, or "
+                f"convert the array with x.astype(...)."
             )
     return found
 
 
 def _holds(dtype: DType, value: Any) -> bool:
-    """Return whether a number stays what it is; other things are for NumPy to convert."""
+    """Return whether the dtype can hold a number exactly; NumPy's rules decide for other values."""
     own = np.asarray(value)
     if dtype.kind in "biu" and own.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
@@ -83,7 +82,7 @@ def _boundary(kind: Any) -> Any:
     if known not in BOUNDARIES if isinstance(known, str) else not np.isscalar(known):
         also = ", ".join(f"{theirs} for {ours}" for theirs, ours in _OF_NUMPY.items())
         raise InputError(
-            f"expected a boundary out of {', '.join(BOUNDARIES)} (NumPy's names do too: {also}), "
+            f"expected a boundary out of {', '.join(BOUNDARIES)} (also NumPy's names: {also}), "
             f"or a number, got {kind!r}."
         )
     return known
@@ -92,10 +91,10 @@ def _boundary(kind: Any) -> Any:
 def _each_array(
     name: str, value: Any, shapes: Sequence[tuple[int, ...]], default: Any
 ) -> list[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    """Return for each array its shape, and the value of each of its axes.
+    """Return the shape of each array, with a value for each of its axes.
 
-    A list has a value for each array. Anything else is meant for all: they have their first axes
-    in common, as Dask has it.
+    A list has one entry for each array. Any other value applies to all arrays, which share their
+    first axes, as in Dask.
     """
     if isinstance(value, list):
         if len(value) != len(shapes):
@@ -112,7 +111,7 @@ def _each_array(
 
 
 def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
-    """Return the value of each axis, given for all, for each or for some."""
+    """Return a value for each axis, from one value, a tuple or a dict by axis."""
     if isinstance(value, Mapping):
         axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
         given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
@@ -129,7 +128,10 @@ def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
 
 
 def unread_value(dtype: DType) -> Any:
-    """Return the value of corners that no exchange fills: if there is such, one that shows."""
+    """Return the value of corners that no exchange fills: NaN or NaT if the dtype has it, else 0.
+
+    NaN and NaT make it visible if a function reads a corner.
+    """
     if dtype.kind in "fc":
         return dtype.type(np.nan)
     if dtype.kind in "mM":

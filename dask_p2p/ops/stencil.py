@@ -1,4 +1,4 @@
-"""What the tasks of `map_overlap` call: the user's function, and what cuts the rims off."""
+"""Functions that the tasks of `map_overlap` call: the user's function, and the trimming."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dask_p2p.versioned import versioned
 @versioned()
 @dataclass(frozen=True)
 class Trim:
-    """Cuts the rims off a block."""
+    """Trims the halo from a block."""
 
-    rims: tuple[tuple[tuple[int, int], ...], ...]  # by axis, and block along it: before and after
+    rims: tuple[tuple[tuple[int, int], ...], ...]  # widths by axis and block: before and after
 
     def __call__(self, block: Array, block_id: Index) -> Array:
         widths = (along[i] for along, i in zip(self.rims, block_id, strict=True))
-        # A function may return fewer axes than it should, as Dask lets it.
+        # Dask allows functions that return fewer axes than expected.
         sides = zip(widths, block.shape, strict=False)
         return block[(*(slice(before, n - after) for (before, after), n in sides), ...)]
 
@@ -33,11 +33,11 @@ class Trim:
 @versioned()
 @dataclass(frozen=True)
 class Stencil:
-    """A function of assembled blocks, and what of its result is a block of the output."""
+    """A function of assembled blocks, and the trimming of its result."""
 
-    function: Callable[..., Any]  # which may overwrite the assembled block
-    trim: Trim | None = None  # None if the function cuts the rims off
-    has_block_id: bool = False  # whether the function is told the block's index
+    function: Callable[..., Any]  # user's function, which may overwrite the assembled block
+    trim: Trim | None = None  # None: the result is used whole
+    has_block_id: bool = False  # whether the function receives the block's index
 
     def __call__(self, block: Array, index: Index) -> Any:
         shape = block.shape
@@ -49,7 +49,7 @@ class Stencil:
             raise BlockMismatchError(
                 f"expected an array of shape {shape} from the function for a block of that shape, "
                 f"got {getattr(result, 'shape', type(result).__name__)}. Return an array of the "
-                f"block's shape, or with trim=False one without the rims."
+                f"block's shape, or set trim=False and return one without the halo."
             )
         return self.trim(result, index)
 
@@ -57,9 +57,9 @@ class Stencil:
 @versioned()
 @dataclass(frozen=True)
 class OwnBlocks:
-    """A function that Dask calls with blocks of other tasks: it gets copies to overwrite."""
+    """A function that Dask maps over blocks of other tasks; it receives copies to overwrite."""
 
-    function: Callable[..., Any]  # whose name and parameters Dask sees
+    function: Callable[..., Any]  # user's function; Dask reads its name and parameters
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -76,12 +76,12 @@ class OwnBlocks:
 @versioned()
 @dataclass(frozen=True)
 class SkipsEmpty:
-    """A function of blocks with rims that is not called where the output has no elements."""
+    """A function of blocks with halos that is not called for empty blocks of the output."""
 
     function: Callable[..., Any]
-    chunks: Chunks  # of the output
-    dtype: DType  # of the output
-    has_block_id: bool  # as of `Stencil`
+    chunks: Chunks  # chunks of the output
+    dtype: DType  # dtype of the output
+    has_block_id: bool  # whether the function receives the block's index
 
     @property
     def __name__(self) -> str:
@@ -89,13 +89,13 @@ class SkipsEmpty:
 
     @property
     def __signature__(self) -> Signature:
-        """The parameters that Dask looks for, to send the index of a block along."""
+        """Signature from which Dask infers that it must pass the index of a block."""
         told = ["block_id", *(["block_info"] if has_keyword(self.function, "block_info") else [])]
         by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in told)
         return Signature([Parameter("blocks", Parameter.VAR_POSITIONAL), *by_name])
 
     def __call__(self, /, *blocks: Array, block_id: Index | None = None, **kwargs: Any) -> Any:
-        if block_id is None:  # Dask finds out the dtype
+        if block_id is None:  # Dask infers the dtype
             return self.function(*blocks, **kwargs)
         if any(along[i] == 0 for along, i in zip(self.chunks, block_id, strict=True)):
             shape = np.broadcast_shapes(*(block.shape for block in blocks))

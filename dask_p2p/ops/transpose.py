@@ -1,4 +1,4 @@
-"""`transpose`: an array with its axes permuted, cut into slabs along the first of them."""
+"""`transpose`: an array with permuted axes, by default in slabs along the first axis."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def transpose(
 ) -> DaskArray:
     """Permute the axes of a Dask array, moving only the regions of blocks that must move.
 
-    On a `distributed` cluster each worker assembles its blocks of the result from regions that it
-    reads from the other workers, in the staged order of the multi-GPU transpose of *CUDA Fortran
-    for Scientists and Engineers* (Ruetsch and Fatica). On any other scheduler the same graph
+    On a `distributed` cluster, each worker assembles its blocks of the result from regions that it
+    reads from other workers. Reads follow the staged order of the multi-GPU transpose in *CUDA
+    Fortran for Scientists and Engineers* (Ruetsch and Fatica). On other schedulers the same graph
     gives the same values.
 
     Parameters
     ----------
     x : dask.array.Array
-        Array of NumPy or CuPy blocks, of any number of dimensions, cut along any of its axes.
+        Array of NumPy or CuPy blocks, of any number of dimensions, chunked along any of its axes.
     axes : sequence of int, optional
-        A permutation of the axes: axis ``i`` of the result is axis ``axes[i]`` of `x`. Negative
-        numbers count from the last. By default the order is reversed.
+        Permutation of the axes: axis ``i`` of the result is axis ``axes[i]`` of `x`. Negative
+        numbers count from the last. Default: reversed order.
     *more_axes : int
-        With `axes` the first of them: ``transpose(x, 1, 0)`` is ``transpose(x, (1, 0))``.
+        Further axes: ``transpose(x, 1, 0)`` is ``transpose(x, (1, 0))``.
     chunks : int, str, tuple or dict, optional
-        Chunks of the result: anything that `dask.array.rechunk` takes. By default slabs along
-        the result's first axis, with the other axes whole: as many as `x` has blocks along its
-        most divided axis, their sizes as even as possible. If the first axis has fewer rows than
-        that, the other axes are cut too, so that there is work for as many tasks.
+        Chunks of the result, in any form that `dask.array.rechunk` takes. Default: slabs of nearly
+        equal size along the result's first axis, with the other axes whole. Their number is the
+        largest number of blocks of `x` along an axis. If the first axis has fewer rows, other axes
+        are split too, to make that number of blocks or slightly fewer.
 
     Returns
     -------
@@ -49,13 +49,13 @@ def transpose(
     Raises
     ------
     UnsupportedArrayError
-        If `x` is no Dask array, or its blocks are masked, sparse or otherwise more than bytes.
+        If `x` is not a Dask array, or has masked, sparse or other blocks that are not plain memory.
     AxesError
-        If `axes` is no permutation of the axes of `x`.
+        If `axes` is not a permutation of the axes of `x`.
     ChunksError
         If the chunk sizes of `x` are unknown, or `chunks` does not fit the result.
     ConfigError
-        If an option has a value that it cannot have, or there is none of a name that is set.
+        If an option has an invalid value, or an unknown option is set.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def transpose(
 def transposed(
     x: DaskArray, axes: Sequence[int] | None, chunks: ChunksLike
 ) -> tuple[tuple[int, ...], Chunks]:
-    """Return the axes and the chunks of a transpose. It raises what `transpose` does."""
+    """Return the axes and the chunks of a transpose; raises the errors of `transpose`."""
     check_array(x)
     check_chunks_are_known(x)
     order = checked_axes(axes, x.ndim)

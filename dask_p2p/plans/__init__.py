@@ -1,7 +1,7 @@
 """Plans: each output block assembled from regions of input blocks. Pure, no arrays, no I/O.
 
-`base` says what a plan is; `grid` has those whose axes are independent of each other, and the
-default chunks of a transpose; `halo` the rims of blocks, `groups` what large graphs need.
+`base` defines plans. `grid` has plans with independent axes, and the default chunks of a transpose.
+`halo` has plans of blocks with halos, `groups` has plans for large graphs.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ of the transpose) needs the third *column* tile of every input block::
       +----+----+----+----+          +----+----+----+----+
 
 A `Piece` is one such tile: a box of a source block and the box of the output block that it
-fills. Any redistribution of blocks is a set of pieces and a permutation of the axes: plain
-rechunking has the identity, a halo exchange has boxes that reach over the blocks' edges. A new
-operation is a new `Plan`, and nothing else of the engine. In which order they are read
-`stage_order` tells, and docs/design.md why.
+fills. Any redistribution of blocks is a set of pieces and a permutation of the axes. A plain
+rechunk has the identity permutation, a halo exchange has boxes that reach over the blocks' edges.
+A new operation needs a new `Plan`; the engine stays the same. `stage_order` defines the order of
+reads, and docs/design.md explains it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Source(NamedTuple):
     """A block of an input array."""
 
     array: int  # number of the array among the inputs
-    block: Index  # place in its grid of blocks
+    block: Index  # index in its grid of blocks
 
 
 @versioned()
-class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made and sent quickest
+class Piece(NamedTuple):  # a tuple, for speed: a plan has one piece for each pair of blocks
     """One region of a source block, and the region of the output block that it fills.
 
     The destination box has the source box's lengths in the order of the plan's axes.
@@ -57,7 +57,7 @@ class Piece(NamedTuple):  # there are as many as blocks squared: a tuple is made
 
 @versioned()
 class Fill(NamedTuple):
-    """A region of the output block that no source covers: it is set to one value."""
+    """A region of the output block that no source covers, with the value that fills it."""
 
     dst: Box
     value: Any
@@ -66,21 +66,21 @@ class Fill(NamedTuple):
 @versioned()
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How one output block is assembled.
+    """The pieces and fills of one output block.
 
-    Pieces and fills do not overlap, and together cover the block.
+    They do not overlap, and together cover the block.
     """
 
     shape: tuple[int, ...]  # of the output block
     axes: tuple[int, ...]  # output axis i is source axis axes[i]
     sources: tuple[Source, ...]
-    source_shapes: tuple[tuple[int, ...], ...]  # their declared shapes, in the same order
+    source_shapes: tuple[tuple[int, ...], ...]  # declared shapes of the sources, in order
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = ()
 
     @property
     def is_copy(self) -> bool:
-        """Whether the output block is one source block, as it is."""
+        """True if the output block equals one source block."""
         return (
             self.source_shapes == (self.shape,)
             and len(self.pieces) == 1
@@ -89,7 +89,7 @@ class BlockPlan:
         )
 
     def destination(self, piece: Piece, part: Box) -> Box:
-        """Return the part of a piece's destination box that a part of its source box fills."""
+        """Return the box of the output block that a part of a piece's source box fills."""
         return tuple(
             (start + part[axis][0] - piece.src[axis][0], start + part[axis][1] - piece.src[axis][0])
             for axis, (start, _) in zip(self.axes, piece.dst, strict=True)
@@ -97,10 +97,10 @@ class BlockPlan:
 
 
 class Plan(Protocol):
-    """How all blocks of an output are assembled from blocks of one or more inputs.
+    """The assembly of all output blocks from blocks of one or more inputs.
 
-    A plan travels with every task: it is small, a value (hashable, picklable), and has nothing in
-    it but integers. Each task makes the pieces of its own block only.
+    Every task carries the plan: a small value (hashable, picklable) of integers only. Each task
+    makes the pieces of its own block only.
     """
 
     @property
@@ -109,38 +109,39 @@ class Plan(Protocol):
 
     @property
     def largest_piece(self) -> int:
-        """Elements of the largest piece of any block, or a bound of it."""
+        """Elements of the largest piece of any block, or an upper bound."""
 
     def sources(self, index: Index) -> tuple[Source, ...]:
-        """Return the blocks that an output block reads from, in the order of its block plan.
+        """Return the blocks that an output block reads, in the order of its block plan.
 
-        Blocks that read the same get equal tuples: tasks share what is made of them.
+        Output blocks with the same sources get equal tuples, so that tasks share derived data.
         """
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
-        """Return how many elements the output block reads of each of its sources."""
+        """Return the number of elements that the output block reads from each source."""
 
     def block(self, index: Index) -> BlockPlan:
-        """Return how the output block at `index` is assembled."""
+        """Return the plan of the output block at `index`."""
 
 
 def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
-    """Each output block's index and plan."""
+    """Return each output block's index and plan."""
     return ((index, plan.block(index)) for index in block_indices(plan.chunks))
 
 
 def stage_order(
-    holders: Iterable[str],  # addresses, or other names; each is meant once
+    holders: Iterable[str],  # addresses, or other names; duplicates do not count
     reader: str,
-    host_of: Callable[[str], str] = lambda address: "",  # on which host an address is
+    host_of: Callable[[str], str] = lambda address: "",  # host of an address
 ) -> list[str]:
-    """Return the order in which a reader goes to the holders: itself first, then those after it.
+    """Return a reader's order of holders: itself first, then the holders after it.
 
-    A reader that holds nothing starts at the holder that comes after it in sorted order.
+    A reader without blocks starts at the next holder in sorted order.
 
-    Where holders are on several hosts, it goes to those of its own first, then to one of each other
-    host in turn. Readers of one host start at different hosts, and at different holders there. So
-    of as many holders on each host, each serves one reader at any stage here, too.
+    With holders on several hosts, a reader visits the holders of its own host first, then one
+    holder of each other host in turn. Readers of one host start at different hosts, and at
+    different holders there. If hosts have equal numbers of holders, each holder therefore serves
+    one reader at any stage, as on one host.
 
     >>> stage_order(["c", "a", "b"], "b")
     ['b', 'c', 'a']
@@ -161,7 +162,7 @@ def stage_order(
 
 
 def _rotated(items: list[_T], start: int) -> list[_T]:
-    """Return the items from a place on, then those before it.
+    """Return the items from index `start` on, then the items before it.
 
     >>> _rotated([1, 2, 3], 4)
     [2, 3, 1]

@@ -1,12 +1,12 @@
-"""Arrays that the members of a gang divide in another way, and what they give each other for that.
+"""Redistribution of an array between the ranks of a gang, from one partition to another.
 
-A *cut* names the axes that are divided. Four members, cut along axis 0, then along axis 1::
+A *partition* names the divided axes. Four ranks, first divided along axis 0, then along axis 1::
 
     +-------------+          +---+---+---+---+
     |      0      |          |   |   |   |   |
     +-------------+          |   |   |   |   |
-    |      1      |          |   |   |   |   |      each member gives each other one box,
-    +-------------+   --->   | 0 | 1 | 2 | 3 |      where a row crosses a column
+    |      1      |          |   |   |   |   |      each rank sends one box to each other rank:
+    +-------------+   --->   | 0 | 1 | 2 | 3 |      where its row crosses the other's column
     |      2      |          |   |   |   |   |
     +-------------+          |   |   |   |   |
     |      3      |          |   |   |   |   |
@@ -28,20 +28,20 @@ from dask_p2p.plans.members import Members, grids, surface
 
 
 def cut_of(members: Members) -> tuple[int, ...]:
-    """Return the axes that are divided between members."""
+    """Return the axes that are divided between ranks."""
     return tuple(axis for axis, count in enumerate(members.grid) if count > 1)
 
 
 def recut(
-    members: Members,  # how they divide theirs
-    shape: Sequence[int],  # of the array that is divided
-    cut: Sequence[int],  # axes that may be divided; where there is none, the first member has all
+    members: Members,  # the present distribution
+    shape: Sequence[int],  # shape of the array to distribute
+    cut: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
 ) -> Members:
-    """Return how the same members divide an array along other axes.
+    """Return the distribution of an array over the same ranks, divided along other axes.
 
-    An array of the same shape keeps its shares if their axes are among those of the cut. Where as
-    many members come along an axis as before, it is divided in the same places; otherwise evenly.
-    Shares are empty where an axis is shorter than that.
+    An array of the same shape keeps its distribution if `cut` includes its divided axes. An axis
+    with the same number of ranks as before keeps its bounds; other axes are divided evenly. If an
+    axis has fewer elements than ranks, some local blocks are empty.
 
     Examples
     --------
@@ -78,16 +78,16 @@ def recut(
 
 @dataclass(frozen=True)
 class Moves:
-    """What one member does, so that all get from one cut to another."""
+    """The messages of one rank in a redistribution."""
 
-    before: tuple[int, ...]  # shape of the member's share
-    after: tuple[int, ...]
-    local: tuple[Box, Box] | None  # what stays: where it is in the share before, and after
-    sends: dict[int, Box]  # by rank of the other member: what that gets of the share before
-    receives: dict[int, Box]  # what that gives of the share after
+    before: tuple[int, ...]  # shape of the local block before
+    after: tuple[int, ...]  # shape of the local block afterwards
+    local: tuple[Box, Box] | None  # the box that stays: in the block before, and afterwards
+    sends: dict[int, Box]  # by receiver: box of the block before
+    receives: dict[int, Box]  # by sender: box of the block afterwards
 
     def permuted(self, order: Sequence[int]) -> Moves:
-        """Return the same for a share after whose axis ``i`` is axis ``order[i]`` of this one's."""
+        """Return the moves for permuted result blocks: axis ``i`` is axis ``order[i]`` here."""
 
         def of(box: Any) -> Any:
             return tuple(box[axis] for axis in order)
@@ -101,7 +101,7 @@ class Moves:
 
 
 def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Moves:
-    """Return what one of the members that divide an array sends and receives.
+    """Return the messages of one rank between two distributions of an array.
 
     Axis ``i`` afterwards is axis ``axes[i]`` before.
     """
@@ -120,26 +120,26 @@ def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Mo
 
 
 def _pieces(before: Members, after: Members, axes: Sequence[int], rank: int) -> dict[int, Piece]:
-    """Return of which pieces a share is made, by the member that has them: at most one of each."""
+    """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.share_sizes, axes, after.share_sizes)
     block = plan.block(after.places[rank])
     return {before.rank(block.sources[piece.source].block): piece for piece in block.pieces}
 
 
 class TransformStage(NamedTuple):
-    """How members divide an array while some of its axes are transformed."""
+    """The distribution of an array while some of its axes are transformed."""
 
     before: Members
-    axes: tuple[int, ...]  # of these each member has all that it has anything of
-    after: Members  # the same, with the lengths that they have then
+    axes: tuple[int, ...]  # the transformed axes, which are undivided
+    after: Members  # the same ranks, with the transformed axes' new lengths
 
 
 def transform_stages(
-    before: Members,  # how they divide it at first
-    after: Members,  # how they are to divide the result
-    transform: Transform,  # of which axes
+    before: Members,  # distribution of the input
+    after: Members,  # distribution of the result
+    transform: Transform,
 ) -> list[TransformStage]:
-    """Return how members divide an array, one stage after the other, to transform its axes.
+    """Return the stages of a transform: one distribution after another.
 
     Examples
     --------
@@ -162,7 +162,7 @@ def transform_stages(
 
 
 def _divided(members: Members, stage: Stage) -> Members:
-    """Return how members divide a stage's grid, which may have fewer blocks than there are."""
+    """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
     if prod(map(len, stage.chunks)) == members.size:
         return Members(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))

@@ -1,15 +1,15 @@
-"""Plans of Fourier transforms: in which order axes are made whole, and by which exchanges.
+"""Plans of Fourier transforms: the order of axes, and the exchanges between them.
 
-An axis that is whole, one block along it, is transformed where it lies. An exchange makes another
-one whole: the cut of that axis moves to one that is whole already. So the number of blocks stays,
-slabs take one exchange, and pencils two::
+An undivided axis, with one block along it, is transformed locally. An exchange makes another axis
+undivided: its division moves to an axis that was undivided. The number of blocks therefore stays
+the same. Slabs need one exchange, pencils two::
 
     slabs        (4, 1, 1) -- 1, 2 --> (1, 4, 1) -- 0
     pencils      (2, 2, 1) -- 2 -----> (2, 1, 2) -- 1 ---> (1, 2, 2) -- 0
                  blocks an axis        after an exchange   and after the next
 
-Forward transforms move cuts to axes that follow, inverse ones to those before. So an inverse
-transform undoes the cuts of a forward one where a choice is left.
+If there is a choice, forward transforms move a division to a later axis, and inverse transforms to
+an earlier one. So an inverse transform returns to the partition before the forward transform.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dask_p2p.geometry import Chunks, split_evenly
 
 
 class Stage(NamedTuple):
-    """A grid of blocks, and the axes that are transformed there, which are whole."""
+    """A grid of blocks, and the undivided axes that are transformed there."""
 
     chunks: Chunks  # before the transform
     axes: tuple[int, ...]
@@ -33,37 +33,37 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Transform:
-    """What is asked for."""
+    """A requested transform."""
 
-    lengths: Mapping[int, int]  # by axis that is transformed, afterwards
-    first: int | None = None  # transformed before all others, from real numbers to complex ones
-    last: int | None = None  # transformed after all others, from complex numbers to real ones
-    item_bytes: tuple[int, int] = (1, 1)  # before the first axis is transformed, and after it
-    is_inverse: bool = False  # whether cuts move to axes before theirs
+    lengths: Mapping[int, int]  # by transformed axis: length afterwards
+    first: int | None = None  # the axis to transform first, from real to complex numbers
+    last: int | None = None  # the axis to transform last, from complex to real numbers
+    item_bytes: tuple[int, int] = (1, 1)  # item size before and after the first axis
+    is_inverse: bool = False  # true if divisions move to earlier axes
 
     def ready(self, chunks: Chunks, remaining: frozenset[int]) -> frozenset[int]:
-        """Return which of the remaining axes can be transformed where they lie."""
+        """Return the remaining axes that can be transformed locally."""
         whole = frozenset(axis for axis in remaining if len(chunks[axis]) == 1)
         if self.first in remaining - whole:
             return frozenset()
         return whole - {self.last} if remaining - whole else whole
 
     def after(self, chunks: Chunks, done: frozenset[int]) -> Chunks:
-        """Return the chunks when these axes, which are whole, are transformed."""
+        """Return the chunks after the transform of these undivided axes."""
         return tuple(
             (self.lengths[axis],) if axis in done else sizes for axis, sizes in enumerate(chunks)
         )
 
 
 def stages(
-    chunks: Chunks,  # of the input: the first grid
-    transform: Transform,  # of which axes
-    final: Chunks | None = None,  # of the result; by default those that come of it
+    chunks: Chunks,  # chunks of the input: the first grid
+    transform: Transform,
+    final: Chunks | None = None,  # chunks of the result; None: any
 ) -> list[Stage]:
-    """Return the grids through which an array goes, and what is transformed in each.
+    """Return the grids of a transform, and the axes to transform in each.
 
-    Between any two is one exchange. Of all ways it is that which keeps most blocks, then that of
-    fewest exchanges, then that which moves the fewest bytes.
+    An exchange connects each grid to the next. The path loses as few blocks as possible, then needs
+    as few exchanges as possible, then moves as few bytes as possible.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def stages(
     3
     """
     blocks = prod(map(len, chunks))
-    number = count()  # of equal cost that comes first which was found first
+    number = count()  # breaks ties: the path that was found first
     nothing: tuple[Stage, ...] = ()
     waiting = [((0, 0, 0, 0), next(number), chunks, frozenset(transform.lengths), nothing)]
     seen: set[tuple[Chunks, frozenset[int]]] = set()
@@ -94,13 +94,13 @@ def stages(
             step = (lost, 1, size - size // share, distance)
             a, b, c, d = (old + more for old, more in zip(cost, step, strict=True))
             heappush(waiting, ((a, b, c, d), next(number), new, left, path))
-    raise AssertionError("an axis can always be made whole")
+    raise AssertionError("an exchange can always make an axis undivided")
 
 
 def _exchanges(
     chunks: Chunks, left: frozenset[int], transform: Transform, final: Chunks | None
 ) -> Iterator[tuple[Chunks, int, int]]:
-    """Return grids to go on with, of how many parts one stays, and how far the cuts move."""
+    """Yield the next grids: chunks, number of parts (one stays in place), distance of moves."""
     if final is not None:
         before = {axis: (sum(chunks[axis]),) for axis in left}
         if all(len(final[axis]) == 1 for axis in left):
@@ -119,7 +119,7 @@ def _exchanges(
 
 
 def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the cuts that may move at the same time: of which axis, and to which."""
+    """Yield the sets of divisions that may move in one exchange: (from axis, to axis) pairs."""
     if len(chunks) == 1:
         yield ((0, 0),)
         return
@@ -128,16 +128,16 @@ def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, in
     for n in range(1, min(len(cut), len(whole)) + 1):
         for sources, targets in product(combinations(cut, n), permutations(whole, n)):
             yield tuple(zip(sources, targets, strict=True))
-    # Cuts of two axes in one, where there is no room elsewhere.
+    # Two divisions on one axis, if no axis is undivided.
     others = [axis for axis in range(len(chunks)) if axis not in whole]
     yield from (((source, target),) for source, target in product(cut, others) if source != target)
 
 
 def moved_cut(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the blocks of an axis that takes the cut of another one, in addition to its own.
+    """Return the block sizes of an axis that takes over another axis's division.
 
-    They are cut as that is: in the same places, or into blocks of one size and a smaller last one,
-    or evenly.
+    The axis keeps its own division too. The sizes follow the other axis: the same sizes, or equal
+    sizes with a smaller last one, or an even division.
 
     >>> moved_cut((4, 4, 2), (10,)), moved_cut((4, 4, 2), (7,)), moved_cut((3, 3, 2, 2), (7,))
     ((4, 4, 2), (3, 3, 1), (2, 2, 2, 1))

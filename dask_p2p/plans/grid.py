@@ -1,9 +1,8 @@
-"""Plans of grids of blocks: each axis determines by itself what an output block reads.
+"""Plans of grids of blocks, with independent axes.
 
-Along one axis an output block is a row of segments, each of which lies in one block of the source.
-The pieces of the block are the product of its segments along all axes. How an axis is cut into
-segments is a *mapping*: `Cut` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with
-rims.
+Along one axis an output block is a row of segments; each segment lies in one block of the source.
+The pieces of the block are the product of its segments along all axes. A *mapping* cuts an axis
+into segments: `Cut` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with halos.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from dask_p2p.versioned import versioned
 class Segment(NamedTuple):
     """A part of an output block along one axis."""
 
-    block: int | None  # index of the source block along the axis; None for what is filled
+    block: int | None  # index of the source block along the axis; None for a filled segment
     src: tuple[int, int]  # relative to the source block
     dst: tuple[int, int]  # relative to the output block
-    is_rim: bool = False  # whether it lies in the rim of the block
-    value: Any = None  # of what is filled
+    is_rim: bool = False  # true in the halo of the block
+    value: Any = None  # value of a filled segment
 
 
 class AxisMapping(Protocol):
-    """How the output's blocks along one axis are made of the source's."""
+    """The assembly of the output's blocks from the source's along one axis."""
 
     @property
     def src_sizes(self) -> tuple[int, ...]:
-        """Of the source's blocks along the axis."""
+        """Sizes of the source's blocks along the axis."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the output's blocks along the axis."""
+        """Sizes of the output's blocks along the axis."""
 
     @property
     def largest_segment(self) -> int:
-        """Length of the longest segment that is read from one block."""
+        """Length of the longest segment from one source block."""
 
     def blocks(self, number: int) -> tuple[int, ...]:
-        """Return the indices of the source blocks that an output block reads, each once."""
+        """Return the distinct indices of the source blocks that an output block reads."""
 
     def segments(self, number: int) -> list[Segment]:
         """Return the segments of an output block, in order."""
@@ -57,7 +56,7 @@ class AxisMapping(Protocol):
 @versioned()
 @dataclass(frozen=True)
 class Cut:
-    """An axis that is cut in another way.
+    """The mapping of an axis that is divided at other bounds.
 
     Examples
     --------
@@ -66,8 +65,8 @@ class Cut:
 Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
     """
 
-    src_sizes: tuple[int, ...]  # of the blocks before
-    sizes: tuple[int, ...]  # of those after, which cut the same length
+    src_sizes: tuple[int, ...]  # sizes of the source's blocks
+    sizes: tuple[int, ...]  # sizes of the output's blocks, with the same sum
 
     @cached_property
     def _src_bounds(self) -> tuple[int, ...]:
@@ -95,16 +94,16 @@ Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
 
 
 def block_range(bounds: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the first block that a range, which is not empty, reaches into, and that after it."""
+    """Return the first block of a non-empty range, and the block after its last one."""
     return bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
 
 
 def segments_of_range(
     src_bounds: Sequence[int], start: int, stop: int, at: int, is_rim: bool = False
 ) -> list[Segment]:
-    """Return the segments of a range of the source, which begin at an offset of the output block.
+    """Return the segments of a range of the source, from offset `at` of the output block on.
 
-    Empty blocks have no part in it.
+    Empty blocks have no segments.
     """
     if start == stop:
         return []
@@ -120,23 +119,23 @@ def segments_of_range(
 
 
 def blocks_read(segments: Iterable[Segment]) -> tuple[int, ...]:
-    """Return the blocks that segments read, each once."""
+    """Return the distinct blocks that segments read."""
     return tuple(dict.fromkeys(part.block for part in segments if part.block is not None))
 
 
-@versioned(shared=True)  # without what is cached
+@versioned(shared=True)  # pickled without cached properties
 @dataclass(frozen=True)
 class GridPlan:
-    """How the blocks of one grid are assembled from those of another, axis by axis."""
+    """The assembly of one grid's blocks from another's, axis by axis."""
 
     axes: tuple[int, ...]  # output axis i is input axis axes[i]
-    mappings: tuple[AxisMapping, ...]  # of each output axis
-    has_corners: bool = True  # whether rims of several axes at the same time are read
-    unread: Any = 0  # value of those rims if not
+    mappings: tuple[AxisMapping, ...]  # by output axis
+    has_corners: bool = True  # true if a halo's corners (of several axes) are read
+    unread: Any = 0  # value of corners that are not read
 
     @cached_property
     def _place(self) -> tuple[int, ...]:
-        """``_place[a]`` is the output axis that input axis ``a`` becomes."""
+        """By input axis: the output axis."""
         return tuple(self.axes.index(axis) for axis in range(len(self.axes)))
 
     @cached_property
@@ -155,7 +154,7 @@ class GridPlan:
 
     @cached_property
     def edges(self) -> int:
-        """Blocks that are read, counted for each output block."""
+        """Number of source blocks that output blocks read, summed over output blocks."""
         return prod(
             sum(len(mapping.blocks(number)) for number in range(len(mapping.sizes)))
             for mapping in self.mappings
@@ -170,7 +169,7 @@ class GridPlan:
 
     def _all_sources(self, index: Index) -> tuple[Source, ...]:
         blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
-        # Blocks of one row of the grid read the same: a transpose of slabs has a single list.
+        # Blocks of one row of the grid share a list: a transpose of slabs has a single one.
         sources = self._sources.get(blocks)
         if sources is None:
             sources = tuple(Source(0, numbers) for numbers in self._in_order(product(*blocks)))
@@ -184,7 +183,7 @@ class GridPlan:
             for piece in block.pieces:
                 read[piece.source] += box_size(piece.src)
             return tuple(read)
-        lengths: list[dict[int, int]] = []  # along each axis, of each source block
+        lengths: list[dict[int, int]] = []  # by axis and source block
         for mapping, number in zip(self.mappings, index, strict=True):
             along: dict[int, int] = {}
             for source, (start, stop), *_ in mapping.segments(number):
@@ -197,7 +196,8 @@ class GridPlan:
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
         if any(part.is_rim for row in rows for part in row):
             return self._block_with_rims(index, rows)
-        # Each block once along each axis: all that is left is counting, of thousands of pieces.
+        # Each source block has one segment along each axis, so pieces are products, in order: fast
+        # with thousands of pieces.
         sources = self._all_sources(index)
         dst = product(*([part.dst for part in row] for row in rows))
         src = self._in_order(product(*([part.src for part in row] for row in rows)))
@@ -214,7 +214,7 @@ class GridPlan:
         )
 
     def _in_order(self, tuples: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
-        """Return what is in the output's order of axes in the input's."""
+        """Return tuples in the input's order of axes, from the output's order."""
         if self._place == tuple(range(len(self._place))):
             return tuples
         return map(itemgetter(*self._place), tuples)
@@ -246,11 +246,11 @@ class GridPlan:
 
 
 def redistribution(
-    src_chunks: Chunks,  # of the input
+    src_chunks: Chunks,  # chunks of the input
     axes: Sequence[int],  # output axis ``i`` is input axis ``axes[i]``
-    chunks: Chunks,  # of the output, in its own order of axes: they cut the same lengths
+    chunks: Chunks,  # chunks of the output, of the same lengths, in the output's order of axes
 ) -> GridPlan:
-    """Return the plan that cuts an array into other blocks, with its axes permuted."""
+    """Return the plan that divides an array into other blocks, with its axes permuted."""
     mappings = [
         Cut(_plain(src_chunks[a]), _plain(sizes)) for a, sizes in zip(axes, chunks, strict=True)
     ]
@@ -258,16 +258,16 @@ def redistribution(
 
 
 def _plain(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes as Python's integers: Dask lets NumPy's through, which do not travel as well."""
+    """Return sizes as Python integers, because Dask also accepts NumPy's, which pickle larger."""
     return tuple(map(int, sizes))
 
 
 def slab_chunks(src_chunks: Chunks, axes: Sequence[int]) -> Chunks:
-    """Slabs along the first axis of the output, as even as possible, the other axes whole.
+    """Return slabs along the first axis of the output, as even as possible.
 
-    There are as many slabs as the input has blocks along its most divided axis. Where the first
-    axis has fewer rows than that, the other axes are cut too, into that many blocks or the nearest
-    smaller number. No block is empty, unless the whole output is: that is one block.
+    The number of slabs is the number of the input's blocks along its most divided axis. If the
+    first axis has fewer rows, the other axes are divided too, into this number of blocks or the
+    nearest smaller one. No block is empty, except that an empty output is one block.
 
     >>> slab_chunks(((4, 4, 4), (5, 5)), (1, 0))
     ((4, 3, 3), (12,))
@@ -284,10 +284,10 @@ def slab_chunks(src_chunks: Chunks, axes: Sequence[int]) -> Chunks:
 
 
 def _parts_by_axis(lengths: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return into how many parts to cut each axis, for `most` blocks or the nearest smaller number.
+    """Return the number of parts of each axis, for `most` blocks or the nearest smaller number.
 
-    Where there is a choice the largest block is as small as possible, and then the first axes have
-    as many parts as possible.
+    Among equals, the largest block is as small as possible; then earlier axes have as many parts as
+    possible.
     """
     if not lengths:
         return ()

@@ -1,19 +1,20 @@
 """Fewer edges for large graphs: groups of blocks, and passes through an intermediate grid.
 
-"Growth" in docs/design.md has what edges cost. Where one task assembles g neighbours as one larger
-block, and g cheap tasks on its worker hand them out, there are fewer, and nothing moves twice::
+"Growth" in docs/design.md lists the cost of edges. Groups reduce their number: one task assembles
+g neighbours as one larger block, and g cheap output tasks on its worker return the blocks. Data
+still moves once::
 
     one task a block    n² edges              grouped    n² / g edges        n edges
     sources ========> blocks                  sources ==========> groups ----------> blocks
 
-That costs one more task a block, about 0.5 ms each, and the latency of one more layer. Blocks of
-one group go to the same worker, and its memory is free when all of them are released. So it is done
-above `FEW_EDGES` where the groups are small, of `SMALL_GROUP` elements or little more, and above
-`MOST_EDGES` in any case; with two groups for each thread at least.
+Groups cost one more task a block, about 0.5 ms each, and the latency of one more layer. The blocks
+of one group go to the same worker, and its memory is freed when all of them are released. Groups
+are used above `FEW_EDGES` if they are small, of about `SMALL_GROUP` elements, and above
+`MOST_EDGES` in any case. There are at least two groups for each thread.
 
-On a very large cluster that is not enough. There the array goes through an intermediate grid, in
-which each task reads √n blocks: 2 n √n edges, but everything moves twice. So that is done only
-above `MOST_GROUPED_EDGES`::
+On a very large cluster groups are not enough. There the array goes through an intermediate grid,
+with √n source blocks for each task. This takes 2 n √n edges, but all data moves twice, so it is
+used only above `MOST_GROUPED_EDGES`::
 
     rows --> √n x √n boxes --> columns
 """
@@ -26,25 +27,25 @@ from math import ceil, isqrt, prod
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.grid import Cut, GridPlan
 
-#: Edges that one layer has at most where groups are small.
+#: Largest number of edges of a layer without groups, if groups are small.
 FEW_EDGES = 2_000
-#: Elements of a group that is small: 64 MiB of float64.
+#: Elements of a small group: 64 MiB of float64.
 SMALL_GROUP = 2**23
-#: Edges that one layer may have: some 0.7 s of the scheduler's time.
+#: Largest number of edges of a layer without groups: some 0.7 s of the scheduler's time.
 MOST_EDGES = 20_000
-#: Groups of a larger array above that; more only if there are more threads.
+#: Groups of a larger array above `MOST_EDGES`; more only with more threads.
 MANY_GROUPS = 64
-#: Edges above which an array rather moves twice: more than a minute of the scheduler's time.
+#: Edges above which an array moves twice instead: more than a minute of the scheduler's time.
 MOST_GROUPED_EDGES = 2_000_000
-_LEAST_GAIN = 2  # times as few edges in all: else the second layer is for nothing
+_LEAST_GAIN = 2  # least factor of all edges that makes the second layer worthwhile
 
 
 def grouped(
     plan: GridPlan,  # a redistribution
-    groups: int | None,  # to make; 0 for none. None: as many as seem best for many edges
-    threads: Callable[[], int | None],  # that the cluster has; asked only where that matters
+    groups: int | None,  # number of groups; 0: no groups; None: chosen by the number of edges
+    threads: Callable[[], int | None],  # the cluster's number of threads; called only if needed
 ) -> GridPlan:
-    """Return the plan of larger blocks, from which those of a plan can be cut, or that plan."""
+    """Return the plan of the groups, or the plan itself without groups."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
         groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0
@@ -62,9 +63,9 @@ def grouped(
 
 
 def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks | None:
-    """Return the chunks, in the output's order, through which an array goes; None if it does not.
+    """Return the chunks of the intermediate grid, in the output's order of axes; None without one.
 
-    There are 1 or 2 passes, or with None as many as are best; `groups` is what `grouped` made.
+    `passes` is 1, 2 or None for the best number; `groups` is the result of `grouped`.
     """
     if passes == 1 or (passes is None and groups.edges <= MOST_GROUPED_EDGES):
         return None
@@ -78,7 +79,7 @@ def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks
 
 
 def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
-    """Return how many groups are best for many edges: few, but work for all threads."""
+    """Return the best number of groups for many edges: few, but enough for all threads."""
     small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
     if plan.edges > MOST_EDGES:
         small = min(small, MANY_GROUPS)
@@ -87,7 +88,7 @@ def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
 
 
 def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
-    """Return the plan with so many neighbours along one axis made one."""
+    """Return the plan with `together` neighbours along one axis joined."""
     mappings = list(plan.mappings)
     mappings[axis] = Cut(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
     return GridPlan(plan.axes, tuple(mappings))

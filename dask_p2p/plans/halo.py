@@ -1,4 +1,4 @@
-"""Plans of halo exchanges: blocks with rims of their neighbours.
+"""Plans of halo exchanges: blocks with halos from their neighbours.
 
 ::
 
@@ -6,7 +6,7 @@
       +---------+  +---------+  +---------+
       |         |  |         |  |         |
       +---------+  +---------+  +---------+
-               [r | block 1   | r]             what is assembled: the block, and a rim at each side
+               [h | block 1   | h]             the assembled block, with a halo at each side
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
-#: What lies beyond an end of the array: nothing, what is at its other end, a reflection, its last
-#: element. Anything else is a constant.
+#: Values beyond an end of the array: none, the elements at the other end, the reflected elements,
+#: the last element. Any other boundary is a constant.
 BOUNDARIES = ("none", "periodic", "reflect", "nearest")
 
 
 @versioned()
 @dataclass(frozen=True)
 class Halo:
-    """An axis along which each block gets rims. No rim is wider than the axis is long.
+    """The mapping of an axis along which each block gets a halo, at most as wide as the axis.
 
     Examples
     --------
@@ -38,10 +38,10 @@ class Halo:
     (6, 5)
     """
 
-    src_sizes: tuple[int, ...]  # of the blocks
-    before: int  # width of the rims
-    after: int
-    boundary: Any  # one of `BOUNDARIES`, or the constant that lies beyond both ends
+    src_sizes: tuple[int, ...]  # sizes of the blocks
+    before: int  # width of the halo before a block
+    after: int  # width of the halo after a block
+    boundary: Any  # one of `BOUNDARIES`, or the constant beyond both ends
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class Halo:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of the blocks with their rims."""
+        """Sizes of the blocks with their halos."""
         return tuple(
             sum(stop - start for start, stop in self._reach(number))
             for number in range(len(self.src_sizes))
@@ -62,7 +62,7 @@ class Halo:
     def _reach(self, number: int) -> list[tuple[int, int]]:
         """Return the ranges before, of and after a block, as positions along the axis.
 
-        Positions below 0 and beyond the length are there unless the boundary is "none".
+        They include positions below 0 and beyond the length, unless the boundary is "none".
         """
         start, stop = self._bounds[number : number + 2]
         low, high = start - self.before, stop + self.after
@@ -71,7 +71,7 @@ class Halo:
         return [(low, start), (start, stop), (stop, high)]
 
     def rims(self, number: int) -> tuple[int, int]:
-        """Return how wide the rims before and after a block are: at an end there may be less."""
+        """Return the widths of the halo before and after a block, smaller at some ends."""
         (start, own), _, (end, stop) = self._reach(number)
         return own - start, stop - end
 
@@ -97,7 +97,7 @@ class Halo:
         return segments
 
     def _beyond(self, start: int, stop: int, at: int) -> list[Segment]:
-        """Return the segments of a range that lies beyond one end of the array."""
+        """Return the segments of a range beyond one end of the array."""
         length = self._bounds[-1]
         if self.boundary == "periodic":
             shift = length if start < 0 else -length
@@ -117,13 +117,13 @@ class Halo:
 
 
 def halo_plan(
-    chunks: Chunks,  # of the array
-    depth: Sequence[tuple[int, int]],  # by axis: width of the rims before and after a block
+    chunks: Chunks,  # chunks of the array
+    depth: Sequence[tuple[int, int]],  # by axis: width of the halo before and after a block
     boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, or a constant
     has_corners: bool = True,  # see `GridPlan`
     unread: Any = 0,
 ) -> GridPlan:
-    """Return the plan of blocks with rims."""
+    """Return the plan of blocks with halos."""
     mappings: list[AxisMapping] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         own = tuple(map(int, sizes))
@@ -133,7 +133,7 @@ def halo_plan(
 
 
 def rims_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return for each axis, and each block along it, the widths of its rims before and after."""
+    """Return the widths of the halo before and after, by axis and block along it."""
     return tuple(
         tuple(m.rims(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
         for m in plan.mappings

@@ -1,4 +1,4 @@
-"""Which blocks of an array each member of a gang has."""
+"""The distribution of an array's blocks over the ranks of a gang."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape
 from dask_p2p.versioned import versioned
 
 
-@versioned()  # it travels with the tasks
+@versioned()  # tasks carry it
 @dataclass(frozen=True)
 class Members:
-    """A grid of members. Each has a box of whole blocks, its *share*: as many as the others.
+    """A grid of ranks. Each has a box of whole blocks, its local block, about equal to the others.
 
     Examples
     --------
@@ -24,14 +24,14 @@ class Members:
     ((1, 3), ((6,), (1, 2, 7)))
     """
 
-    chunks: Chunks  # of the array
-    grid: tuple[int, ...]  # members along each axis: at most as many as blocks
+    chunks: Chunks  # chunks of the array
+    grid: tuple[int, ...]  # ranks along each axis, at most the number of blocks
 
     @classmethod
     def at_most(cls, chunks: Chunks, members: int, cut: Sequence[int] | None = None) -> Members:
-        """Return as many members as there can be, with the smallest surface between their shares.
+        """Return at most `members` ranks, with the smallest surface between local blocks.
 
-        Only the axes of the cut may be divided between members; by default all.
+        Only the axes of `cut` may be divided between ranks; by default all.
         """
         axes = range(len(chunks)) if cut is None else cut
         most = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
@@ -39,16 +39,16 @@ class Members:
         for size in range(max(1, min(members, prod(most))), 0, -1):
             if found := list(grids(size, most)):
                 return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
-        raise AssertionError("one member can always have all")
+        raise AssertionError("one rank can always have the whole array")
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Number of ranks."""
         return prod(self.grid)
 
     @cached_property
     def _cuts(self) -> list[list[int]]:
-        """Along each axis the numbers of the first blocks of members, and the count of blocks."""
+        """By axis: the index of each rank's first block, and the number of blocks."""
         return [
             [len(sizes) * number // count for number in range(count + 1)]
             for sizes, count in zip(self.chunks, self.grid, strict=True)
@@ -56,7 +56,7 @@ class Members:
 
     @cached_property
     def share_sizes(self) -> Chunks:
-        """The sizes of shares along each axis: chunks, if each share were one block."""
+        """Sizes of local blocks along each axis, in the form of chunks."""
         return tuple(
             tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(cuts))
             for sizes, cuts in zip(self.chunks, self._cuts, strict=True)
@@ -64,27 +64,27 @@ class Members:
 
     @cached_property
     def places(self) -> list[Index]:
-        """The place of each member in the grid, by rank."""
+        """By rank: the index in the grid."""
         return list(product(*map(range, self.grid)))
 
     def rank(self, place: Index) -> int:
-        """Return which member has a place in the grid."""
+        """Return the rank at an index of the grid."""
         number = 0
         for at, count in zip(place, self.grid, strict=True):
             number = number * count + at
         return number
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a member's share."""
+        """Return the shape of a rank's local block."""
         return block_shape(self.share_sizes, self.places[rank])
 
     def box(self, rank: int) -> Box:
-        """Return where in the array a member's share is."""
+        """Return the box of a rank's local block in the array."""
         bounds = map(block_bounds, self.share_sizes)
         return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.places[rank], strict=True))
 
     def blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
-        """Yield the index of each block of a member, and its box in the member's share."""
+        """Yield the index of each block of a rank, and its box in the local block."""
         along = []
         for sizes, cuts, at in zip(self.chunks, self._cuts, self.places[rank], strict=True):
             numbers = range(cuts[at], cuts[at + 1])
@@ -95,13 +95,13 @@ class Members:
 
 
 def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int, ...]]:
-    """Return by what grids of one array are compared: the surface between shares is less."""
+    """Return the sort key of grids of one array: the surface between local blocks."""
     cuts = ((count - 1) / max(1, n) for count, n in zip(grid, shape, strict=True))
-    return sum(cuts), tuple(-count for count in grid)  # of equals, along the first axes
+    return sum(cuts), tuple(-count for count in grid)  # among equals, more along earlier axes
 
 
 def grids(size: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all grids of so many members, with no more along an axis than given."""
+    """Yield all grids of `size` ranks, with at most `most` along each axis."""
     if not most:
         if size == 1:
             yield ()

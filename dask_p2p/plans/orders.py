@@ -1,38 +1,38 @@
-"""In which order the members of a gang exchange messages: by stages, in which each has one partner.
+"""Message schedules between the ranks of a gang: stages in which each rank has one partner.
 
-Five members; in a stage member 0 sends to the first number, and receives from the second::
+Five ranks; in each stage rank 0 sends to the first number, and receives from the second::
 
-    diagonal      1<4   2<3   3<2   4<1            to those after it, from those before it
+    diagonal      1<4   2<3   3<2   4<1            to the next ranks, from the previous ones
     left-right    1<4   4<1   2<3   3<2            to the right, to the left, further right, ...
-    pairwise       -    1<1   2<2   3<3   4<4      both ways with one; of an odd number one rests
+    pairwise       -    1<1   2<2   3<3   4<4      both ways with one; in odd gangs one rank rests
 
-Left-right uses each link one way at a time, which was better where links of one direction share a
-cable; pairwise keeps two members busy with each other.
+"left-right" uses each link in one direction at a time, which was better where the links of one
+direction share a cable. "pairwise" keeps two ranks busy with each other.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Of messages. In "auto" all go at the same time, as sockets take them.
+#: Schedules. With "auto" all messages go concurrently, as sockets accept them.
 ORDERS = ("auto", "diagonal", "left-right", "pairwise")
 
 _WIDTH = 8  # of a tree: how many are below one
 
 
 class Partners(NamedTuple):
-    """What a member does in one stage: None for nothing."""
+    """The partners of a rank in one stage; None in a stage of rest."""
 
-    to: int | None  # the member to which it sends
-    source: int | None  # the member from which it receives
+    to: int | None  # destination rank
+    source: int | None  # source rank
 
 
 def partners(
-    order: str,  # one of `ORDERS`, but "auto"
-    rank: int,  # which member it is
-    size: int,  # of how many
+    order: str,  # one of `ORDERS` except "auto"
+    rank: int,
+    size: int,  # number of ranks
 ) -> list[Partners]:
-    """Return the partners of a member, stage by stage: each other member once, either way.
+    """Return a rank's partners, stage by stage: each other rank once in either direction.
 
     Examples
     --------
@@ -67,10 +67,10 @@ def branch(rank: int, size: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def _opponents(rank: int, size: int) -> list[int | None]:
-    """Return whom a player meets in each round of a tournament; None for a round of rest.
+    """Return a player's opponents in each round of a round-robin tournament; None: rest.
 
-    All but the last of an even number sit in a ring: those meet whose numbers add up to that of the
-    round. The one that would meet itself meets the last, or rests.
+    All players, except the last of an even number, form a ring. In each round two of them are
+    opponents if their numbers add up to the round's number. The one left plays the last, or rests.
     """
     ring = size - 1 + size % 2
     found: list[int | None] = []

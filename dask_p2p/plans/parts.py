@@ -1,4 +1,4 @@
-"""Parts of a block that go through a GPU one after another, and in which order.
+"""Parts of a block that go through a GPU one after another, and their schedule.
 
 ::
 
@@ -7,8 +7,8 @@
     copies down                   [part 0][part 1] ...
                    slot 0  slot 1  slot 2  slot 0
 
-A block is cut along one axis. Parts with rims overlap in the block that they are read from, as that
-has rims of its own at both ends; what is written of their results does not overlap.
+A block is divided along one axis. If the function needs a halo, the input block has one at both
+ends, and the parts overlap in it. Their results do not overlap.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from typing import NamedTuple
 
 from dask_p2p.geometry import block_bounds, split_evenly
 
-_ALIGNMENT_BYTES = 512  # of what is allocated on a GPU
+_ALIGNMENT_BYTES = 512  # alignment of arrays on a GPU
 
 Range = tuple[int, int]
 
 
 class Input(NamedTuple):
-    """A block that is read, with its rims."""
+    """An input block with its halo."""
 
     shape: tuple[int, ...]
     item_bytes: int
-    axis: int | None  # of its own, along which it is cut; None if each part reads all of it
-    rims: Range = (0, 0)  # widths that the block has before and after, along that axis
-    depth: Range = (0, 0)  # widths that a part wants; at an end of the array the block has less
+    axis: int | None  # the block's axis to divide; None if each part reads the whole block
+    rims: Range = (0, 0)  # widths of the block's halo before and after, along the axis
+    depth: Range = (0, 0)  # widths of a part's halo; at an end of the array the block has less
 
     @property
     def row_bytes(self) -> int:
-        """Of one element along the axis, or of all if it is not cut."""
+        """Bytes of one element along the axis, or of the whole undivided block."""
         others = (n for axis, n in enumerate(self.shape) if axis != self.axis)
         return prod(others) * self.item_bytes
 
 
 class Part(NamedTuple):
-    """A part of all inputs, and of the output. Ranges are along the axis that is cut."""
+    """A part of all inputs and of the output. Ranges are along the divided axis."""
 
-    own: Range  # of the output block
-    reads: tuple[Range | None, ...]  # of each input; None: all of it
-    rims: tuple[Range, ...]  # widths in what is read of each input, before and after its own
+    own: Range  # range of the output block
+    reads: tuple[Range | None, ...]  # by input: range that is read; None: the whole input
+    rims: tuple[Range, ...]  # by input: halo widths in that range, before and after
 
     @property
     def result_rims(self) -> Range:
-        """Widths in what the function returns: those of the first input that is cut."""
+        """Halo widths of the function's result: those of the first divided input."""
         pairs = zip(self.reads, self.rims, strict=True)
         return next((rims for read, rims in pairs if read is not None), (0, 0))
 
     @property
     def result_length(self) -> int:
-        """Of what the function returns, along the axis."""
+        """Length of the function's result along the axis."""
         return self.own[1] - self.own[0] + sum(self.result_rims)
 
 
 @dataclass(frozen=True)
 class PartPlan:
-    """How one block goes through a GPU."""
+    """The parts of one block that goes through a GPU."""
 
-    inputs: tuple[Input, ...]  # the blocks that are read
+    inputs: tuple[Input, ...]  # the input blocks
     parts: tuple[Part, ...]  # at least one
-    result_bytes: int  # of what the function makes of one part, at most
-    has_rims: bool = False  # whether rims are cut off that: what is left is copied
+    result_bytes: int  # largest size of the function's result for one part
+    has_rims: bool = False  # true if halos are trimmed from results, by a copy
 
     def places(self, part: Part) -> list[int]:
-        """Return where in a slot each input of a part lies, and where the last one ends: bytes."""
+        """Return the byte offsets of a part's inputs in a slot, and the end of the last one."""
         sizes = (
             each.row_bytes * (1 if read is None else read[1] - read[0])
             for each, read in zip(self.inputs, part.reads, strict=True)
@@ -80,32 +80,32 @@ class PartPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """What all inputs of the largest part take."""
+        """Bytes of all inputs of the largest part."""
         return max(self.places(part)[-1] for part in self.parts)
 
     @property
     def host_slot_bytes(self) -> int:
-        """What a slot of host memory takes: the inputs of a part, and after them its result."""
+        """Bytes of a slot in host memory: the inputs of a part, then its result."""
         return self.slot_bytes + _aligned(self.result_bytes)
 
     def device_bytes(self, slots: int) -> tuple[int, int]:
-        """Return the memory of a device that parts take, and what the function makes of them."""
+        """Return the bytes on the device of all slots, and of the function's results."""
         count = min(slots, len(self.parts))
         return count * self.slot_bytes, (count + self.has_rims) * _aligned(self.result_bytes)
 
 
 def plan_parts(
-    inputs: Sequence[Input],  # the blocks that are read
-    length: int,  # of the output block along the axis
-    part_bytes: int,  # that all inputs of a part take together, rims included
-    #: Of what the function makes for one element along the axis, other axes' rims included; if
-    #: parts are reduced, of what it makes of any part.
+    inputs: Sequence[Input],  # the input blocks
+    length: int,  # length of the output block along the axis
+    part_bytes: int,  # limit of a part's inputs together, halos included
+    #: Bytes of the function's result for one element along the axis, other axes' halos included.
+    #: For reductions: bytes of the result of any part.
     result_row_bytes: int,
-    is_reduced: bool = False,  # whether results are combined, rather than put one after another
+    is_reduced: bool = False,  # true if results are combined; otherwise they are concatenated
 ) -> PartPlan:
-    """Cut a block into parts of nearly the same length.
+    """Divide a block into parts of nearly equal lengths.
 
-    A part has one element along the axis at least, even if that takes more than it may.
+    A part has at least one element along the axis, even above the limit.
 
     Examples
     --------
@@ -135,7 +135,7 @@ def _part(inputs: Sequence[Input], length: int, own: Range) -> Part:
             reads.append(None)
             rims.append((0, 0))
             continue
-        at = each.rims[0]  # where the own elements of the block begin in it
+        at = each.rims[0]  # offset of the block's own elements
         start = max(0, at + own[0] - each.depth[0])
         stop = min(at + length + each.rims[1], at + own[1] + each.depth[1])
         reads.append((start, stop))
@@ -148,31 +148,31 @@ def _aligned(size_bytes: int) -> int:
 
 
 class Step(NamedTuple):
-    """Something that is done with one part, or given to a stream to be done."""
+    """An operation on one part, by the host or queued on a stream."""
 
-    #: "fill": threads of the host begin to copy the part into pinned memory, and "up" waits for
-    #: them. "up", "run", "down": on a stream each. "empty": threads copy the result out of pinned
-    #: memory.
+    #: "fill": threads of the host start to copy the part into pinned memory; "up" waits for them.
+    #: "up", "run", "down": operations of three streams. "empty": threads copy the result out of
+    #: pinned memory.
     what: str
     part: int
-    #: Steps of other timelines that have to be done before: the host waits for these before "fill"
-    #: and "empty", and the step's stream before the others. Where copies need no pinned memory
-    #: between, there is no "fill" or no "empty", and with it no waiting of the host.
+    #: Steps of other timelines that must end before. The host waits for them before "fill" and
+    #: "empty"; the step's stream waits for them before other steps. Copies without pinned memory
+    #: in between have no "fill" or no "empty", and the host does not wait.
     after: tuple[tuple[str, int], ...] = ()
 
 
 def steps(
-    count: int,  # of parts
-    #: At least 2. Each holds a part from its way up until its result is down, since a result may
-    #: lie in the memory of the part that it was made of.
+    count: int,  # number of parts
+    #: Number of slots, at least 2. A slot holds a part from its copy up to the end of its result's
+    #: copy down, because a result may use its part's memory.
     slots: int,
-    is_reduced: bool = False,  # whether only what was made of all parts goes down
+    is_reduced: bool = False,  # true if only the combined result of all parts goes down
 ) -> Iterator[Step]:
-    """Yield the steps of so many parts in the order in which the host does them, or issues them.
+    """Yield the steps of all parts in the host's order.
 
-    A part goes up before the function is called for the one before it: a function that waits for
-    its own work does not keep copies waiting. Threads begin to fill the next slot before that, and
-    are at it meanwhile. The slot of a part is its number modulo `slots`.
+    A part goes up before the function is called for the previous part, so that a function that
+    waits for its own work does not delay copies. Threads start to fill the next slot before that,
+    and continue in the background. The slot of a part is its number modulo `slots`.
 
     Examples
     --------
@@ -193,7 +193,7 @@ def steps(
     freed = "run" if is_reduced else "down"
     for number in range(count + 3):
         if (part := number) < count:
-            # The part that had the slot before, if there was one.
+            # After the part that used the slot before, if any.
             yield Step("fill", part, () if part < slots else (("up", part - slots),))
         if 0 <= (part := number - 1) < count:
             yield Step("up", part, () if part < slots else ((freed, part - slots),))

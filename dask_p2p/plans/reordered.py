@@ -1,4 +1,4 @@
-"""Plans of blocks whose axes lie in memory in another order than that of the array."""
+"""Plans of blocks whose axes have another order in memory than in the array."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dask_p2p.versioned import versioned
 @versioned()
 @dataclass(frozen=True)
 class ReorderedPlan:
-    """A plan of blocks that lie in memory with their axes in another order than their index has."""
+    """A plan of blocks whose axes have another order in memory than in their index."""
 
-    plan: GridPlan  # of the blocks, in memory's order of axes
+    plan: GridPlan  # plan of the blocks in memory's order of axes
     order: tuple[int, ...]  # axis i of the blocks is axis order[i] of the array and its indices
 
     @cached_property

@@ -1,25 +1,24 @@
-"""The rims around a member's share: which other members send them, and which receive this one's.
+"""The halo around a rank's local block, and the messages that exchange it.
 
-Rims along axes that are not divided between members are copies within the share. They are copied
-first, axis by axis, each over the full width of the axes before it. Messages along the divided axes
-then carry the rims of the other axes along, so corners need no further message where one axis is
-divided::
+The halo along an undivided axis is a copy within the local block. These copies come first, axis by
+axis, each over the full width of the axes before it. Messages along the divided axes then include
+the halo of the other axes. With one divided axis, corners therefore need no extra message::
 
     +---+---------------+---+
-    | c |   from above  | c |   rims of two axes; rows are divided between members
+    | c |   from above  | c |   halo of two axes; rows are divided between ranks
     +---+---------------+---+
-    |   |               |   |   1. columns: copied within the share
-    | w |     share     | w |   2. rows, from above and below: as wide as the share and both w
+    |   |               |   |   1. columns: copied within the local block
+    | w |  local block  | w |   2. rows, from above and below: as wide as the block and both w
     |   |               |   |
     +---+---------------+---+
 
-The *interior* of a share can be computed before the rims of other members have arrived::
+The *interior* of a local block can be computed before the other ranks' halo data have arrived::
 
     +---+-----------+---+
     |   |     2     |   |
     |   +-----------+   |
     |   |           |   |
-    | 0 | interior  | 1 |    a frame at each side where rims come from others
+    | 0 | interior  | 1 |    a boundary region at each side with halo data of other ranks
     |   |           |   |
     |   +-----------+   |
     |   |     3     |   |
@@ -43,20 +42,20 @@ from dask_p2p.plans.members import Members
 
 @dataclass(frozen=True)
 class Rims:
-    """The rims around one member's share. All boxes are in the share with its rims.
+    """The halo around one rank's local block. All boxes are in the local block with its halo.
 
-    An exchange makes the copies, one after the other, then the fills. Only then may messages be
-    packed: they include rims that a copy or a fill has made.
+    An exchange makes the copies, one after another, then the fills. It packs messages only
+    afterwards, because they include copied and filled regions.
     """
 
-    shape: tuple[int, ...]  # of the share with its rims
-    inner: Box  # the share
-    copies: list[tuple[Box, Box]]  # source and target, both in this share
-    fills: list[Fill]  # rims beyond the array's ends; the last one counts where they overlap
-    receives: dict[int, list[Box]]  # by rank of the sender
-    sends: dict[int, list[Box]]  # by rank of the receiver, in the order of its boxes
+    shape: tuple[int, ...]  # shape of the local block with its halo
+    inner: Box  # the local block
+    copies: list[tuple[Box, Box]]  # source and target, both in this local block
+    fills: list[Fill]  # regions beyond the array's ends; the last one wins where they overlap
+    receives: dict[int, list[Box]]  # by sender
+    sends: dict[int, list[Box]]  # by receiver, in the order of the receiver's boxes
     unread: list[Box]  # corners that no exchange fills
-    depth: tuple[tuple[int, int], ...]  # of rims, also where "none" are at the array's ends
+    depth: tuple[tuple[int, int], ...]  # halo widths, also at ends without a halo ("none")
 
 
 def rims(
@@ -66,7 +65,10 @@ def rims(
     boundary: Sequence[Any],
     has_corners: bool,
 ) -> Rims:
-    """Return the rims around a member's share, as of `halo_plan`; they may reach over several."""
+    """Return the halo around a rank's local block; see `halo_plan` for the parameters.
+
+    It may reach over several other ranks.
+    """
     shares = _Shares.of(members, depth, boundary, has_corners)
     at = members.places[rank]
     copies, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
@@ -92,20 +94,20 @@ def rims(
 
 
 class _Piece(NamedTuple):
-    """A region of one share that becomes a rim of another, or of the same."""
+    """A region of one local block that fills a part of a halo, its own or another rank's."""
 
-    holder: Index  # the place of the first in the grid of members
+    holder: Index  # index of the source rank in the grid
     src: Box
     dst: Box
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """The shares of all members with their rims. An exchange has a phase for each group of axes."""
+    """The local blocks of all ranks with their halos."""
 
-    mappings: tuple[AxisMapping, ...]  # of each axis
-    widths: tuple[tuple[tuple[int, int], ...], ...]  # of rims: by axis and place along it
-    groups: list[list[int]]
+    mappings: tuple[AxisMapping, ...]  # by axis
+    widths: tuple[tuple[tuple[int, int], ...], ...]  # halo widths by axis and index along it
+    groups: list[list[int]]  # groups of axes, one for each phase of an exchange
     has_corners: bool
 
     @classmethod
@@ -125,11 +127,11 @@ class _Shares:
         return cls(plan.mappings, rims_of(plan), groups, has_corners)
 
     def shape(self, at: Index) -> tuple[int, ...]:
-        """Return the shape of a share with its rims."""
+        """Return the shape of a local block with its halo."""
         return tuple(m.sizes[i] for m, i in zip(self.mappings, at, strict=True))
 
     def inner(self, at: Index) -> Box:
-        """Return the box of a share within its rims."""
+        """Return the box of a local block within its halo."""
         of_axes = zip(self.widths, at, self.shape(at), strict=True)
         return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
 
@@ -141,7 +143,7 @@ class _Shares:
         return {}
 
     def pieces(self, at: Index) -> list[_Piece]:
-        """Return the pieces of a share's rims in the order in which an exchange fills them."""
+        """Return the pieces of a halo, in the order of an exchange."""
         if at not in self._pieces:
             inner, whole, filled = self.inner(at), self._whole(at), set[int]()
             found = self._pieces[at] = []
@@ -169,12 +171,12 @@ class _Shares:
                     yield _Piece(tuple(holder), tuple(src), tuple(dst))
 
     def may_read(self, reader: Index, holder: Index) -> bool:
-        """Return whether a share's rims may have pieces of another one."""
+        """Return true if the reader's halo may have pieces of the holder's local block."""
         along = zip(self.mappings, reader, holder, strict=True)
         return all(i == own or own in mapping.blocks(i) for mapping, i, own in along)
 
     def fills(self, at: Index) -> list[Fill]:
-        """Return the rims beyond the array's ends that have one value."""
+        """Return the halo regions beyond the array's ends that have a constant value."""
         base = self._whole(at) if self.has_corners else self.inner(at)
         found = [
             Fill((*base[:axis], part.dst, *base[axis + 1 :]), part.value)
@@ -185,7 +187,7 @@ class _Shares:
         return [fill for fill in found if box_size(fill.dst)]
 
     def unread(self, at: Index) -> list[Box]:
-        """Return the corners of a share that no piece and no fill covers."""
+        """Return the corners of a halo that no piece and no fill covers."""
         if self.has_corners:
             return []
         sides = [
@@ -201,9 +203,10 @@ class _Shares:
 
 
 def interior_and_frames(rims: Rims) -> list[Box]:
-    """Return boxes of a share that cover it once. Only the first needs no rims of other members.
+    """Return the interior and the boundary regions, which together cover a local block once.
 
-    It may be empty: then there is one frame, the share.
+    Only the interior needs no halo data of other ranks. It may be empty: then the local block is
+    the only boundary region.
     """
     lengths = [stop - start for start, stop in rims.inner]
     whole = tuple((0, length) for length in lengths)
@@ -223,7 +226,7 @@ def interior_and_frames(rims: Rims) -> list[Box]:
 
 
 def _sides(rims: Rims) -> set[tuple[int, bool]]:
-    """Return at which sides frames are needed: axes, and whether it is the end."""
+    """Return the sides that need boundary regions: axis, and true for its end."""
     around = []
     for box in (box for boxes in rims.receives.values() for box in boxes):
         along = list(enumerate(zip(box, rims.inner, strict=True)))
@@ -232,6 +235,6 @@ def _sides(rims: Rims) -> set[tuple[int, bool]]:
         around.append(before + after)
     needed: set[tuple[int, bool]] = set()
     for sides in sorted(around, key=len):
-        if not needed & {*sides}:  # corners lie beside frames, mostly
+        if not needed & {*sides}:  # a corner's other side mostly has a region already
             needed.add(sides[0])
     return needed

@@ -1,4 +1,4 @@
-"""Axes whose elements move on, and come in again at the start."""
+"""Rolled axes: elements shift, and wrap around from the end to the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_p2p.versioned import versioned
 @versioned()
 @dataclass(frozen=True)
 class Rolled(Cut):
-    """An axis whose elements move on; those that leave at its end come in at its start.
+    """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
 
     Examples
     --------
@@ -20,7 +20,7 @@ class Rolled(Cut):
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """
 
-    shift: int  # by how many elements
+    shift: int  # number of elements
 
     @cached_property
     def largest_segment(self) -> int:
@@ -34,7 +34,7 @@ class Rolled(Cut):
         start = (self._bounds[number] - self.shift) % max(1, length)
         stop = start + self.sizes[number]
         upto = min(stop, length)
-        # What comes round the end may lie in the same block as the rest: it is a rim.
+        # Wrapped elements count as halo, because they may lie in the same block as the others.
         return [
             *segments_of_range(self._src_bounds, start, upto, 0),
             *segments_of_range(self._src_bounds, 0, stop - upto, upto - start, is_rim=True),

@@ -1,1 +1,1 @@
-"""Everything that replaces or reads a private part of Dask: `tests/plugins/test_canary.py`."""
+"""All code that replaces or reads private parts of Dask; see `tests/plugins/test_canary.py`."""

@@ -1,11 +1,11 @@
-"""What concerns this package's tasks does not wait in Dask's streams.
+"""Flushes Dask's batched streams for messages about this package's tasks.
 
-Dask's client, scheduler and workers collect messages, and send no two batches within 10, 5 and 2 ms
-of each other. For a graph of many small tasks that saves work. A worker that has nothing to do but
-the task which is to be sent waits in vain.
+Dask's client, scheduler and workers batch their messages: at least 10, 5 and 2 ms pass between two
+batches. Batches save work in graphs of many small tasks. They only delay an idle worker whose next
+task is in the batch.
 
-It is no public setting of Dask. These are attributes of the streams; whatever else they may be in
-another release is left alone.
+Dask has no public setting for this, so this module sets attributes of the streams. It leaves
+streams of any other type alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from distributed.batched import BatchedSend
 
 
 class AtOnce:
-    """Has streams send what they hold as soon as the event loop has done what it is at."""
+    """Flushes batched streams at the next iteration of the event loop."""
 
     def __init__(self) -> None:
         self._streams: set[BatchedSend] = set()
 
     def send(self, *streams: Any) -> None:
-        """Have streams send what they hold, and what they are given until then."""
+        """Flush these streams soon, with messages that are added until then."""
         if not self._streams:
             asyncio.get_running_loop().call_soon(self._send)
         self._streams.update(each for each in streams if isinstance(each, BatchedSend))

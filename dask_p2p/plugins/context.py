@@ -1,6 +1,6 @@
-"""What transports and tasks need of the worker that they are on: blocks, calls, threads, routes.
+"""The worker context: blocks, RPC, threads and routes of a Dask worker, for transports and tasks.
 
-Its coroutines run on the worker's event loop, the rest in any thread.
+Coroutines run on the worker's event loop, other methods in any thread.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")
 
-#: Of Dask's events: a transport was given up for a holder.
+#: Topic of Dask events that record the loss of a transport to a holder.
 FALLBACK_TOPIC = "p2p-fallback"
 
-_RECORDS = 10_000  # of attempts that are kept, and their stages
-_MOST_RECORDS = 2**62  # that there ever are
-_SERVING_THREADS = 2  # that pack regions for other workers
-_LOOKS = 10  # for a block that is being spilled, or brought back
-_KEEP_S = 1.0  # how long blocks that were read from disk are kept
-_ENCRYPTED = ("tls://", "wss://")  # of Dask's protocols
-_PUBLISHED_ARRAYS = 1000  # of which it is known that their blocks have been published
-_MOST_AHEAD = 1000  # blocks of one array that are published before they are asked for
-_PING_S = 0.2  # for a worker that was given up to say that it is there
+_RECORDS = 10_000  # kept records of attempts and their stages
+_MOST_RECORDS = 2**62  # upper bound of record numbers
+_SERVING_THREADS = 2  # threads that pack regions for other workers
+_LOOKS = 10  # lookups of a block that is being spilled or restored
+_KEEP_S = 1.0  # time until a block that was read from disk is dropped
+_ENCRYPTED = ("tls://", "wss://")  # encrypted protocols of Dask
+_PUBLISHED_ARRAYS = 1000  # number of arrays recorded as published
+_MOST_AHEAD = 1000  # blocks of one array that are published before a reader requests them
+_PING_S = 0.2  # timeout for an answer from a worker that counts as lost
 
 
 class DaskWorkerContext(AttemptLog):
-    """What transports and tasks need of the Dask worker that they are on: a `WorkerContext`."""
+    """The `WorkerContext` of a Dask worker, for its transports and tasks."""
 
-    def __init__(self, worker: Worker, options: Options) -> None:  # the worker's own
+    def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.note_fallback)
         self.records = RecordLog(_RECORDS)
@@ -76,14 +76,14 @@ class DaskWorkerContext(AttemptLog):
         self.pinned = PinnedOutputs(worker, options.retain_outputs_s, self.warn)
         self._worker = worker
         self._gone: set[str] = set()
-        # Names of arrays, the oldest first, and how many of their blocks are still there.
+        # by name of an array, the oldest first: number of its blocks that are still held
         self._published: dict[Any, int] = {}
         self.calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
         self.from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
 
     def block(self, key: Key) -> Any:
-        """Return a block; one that is spilled is read, and left where it is."""
+        """Return a block; a spilled block is read, but stays spilled."""
         if is_probe(key):
             return self.probes.block(key, self._worker.memory_manager.memory_limit or None)
         data = self._worker.data
@@ -99,7 +99,7 @@ class DaskWorkerContext(AttemptLog):
         raise KeyError(key)
 
     def is_on_disk(self, key: Key) -> bool:
-        """Return whether a block is spilled, so that `block` would have to read it."""
+        """Return whether a block is spilled, so that `block` has to read it."""
         return is_spilled(self._worker.data, key)
 
     def holds(self, key: Key) -> bool:
@@ -107,17 +107,17 @@ class DaskWorkerContext(AttemptLog):
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; `KeyError` if it is, or is not here."""
+        """Return a block that is not spilled; raise `KeyError` for any other key."""
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block, wherever the block lies now; None if it is not known."""
+        """Return the kind of a block, in memory or spilled; None if it is unknown."""
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None
 
     def _keep_a_while(self, key: Key, block: Array) -> Any:
-        """Keep a block that was read for a while: its other regions will be asked for soon."""
+        """Keep a block that was read from disk: requests for its other regions follow soon."""
         if is_mapped(block):
             return block
         self.from_disk[key] = block
@@ -145,13 +145,13 @@ class DaskWorkerContext(AttemptLog):
         return reply
 
     def on_worker_left(self, address: str) -> None:
-        """Cancel calls to a worker that has left: it would take long until connecting fails."""
+        """Cancel calls to a worker that has left, as connecting fails only after a long time."""
         self._gone.add(address)
         for call in self.calls.pop(address, ()):
             call.cancel()
 
     def on_workers_named(self, addresses: Iterable[str]) -> None:
-        """Note that these workers are in the cluster: the scheduler names them as holders."""
+        """Record that these workers are in the cluster: the scheduler lists them as holders."""
         self._gone.difference_update(addresses)
 
     # --- for tasks ---
@@ -159,11 +159,11 @@ class DaskWorkerContext(AttemptLog):
     only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
-        """Warn the user, wherever they are."""
+        """Warn the users of all clients."""
         warn_client(self._worker, text, P2PWarning)
 
     def note_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
-        """Tell the scheduler that a transport is given up for a holder: `client.get_events`."""
+        """Log an event for `client.get_events`: a transport to a holder was given up."""
         event = {
             "worker": self.address,
             "holder": holder,
@@ -179,10 +179,10 @@ class DaskWorkerContext(AttemptLog):
             self.router.transports[name].publish(blocks)
 
     def _held_beside(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return other blocks of the same arrays, once for each array.
+        """Return the other blocks of the same arrays that the worker holds, once for each array.
 
-        Tasks on other workers are about to read those: each holder that they have to ask first
-        takes them as long as reading fifty blocks.
+        Tasks on other workers are about to read these blocks. A request to a holder that has not
+        published its blocks takes as long as reading fifty blocks.
         """
         names = {key[0] for key in blocks} - self._published.keys()
         if not names:
@@ -190,18 +190,18 @@ class DaskWorkerContext(AttemptLog):
         self._published |= dict.fromkeys(names, 0)
         _keep_newest(self._published, _PUBLISHED_ARRAYS)
         held, data = {}, self._worker.data
-        with suppress(RuntimeError):  # it changes just now: then they are asked for
+        with suppress(RuntimeError):  # the store is changing: readers will request the blocks
             keys = [key for key in list(data) if isinstance(key, tuple) and key[0] in names]
             self._published |= Counter(key[0] for key in keys)
             for key in keys[:_MOST_AHEAD]:
                 with suppress(KeyError, UnsupportedArrayError):
                     block = as_array(find_in_memory(data, key))
-                    backend_for(block)  # which refuses whatever cannot be published
+                    backend_for(block)  # raises for blocks that cannot be published
                     held[key] = block
         return held
 
     def on_released(self, key: Key) -> None:
-        """Note that the worker no longer holds a block: one of this name may be made again."""
+        """Record that the worker no longer holds a block; a later block may have the same name."""
         name = key[0] if isinstance(key, tuple) else key
         left = self._published.get(name)
         if left is not None and left > 1:
@@ -225,7 +225,7 @@ class DaskWorkerContext(AttemptLog):
         return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
 
     def probe_peers(self, holders: Iterable[str], kind: Kind) -> None:
-        """Prove the route that blocks of this kind will take from each of these workers."""
+        """Probe the route that blocks of this kind will take from each of these workers."""
         with device_work():
             for holder in holders:
                 if holder != self.address:
@@ -235,25 +235,25 @@ class DaskWorkerContext(AttemptLog):
         if not record.error:
             self.forget_attempts(record.key)
             note_transfer(self._worker, record)
-        self.running.pop(record.key, None)  # before it is among the records: it is told of once
+        self.running.pop(record.key, None)  # before the append, so that it is reported once
         self.records.append(self._numbered(record))
         self.counters.add(record)
         meter(record)
 
     def under_way(self) -> list[Record]:
-        """Return what is known of tasks that run."""
+        """Return the records of running tasks, as far as they have come."""
         return [look() for look in tuple(self.running.values())]
 
     def _numbered(self, record: Record) -> Record:
-        """Return the record of a task that runs, with Dask's number of this run of it."""
+        """Return a task's record with Dask's run number, if Dask still has the task."""
         task = self._worker.state.tasks.get(record.key)
         return record._replace(run=task.run_id) if task is not None else record
 
     @answering
     async def new_records(self, since: Any = 0) -> dict[str, Any]:
-        """Answer the scheduler, which has all records before this number, as `RecordLog.since`.
+        """Return the records from number `since` on, as `RecordLog.since`, to the scheduler.
 
-        ``under_way`` are those of tasks that run.
+        ``under_way`` has the records of running tasks.
         """
         first, records = self.records.since(checked_integer("since", since, 0, _MOST_RECORDS))
         running = map(self._numbered, self.under_way())
@@ -273,10 +273,10 @@ class DaskWorkerContext(AttemptLog):
             raise
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Make the worker leave, so that Dask does its work elsewhere; return whether it will.
+        """Close the worker, so that Dask reruns its tasks elsewhere; return whether it will close.
 
-        A worker that shares its process with others, perhaps with the user's own code, does not
-        leave. A nanny starts a new process, which can use the GPU again. Any thread may call this.
+        A worker that shares its process with other workers or the user's code stays. A nanny
+        starts a new process, which can use the GPU again. Any thread may call this.
         """
         if self._worker.address.startswith("inproc"):
             return False
@@ -291,15 +291,15 @@ class DaskWorkerContext(AttemptLog):
 
 
 def must_encrypt(worker: Worker) -> bool:
-    """Return whether nothing may leave a worker unencrypted."""
-    # Credentials from a configuration file do not make Dask require what they are used for.
+    """Return whether a worker may send only encrypted data."""
+    # Credentials in a configuration file do not make Dask require encryption.
     return bool(worker.security.require_encryption) or worker.address.startswith(_ENCRYPTED)
 
 
 def _keep_newest(kept: dict[Any, Any], most: int) -> None:
-    """Drop the oldest of what is kept, while other threads may add and drop as well."""
+    """Drop the oldest entries beyond `most`; other threads may change `kept` concurrently."""
     while len(kept) > most:
-        with suppress(KeyError, StopIteration, RuntimeError):  # another thread was quicker
+        with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
             del kept[next(iter(kept))]
 
 

@@ -1,4 +1,4 @@
-"""A worker whose GPU is lost leaves the cluster, and its process ends."""
+"""Closes a worker whose GPU is lost, and ends its process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dask_p2p.plugins.notices import warn_client
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_TELL_S = 1.0  # that tasks have to tell of the GPU that they lost
-_LEAVE_S = 1.0  # from then on until a worker's process ends
+_TELL_S = 1.0  # time for running tasks to report the lost GPU
+_LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 
 
 def leave(worker: Worker, reason: str) -> None:
-    """Have a worker leave, and tell users why; on its event loop. Idempotent."""
+    """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
     if worker not in _leaving:
         logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)
         warn_client(worker, f"dask_p2p: worker {worker.address} left: {reason}", P2PWarning)
@@ -30,11 +30,11 @@ def leave(worker: Worker, reason: str) -> None:
 
 
 async def _until_told(worker: Worker) -> None:
-    """Wait, not long, until one of the tasks that run here has failed: it says what was wrong.
+    """Wait up to `_TELL_S` until a running task has failed and so reported the cause.
 
-    All other tasks are done again elsewhere, and must not fail with the GPU as well.
+    Dask reruns all other tasks elsewhere, so these must not fail because of this GPU.
     """
-    worker.status = Status.closing_gracefully  # no other task begins
+    worker.status = Status.closing_gracefully  # no other task starts
     running = set(worker.state.executing)
     deadline_s = time.monotonic() + _TELL_S
     while running and time.monotonic() < deadline_s:
@@ -45,7 +45,7 @@ async def _until_told(worker: Worker) -> None:
 
 
 async def _end_process(worker: Worker) -> None:
-    """Close a worker, and end its process soon: closing often hangs or fails with a lost GPU."""
+    """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU."""
     try:
         await _until_told(worker)
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")

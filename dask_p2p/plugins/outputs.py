@@ -1,7 +1,7 @@
-"""Host memory of outputs that are gone, kept a while for the next ones.
+"""Reuse of host memory: memory of released outputs is kept for a while, for new outputs.
 
-New memory is dear: the system clears each page when it is touched first, which takes a fifth of an
-exchange's time. Dask's workers have the C library give free memory back at once.
+New memory is expensive: the system clears each page at its first touch, which takes a fifth of an
+exchange's time. On Dask's workers, the C library returns freed memory to the system immediately.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from dask_p2p.backends.pinned import CANNOT_PIN, Pinned, warn_once
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.types import Array, DType
 
-_LEAST_BYTES = 2**20  # less is allocated sooner than it is looked for
-_PINNED_SHARE = 2  # of a worker's memory limit is pinned at most: the system cannot take that back
-_STEPS = 8  # sizes of memory from one power of two to the next
+_LEAST_BYTES = 2**20  # smallest buffer to keep: allocating a smaller one is faster than a lookup
+_PINNED_SHARE = 2  # at most 1 / 2 of a worker's memory limit is pinned: it cannot be swapped
+_STEPS = 8  # buffer sizes between one power of two and the next
 
 
 class OutputMemory(Buffers):
-    """Memory for outputs of Dask's worker, kept until none has come back for a while.
+    """Buffers for outputs of a Dask worker, freed when none has been returned for a while.
 
-    None is kept where the worker has no memory limit, nor what comes back while it uses half of it.
+    A worker without a memory limit keeps no buffers. A buffer is freed when it is returned while
+    the worker uses more than half of its limit.
     """
 
-    share = 16  # at most this part of a worker's memory limit is kept
+    share = 16  # at most 1 / 16 of a worker's memory limit is kept
 
-    def __init__(self, worker: Worker, retain_s: float) -> None:  # 0 for not at all
+    def __init__(self, worker: Worker, retain_s: float) -> None:  # 0: keep no buffers
         super().__init__("numpy", 0)
-        self._worker: Worker | None = worker  # None once it is closed: outputs may outlive it
+        self._worker: Worker | None = worker  # None once closed: outputs may outlive the worker
         self._retain_s = retain_s
         self._clearing: TimerHandle | None = None
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        """Return an array whose values are undefined, for what the queue will do."""
+        """Return an uninitialised array, which the queue's work will fill."""
         size_bytes = prod(shape) * dtype.itemsize
         if queue.kind != self.kind or dtype.hasobject:
             return queue.empty(shape, dtype)
-        # Of what is not kept no more is allocated than it needs: a buffer is larger.
+        # Buffers are larger than the array, so arrays that will not be kept are allocated exactly.
         if size_bytes >= _LEAST_BYTES and self.size_of(size_bytes) <= self._most_bytes:
             return self.take(tuple(shape), dtype)
         array = queue.empty(shape, dtype)
@@ -54,7 +55,7 @@ class OutputMemory(Buffers):
         return array
 
     def size_of(self, nbytes: int) -> int:
-        # All of it is there, whatever part is used: its pages are touched, or pinned, once.
+        # A fine step, since all pages of a buffer are touched or pinned, even unused ones.
         step_bytes = max(_LEAST_BYTES, buffer_bytes(nbytes) // 2 // _STEPS)
         return -(-nbytes // step_bytes) * step_bytes
 
@@ -65,7 +66,7 @@ class OutputMemory(Buffers):
 
     @property
     def _most_bytes(self) -> int:
-        """What may be kept, as long as there is memory."""
+        """Largest number of bytes to keep."""
         if self._worker is None or not self._retain_s:
             return 0
         return (self._worker.memory_manager.memory_limit or 0) // self.share
@@ -77,7 +78,7 @@ class OutputMemory(Buffers):
         self.idle_limit_bytes = most_bytes
         super().put_back(size_bytes, memory)
         loop: AbstractEventLoop = worker.loop.asyncio_loop
-        with suppress(RuntimeError):  # it is closed
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._clear_later, loop)
 
     def _clear_later(self, loop: AbstractEventLoop) -> None:
@@ -86,7 +87,7 @@ class OutputMemory(Buffers):
         self._clearing = loop.call_later(self._retain_s, self.clear)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Free all buffers, and keep no more."""
         self._worker = None
         if self._clearing is not None:
             self._clearing.cancel()
@@ -94,11 +95,12 @@ class OutputMemory(Buffers):
 
 
 class PinnedOutputs(OutputMemory):
-    """The same for outputs that come from GPUs: pinned, so that copies end there.
+    """Pinned buffers for outputs that are copied from GPUs, so that copies need no staging.
 
-    What is too small or too large to be kept is not pinned, which takes longer than it saves once.
-    More is kept: to pin 8 GiB took 0.7 s on an H200's host, three times as long as to fill them.
-    `warn` is told why memory cannot be pinned. Outputs lie in ordinary memory then.
+    Arrays that are too small or too large to be kept are not pinned: a single use does not make up
+    for the pinning. Pinned buffers have a larger limit, since pinning 8 GiB took 0.7 s on an H200's
+    host, three times as long as filling them. If memory cannot be pinned, `warn` is called with
+    the reason, and outputs lie in pageable memory.
     """
 
     share = 4
@@ -106,17 +108,17 @@ class PinnedOutputs(OutputMemory):
     def __init__(self, worker: Worker, retain_s: float, warn: Callable[[str], None]) -> None:
         super().__init__(worker, retain_s)
         self._warn = partial(warn_once, warn, f"worker {worker.address}")
-        self._pinned: dict[int, int] = {}  # sizes by id; other threads may look at any time
+        self._pinned: dict[int, int] = {}  # sizes by id; other threads may read at any time
 
     @property
     def pinned_bytes(self) -> int:
-        """Of all memory that is pinned: of outputs, and of what is kept."""
+        """Bytes of all pinned memory: outputs in use, and kept buffers."""
         return sum(list(self._pinned.values()))
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         try:
             return super().empty(shape, dtype, queue)
-        except Exception as exc:  # of the system, or of CUDA, whose errors have no class here
+        except Exception as exc:  # errors of the system or of CUDA, whose classes CuPy defines
             if not isinstance(exc, _TooMuchError):
                 self._warn(CANNOT_PIN, f"{type(exc).__name__}: {exc}")
             return queue.empty(shape, dtype)
@@ -124,7 +126,7 @@ class PinnedOutputs(OutputMemory):
     def _allocate(self, size_bytes: int) -> Pinned:
         most_bytes = self._most_bytes * self.share // _PINNED_SHARE
         if self.pinned_bytes + size_bytes > most_bytes:
-            self.clear()  # what is kept in other sizes
+            self.clear()  # kept buffers of other sizes
             if self.pinned_bytes + size_bytes > most_bytes:
                 raise _TooMuchError
         memory = Pinned(size_bytes)
@@ -134,4 +136,4 @@ class PinnedOutputs(OutputMemory):
 
 
 class _TooMuchError(MemoryError):
-    """As much is pinned as may be."""
+    """The limit of pinned memory is reached."""

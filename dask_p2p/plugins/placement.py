@@ -1,11 +1,12 @@
-"""How Dask's scheduler treats this package's tasks differently: docs/design.md tells why.
+"""Changes to how Dask's scheduler treats this package's tasks; docs/design.md has the reasons.
 
-It refuses none for whole dependencies, and places each by the regions that it reads. In a transpose
-all workers hold about as much, so that tasks are spread evenly. `dask_p2p.plugins.seating`
-places the members of a gang.
+The scheduler does not reject a task for the size of its whole dependencies, and it places a task by
+the regions that the task reads. In a transpose all workers hold about the same number of these
+bytes, so tasks are spread evenly. `dask_p2p.plugins.seating` places the ranks of a gang.
 
-These are private methods of Dask's scheduler, which `tests/plugins/test_canary.py` watches. An
-`Overlay` takes the place of each, and passes on everything that it does not decide.
+An `Overlay` replaces each private method of Dask's scheduler, and forwards all other calls to the
+original method.
+`tests/plugins/test_canary.py` detects changes of these methods in new Dask releases.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from typing import Any
 from dask_p2p.engine.task import PLUGIN_NAME, MemberTask, ReferenceTask
 from dask_p2p.plugins.seating import place_member
 
-#: Method of Dask's scheduler that refuses tasks.
+#: Method of Dask's scheduler that rejects tasks larger than a worker's memory.
 MEMORY_CHECK = "_add_to_processing"
 _PLACE = "decide_worker_non_rootish"
 _ROOTISH = "is_rootish"
-# A worker counts as good as the best one if it holds less by at most this share of what is read.
-# Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest one.
+# Workers rank equal if they hold less than the best one by at most this fraction of a task's input.
+# Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest slab.
 _TOLERANCE = 0.1
-_MOST_SOURCES = 4096  # of a task that is ranked; one that reads from more reads from everywhere
+_MOST_SOURCES = 4096  # most sources of a ranked task; with more, a task reads from all workers
 
 
 class Overlay:
-    """Takes the place of one method of Dask's scheduler, until it is no longer wanted."""
+    """Replaces one method of Dask's scheduler, until `is_wanted` returns False."""
 
     def __init__(
         self,
         scheduler: Any,
         method: str,
-        decide: Callable[..., Any],  # called with Dask's own method and the arguments
-        is_wanted: Callable[[], bool],  # asked at each call: once it says no, the overlay goes
+        decide: Callable[..., Any],  # the replacement, called with Dask's method and the arguments
+        is_wanted: Callable[[], bool],  # called each time; if False, the overlay removes itself
     ) -> None:
         current = getattr(scheduler, method)
-        # One that is there is not wanted any more, and has not been called since.
+        # An earlier overlay is no longer wanted, and has not been called since.
         self.original: Callable[..., Any] = (
             current.original if isinstance(current, Overlay) else current
         )
@@ -53,7 +54,7 @@ class Overlay:
         return self.original(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the method back, unless other code has replaced it since."""
+        """Restore the method, unless other code has replaced it since."""
         if vars(self._scheduler).get(self._method) is self:
             delattr(self._scheduler, self._method)
             if getattr(self._scheduler, self._method) != self.original:  # other code's
@@ -65,16 +66,16 @@ def overlay_memory_check(
     is_wanted: Callable[[], bool],
     obstacle: Callable[[str], Exception | None],
 ) -> None:
-    """Leave Dask's check of whole dependencies out for this package's tasks; see `Overlay`.
+    """Skip Dask's check of whole dependencies for this package's tasks; see `Overlay`.
 
-    `obstacle` returns why a worker, by address, cannot be sent such a task; None if it can.
+    `obstacle` returns the error of a worker, by address, that cannot run such tasks; else None.
     """
 
     def decide(original: Any, ts: Any, ws: Any, stimulus_id: str) -> Any:
         is_ours = isinstance(ts.run_spec, ReferenceTask)
         if not is_ours or PLUGIN_NAME not in scheduler.worker_plugins:
             return original(ts, ws, stimulus_id=stimulus_id)
-        limit_bytes, ws.memory_limit = ws.memory_limit, 0  # that is, none
+        limit_bytes, ws.memory_limit = ws.memory_limit, 0  # 0: no limit
         try:
             processing = original(ts, ws, stimulus_id=stimulus_id)
         finally:
@@ -88,8 +89,8 @@ def overlay_memory_check(
 def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
     """Place this package's tasks by the regions that they read; see `Overlay`.
 
-    Dask's own choice among the workers stands: those that hold something, within restrictions and
-    resources. Only their order changes. Stealing goes on as it does for other tasks.
+    Dask still selects the candidates: workers that hold a dependency, within restrictions and
+    resources. Only their order changes. Work stealing is unchanged.
     """
 
     def is_placed_here(ts: Any) -> bool:
@@ -100,7 +101,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
     def is_rootish(original: Any, ts: Any) -> bool:
         if isinstance(ts.run_spec, MemberTask):
             return False
-        # Few blocks that become many: Dask would take them for tasks that read nothing.
+        # Where few blocks become many, Dask would treat tasks as roots without dependencies.
         reads = bool(ts.dependencies) and is_placed_here(ts)
         return not reads and bool(original(ts))
 
@@ -130,9 +131,9 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
 
 
 def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
-    """Return how much of what a task reads each worker holds, in elements.
+    """Return, by worker, the number of a task's input elements that the worker holds.
 
-    `who_has` has the workers that hold them for the key of each of its dependencies.
+    `who_has` maps the key of each dependency to its holders.
     """
     held: Counter[Any] = Counter()
     for key, elements in task.reads():
@@ -142,7 +143,7 @@ def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
 
 
 def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) -> Any:
-    """Fail a task that has just been placed, as Dask's own check does."""
+    """Set a task that was just placed to "erred", as Dask's own check does."""
     from distributed.protocol.pickle import dumps
 
     return scheduler._transition(

@@ -1,7 +1,7 @@
-"""How the plugins get onto a cluster.
+"""Registration of the plugins on a cluster.
 
-The client, or a worker that lacks them, gives the scheduler its plugin
-(`dask_p2p.plugins.scheduler`); that sees to the workers.
+The client, or a worker without the plugin, sends the scheduler plugin to the scheduler
+(`dask_p2p.plugins.scheduler`). The scheduler plugin then installs the worker plugin on all workers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dask_p2p.versioned import check_dask, this_version
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_MOST_NAMED = 4  # workers in a warning
-_LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # whose lines no warning is about
-_LOOK_S = 0.5  # for another scheduler at a client's address
+_MOST_NAMED = 4  # most workers listed in a warning
+_LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # skipped to find the user's line
+_LOOK_S = 0.5  # interval of checks for a new scheduler at a client's address
 #: Connections of clients to schedulers that have the plugins. A client may outlive its scheduler
-#: and connect to the next one at the same address; a connection does not.
+#: and connect to a new one at the same address; a connection ends with its scheduler.
 _registered: WeakSet[Any] = WeakSet()
-_watched: WeakSet[Any] = WeakSet()  # clients that are looked after: see `_watch`
-askers: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have asked for it
+_watched: WeakSet[Any] = WeakSet()  # clients that `_watch` observes
+askers: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have requested it
 
 
 @overload
@@ -44,34 +44,34 @@ def register(client: AsynchronousClient) -> Awaitable[None]: ...
 
 
 def register(client: Any = None) -> Any:
-    """Put the plugins on a cluster: on its scheduler, its workers, and those that join later.
+    """Install the plugins on a cluster: on its scheduler, its workers, and workers that join later.
 
-    Calling it again changes nothing. `dask_p2p.transpose` calls it by itself where it finds a
-    client; an asynchronous one registers while `transpose` goes on. A worker that does not answer
-    for ten seconds is named in a warning, and gets the plugin when it goes on.
+    Another call has no effect. `dask_p2p.transpose` calls `register` itself if there is a client;
+    an asynchronous client registers in the background. A worker that does not answer for ten
+    seconds is named in a warning, and gets the plugin when it responds again.
 
     Parameters
     ----------
     client : distributed.Client, optional
-        By default the current one.
+        Default: the current client.
 
     Returns
     -------
     None or awaitable
-        Something to await if the client is asynchronous.
+        An awaitable if the client is asynchronous.
 
     Raises
     ------
     ValueError, InputError
         If there is no client, or it is closed.
     RegistrationError
-        If the scheduler or a worker cannot take part, since it lacks the package, has another
-        version of it, or runs a release of Dask that this version does not work with.
+        If the scheduler or a worker lacks the package, has another version of it, or runs a Dask
+        release that this version does not support.
     """
     client = checked_client(client)
     if client.asynchronous:
         return _register_async(client)
-    # A warning is issued in this thread, not on the event loop, so it has the user's line.
+    # Warnings are issued in this thread, not on the event loop, so that they show the user's line.
     connection = connection_of(client)
     _report(client.sync(_prepare, client))
     _note(client, connection)
@@ -79,16 +79,16 @@ def register(client: Any = None) -> Any:
 
 
 def connection_of(client: Any) -> Any:
-    """Return a client's connection to its scheduler, which ends with the scheduler.
+    """Return a client's connection to its scheduler; None if it is not connected.
 
-    State about a cluster is kept by the connection. None while there is none.
+    The connection ends with its scheduler, so it is the key for state about a cluster.
     """
     return getattr(client, "scheduler_comm", None)
 
 
 def current_client() -> Any:
-    """Return the current client, if there is one and it is connected."""
-    # Without distributed imported there cannot be a client, and importing it takes a while.
+    """Return the current client, or None if there is none that is connected."""
+    # There is no client before distributed is imported, and importing it is slow.
     if "distributed" not in sys.modules:
         return None
     from distributed import default_client
@@ -101,9 +101,9 @@ def current_client() -> Any:
 
 
 def register_if_possible() -> None:
-    """Register with the current client, or within a task for its worker.
+    """Register with the current client, or inside a task with its worker's scheduler.
 
-    Once with each scheduler: a client may find another one when it connects again.
+    Registers once with each scheduler: a client may reconnect to a new scheduler.
     """
     if "distributed" not in sys.modules:
         return
@@ -125,9 +125,9 @@ def register_if_possible() -> None:
 
 
 def on_missing_plugin(worker: Any, keys: Sequence[Key]) -> None:
-    """Note that a task, which has blocks of these keys, runs on a worker without the plugin.
+    """Request the plugin for a worker that runs a task without it, and warn of whole blocks.
 
-    It is asked for, so that later tasks have it.
+    `keys` are those of the task's input blocks.
     """
     if worker not in askers:
         askers.add(worker)
@@ -136,7 +136,7 @@ def on_missing_plugin(worker: Any, keys: Sequence[Key]) -> None:
 
 
 async def ask_later(worker: Any) -> None:
-    """Have the scheduler put the plugins on the cluster, as soon as it can be reached."""
+    """Send the plugin to the scheduler as soon as the scheduler can be reached."""
     from distributed.core import Status
 
     while worker.status in (Status.init, Status.running, Status.paused):
@@ -145,7 +145,7 @@ async def ask_later(worker: Any) -> None:
             return
         except OSError:
             await asyncio.sleep(_RETRY_S)
-        except Exception as exc:  # it works without, if slower
+        except Exception as exc:  # tasks work without the plugin, but slower
             logger.warning("the scheduler did not take the plugin: %s", exc)
             return
 
@@ -157,8 +157,8 @@ async def _register_async(client: Any) -> None:
 
 
 def _note(client: Any, connection: Any) -> None:
-    """Note that the scheduler of a connection has the plugins, or is about to."""
-    if connection is None:  # lost meanwhile
+    """Record that the scheduler of a connection has the plugins, or will soon have them."""
+    if connection is None:  # lost since
         return
     _registered.add(connection)
     if client not in _watched:
@@ -167,9 +167,9 @@ def _note(client: Any, connection: Any) -> None:
 
 
 def _watch(reference: weakref.ref[Any], known: weakref.ref[Any]) -> None:
-    """Register again when a client has found another scheduler: some of its graphs are older.
+    """Register again when a client has connected to a new scheduler, for graphs made before.
 
-    Once with each. Runs on the client's event loop, as long as the client is open.
+    Registers once with each scheduler. Runs on the client's event loop while the client is open.
     """
     client = reference()
     if client is None or client.status in ("closing", "closed"):
@@ -184,7 +184,7 @@ def _watch(reference: weakref.ref[Any], known: weakref.ref[Any]) -> None:
 
 
 async def _prepare(client: Any) -> dict[str, Any]:
-    """Have a client's cluster take part, as far as it does; return what `ask` does."""
+    """Register a client's cluster, and return the answer of `ask`."""
     check_dask()
     return await ask(client.scheduler)
 
@@ -197,16 +197,19 @@ async def register_later(client: Any) -> None:
     except (P2PError, OSError) as exc:
         if connection is not None:
             _registered.discard(connection)
-        if client.status == "running":  # and has not been closed meanwhile
+        if client.status == "running":  # not closed since
             warnings.warn(f"dask_p2p: {exc}", P2PWarning, stacklevel=2)
 
 
 async def ask(scheduler: Any) -> dict[str, Any]:
-    """Ask a scheduler to have all workers take part; return which cannot, and which are silent."""
+    """Register the plugins with a scheduler; return its answer on failed and silent workers."""
     await _give_plugin(scheduler)
     answer: dict[str, Any] = await scheduler.p2p_register()
     if answer.get("status", "ok") != "ok":
-        raise RegistrationError(f"the scheduler could not reach its workers: {answer}")
+        raise RegistrationError(
+            f"the scheduler could not register the plugin on its workers: {answer}. Call "
+            f"dask_p2p.register(client) again."
+        )
     return answer
 
 
@@ -220,7 +223,7 @@ async def _give_plugin(scheduler: Any) -> None:
         await scheduler.register_scheduler_plugin(
             plugin=dumps(plugin), name=plugin.name, idempotent=True
         )
-    except (ImportError, AttributeError) as exc:  # it cannot read the plugin
+    except (ImportError, AttributeError) as exc:  # the scheduler cannot unpickle the plugin
         remote = await installed_version(scheduler.run_function)
         raise RegistrationError(
             f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
@@ -229,7 +232,7 @@ async def _give_plugin(scheduler: Any) -> None:
 
 
 def _report(answer: dict[str, Any]) -> None:
-    """Raise if workers cannot take part, and warn of those that do not answer."""
+    """Raise `RegistrationError` for failed workers, and warn of silent ones."""
     from dask_p2p.plugins.scheduler import ANSWER_S, cannot_take_part
 
     if answer["failed"]:
@@ -240,13 +243,13 @@ def _report(answer: dict[str, Any]) -> None:
         text = (
             f"{len(silent)} of {answer['workers']} workers have not answered the registration for "
             f"{ANSWER_S:g} s: they are busy or suspended ({named}). Tasks sent there wait until "
-            f"they answer; close a worker that is dead."
+            f"they answer. Close workers that are dead."
         )
         warnings.warn(text, P2PWarning, stacklevel=_level_of_user())
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel` of the line that led here from outside: the user's, as a rule."""
+    """Return the `stacklevel` of the calling line outside the libraries, usually the user's."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
@@ -254,10 +257,10 @@ def _level_of_user() -> int:
 
 
 def workers_of(client: Any) -> dict[str, dict[str, Any]]:
-    """Return what the scheduler says of each worker, by address, to a synchronous client.
+    """Return the scheduler's information on each worker, by address; for synchronous clients.
 
-    `Client.scheduler_info` asks for the same, but the client itself asks now and then, for no
-    workers, and may put its own answer in the place of this one.
+    `Client.scheduler_info` requests the same. But the client also sends such a request
+    periodically, without workers, and its answer may replace this one.
     """
     workers: dict[str, dict[str, Any]]
     workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
@@ -265,7 +268,10 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
 
 
 def cluster_size() -> tuple[int, int] | None:
-    """Return the workers of the current cluster, and the most threads of one; None without any."""
+    """Return the number of workers of the current cluster, and the largest number of threads.
+
+    None without a synchronous client or without workers.
+    """
     client = current_client()
     if client is None or client.asynchronous:
         return None

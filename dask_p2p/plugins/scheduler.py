@@ -1,7 +1,7 @@
-"""The scheduler plugin: makes every worker take part.
+"""The scheduler plugin: installs the worker plugin on every worker.
 
-It puts the worker plugin on all workers, and on those that join later. It waits for none of them: a
-worker that hangs gets the plugin as soon as it continues.
+The workers include those that join later. The scheduler waits for none of them: a worker that hangs
+gets the plugin as soon as it continues.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ from dask_p2p.versioned import check_dask, this_version, versioned
 
 logger = logging.getLogger(__name__)
 
-#: How long a registration waits for a worker.
+#: Longest wait of a registration for a worker.
 ANSWER_S = 10.0
 _RETRY_S = 1.0
 _MOST_RUNS = 2**62
-_LEFT = ("waiting", "no-worker", "queued", "processing")  # states of tasks that have still to end
-_ENDED = ("memory", "erred", "forgotten")  # not "released", from where a task may go on
+_LEFT = ("waiting", "no-worker", "queued", "processing")  # states of unfinished tasks
+_ENDED = ("memory", "erred", "forgotten")  # not "released": a released task may run again
 
 
 @dataclass
 class _SetUp:
-    """The plugin on its way to one worker."""
+    """The installation of the plugin on one worker."""
 
-    since_s: float  # by the monotonic clock
+    since_s: float  # start, by the monotonic clock
     task: asyncio.Task[None]
 
 
 @versioned(strict=True)
 class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
-    """Puts the worker plugin on all workers, and has Dask's scheduler let its tasks through."""
+    """Installs the worker plugin on all workers, and changes the scheduler's task placement."""
 
     name = PLUGIN_NAME
     idempotent = True
 
     def __init__(self) -> None:
-        self._set_ups: dict[str, _SetUp] = {}  # by the worker's address
-        self._failed: dict[str, str] = {}  # why a worker cannot take part, by its address
+        self._set_ups: dict[str, _SetUp] = {}  # by worker address
+        self._failed: dict[str, str] = {}  # by worker address: cause of the failed installation
         self._background: set[asyncio.Future[None]] = set()
         self._records = RecordStore()
         self._starts = RunStarts()
         self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
         self._totals = Totals()
-        self._states: dict[str, Any] = {}  # of workers, by address, as Dask has them
+        self._states: dict[str, Any] = {}  # Dask's worker states, by address
         self._at_once = AtOnce()
 
     async def start(self, scheduler: Any) -> None:
-        """Begin. Nothing is awaited here: a second client would begin once more in the meantime."""
+        """Start the plugin. No await here: a second client would start it again concurrently."""
         check_dask()
         self.scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
@@ -84,19 +84,19 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
 
     async def close(self) -> None:
-        """End with the scheduler."""
+        """Stop when the scheduler closes."""
         self.feed.close()
         prometheus.unregister(self.scheduler)
         for task in [*self._background, *(each.task for each in self._set_ups.values())]:
             task.cancel()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """See that a worker that joins has the plugin."""
+        """Install the plugin on a worker that joins."""
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """Forget a worker that leaves."""
+        """Drop the state of a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
         self.feed.forget(worker)
@@ -107,7 +107,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             set_up.task.cancel()
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Note where runs begin and end, and have nobody wait for word of them."""
+        """Record starts and ends of runs, and flush the streams that idle workers wait for."""
         if finish == "processing":
             task = self.scheduler.tasks[key]
             if _is_ours(task):
@@ -126,10 +126,10 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @answering
     async def register(self) -> dict[str, Any]:
-        """Put the plugin on all workers; answer when they have it, or `ANSWER_S` have passed.
+        """Install the plugin on all workers; return when all have it, or after `ANSWER_S`.
 
-        ``failed`` says why a worker cannot take part, by address; ``silent`` are those that have
-        not answered; ``workers`` tells how many there are.
+        In the answer, ``failed`` has the cause of each failed installation, by address.
+        ``silent`` lists the workers without an answer. ``workers`` is the number of workers.
         """
         self._set_up_all()
         now_s = time.monotonic()
@@ -141,15 +141,15 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         silent = [worker for worker, each in self._set_ups.items() if not each.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
         probing = asyncio.ensure_future(self._probe_peers(sorted(ready)))
-        self._background.add(probing)  # the loop itself keeps only a weak reference
+        self._background.add(probing)  # the loop has only a weak reference
         probing.add_done_callback(self._background.discard)
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
 
     @answering
     async def records(self, n: Any = None) -> dict[str, Any]:
-        """Ask the workers for what is new, and answer with the newest `n` runs, or all.
+        """Fetch new records from the workers, and return those of the newest `n` runs, or all.
 
-        ``records`` are what `packed` made of them; ``silent`` are workers that did not answer.
+        ``records`` are in the form of `packed`; ``silent`` lists workers that did not answer.
         """
         n = None if n is None else checked_integer("n", n, 1, _MOST_RUNS)
         ready = self.ready()
@@ -163,7 +163,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return {"records": packed(wanted), "silent": silent}
 
     def ready(self) -> list[str]:
-        """Return the workers that have the plugin; none once this one was taken off."""
+        """Return the workers that have the plugin; none after this plugin was removed."""
         if not self._is_registered():
             return []
         return [
@@ -173,33 +173,33 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         ]
 
     def _tasks(self, name: str) -> Tasks:
-        """Return the tasks of an output array that the scheduler has."""
+        """Return the numbers of all tasks and of unfinished tasks of an output array."""
         group = self.scheduler.task_groups.get(name)
         states = group.states if group is not None else {}
         left = sum(states.get(state, 0) for state in _LEFT)
         return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
 
     async def _fetch(self, worker: str) -> list[Record] | None:
-        """Bring a worker's new records here; return those under way, None without an answer."""
+        """Fetch a worker's new records; return those of running tasks, None without an answer."""
         call = getattr(self.scheduler.rpc(worker), RECORDS_OP)
         try:
             answer = await asyncio.wait_for(call(since=self._records.next(worker)), ANSWER_S)
         except (OSError, TimeoutError):
-            # One that left has nothing to tell.
+            # A worker that has left has no records.
             return None if worker in self.scheduler.workers else []
         if answer is not None and answer.get("status", "ok") != "ok":
-            logger.warning("%s did not tell what it has done: %s", worker, answer)
+            logger.warning("worker %s did not return its records: %s", worker, answer)
             return None
-        if answer is None:  # as of a worker whose plugin was taken off
+        if answer is None:  # from a worker whose plugin was removed
             return []
         records, under_way = map(unpacked, (answer["records"], answer["under_way"]))
         self._records.add(worker, answer["first"], self._starts.assigned(records))
         return self._starts.assigned(under_way)
 
     def figures(self) -> Values:
-        """Return what all workers have done so far, as their last heartbeats tell it.
+        """Return the counters and gauges of all workers, as of their last heartbeats.
 
-        Nothing once the plugin was taken off, of which Dask does not tell it.
+        Empty after the plugin was removed, since Dask does not notify plugins of their removal.
         """
         if not self._is_registered():
             return {}
@@ -227,14 +227,14 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._begin_set_up(worker)
 
     def _begin_set_up(self, worker: str) -> None:
-        """Start to set a worker up, unless that has started and not ended."""
+        """Start the installation on a worker, unless one is running."""
         self._states[worker] = self.scheduler.workers[worker]
         if worker not in self._set_ups or self._set_ups[worker].task.done():
             task = asyncio.ensure_future(self._set_up(worker))
             self._set_ups[worker] = _SetUp(time.monotonic(), task)
 
     async def _set_up(self, worker: str) -> None:
-        """Put the plugin on a worker, however long it stands still."""
+        """Install the plugin on a worker, and retry until the worker responds or leaves."""
         request = {"function": dumps(set_up), "args": dumps((P2PPlugin(),))}
         while worker in self.scheduler.workers:
             try:
@@ -242,7 +242,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             except OSError:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            except Exception as exc:  # it cannot read the request
+            except Exception as exc:  # the worker cannot unpickle the request
                 version = await installed_version(self.scheduler.rpc(worker).run)
                 self._failed[worker] = f"{version} ({exc})"
                 return
@@ -262,31 +262,31 @@ def _is_ours(task: Any) -> bool:
 
 
 def _is_beside_ours(task: Any) -> bool:
-    """Return whether a task is ours, reads what one of ours makes, or makes what one reads."""
-    # One of each stands for all, of which there may be thousands.
+    """Return whether a task is this package's, depends on such a task, or is read by one."""
+    # The first dependency and dependent stand for all, as there may be thousands.
     beside = chain([task], islice(task.dependencies, 1), islice(task.dependents, 1))
     return any(map(_is_ours, beside))
 
 
 def _is_idle(worker: Any) -> bool:
-    """Return whether a worker has no more to do than it can do at once."""
+    """Return whether a worker has no more tasks than threads."""
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 
 def cannot_take_part(failed: dict[str, str]) -> str:
-    """Say which workers cannot take part, and why."""
+    """Return the error message for workers without the plugin, with the cause of each."""
     causes = "; ".join(f"worker {worker}: {cause}" for worker, cause in sorted(failed.items()))
     return (
         f"expected {this_version()} on every worker, got {causes}. "
-        f"Install the same version everywhere, or close the workers that do without."
+        f"Install the same version everywhere, or close the workers without it."
     )
 
 
 async def installed_version(run: Any) -> str:
-    """Ask a process of the cluster, by its ``run``, which version of the package it has."""
+    """Return the package's version in another process of the cluster, called by its ``run``."""
     try:
         reply = await run(function=dumps(metadata.version), args=dumps(("dask-p2p",)))
-        version = reply["result"]  # which a scheduler does not read by itself
+        version = reply["result"]  # a scheduler does not deserialize it by itself
         if not isinstance(version, str):
             version = deserialize(version.header, version.frames)
         return f"dask_p2p {version}"

@@ -1,7 +1,7 @@
-"""Where the members of a gang go: to as many workers as there are, and within their resources.
+"""Placement of a gang's ranks: spread over all workers, and within the workers' resources.
 
 Dask places a task by its inputs, and a task that lacks units of a resource waits on its worker.
-A member would wait there for ever if another member of its gang had the units.
+A rank would wait there for ever if another rank of its gang held the units.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from weakref import WeakSet
 from dask_p2p.engine.task import MemberTask, WaitTask
 from dask_p2p.plans.seats import most_seated, room
 
-_LONG_S = 3.0  # a task that has run for so long is long
+_LONG_S = 3.0  # running time of a long task, at least
 
-#: Tasks of members that did not start where they were: they avoid workers full of long tasks.
+#: Tasks of ranks that did not start on their last worker: they avoid workers full of long tasks.
 unstarted: WeakSet[Any] = WeakSet()
 
 
 def allowed_workers(scheduler: Any, ts: Any) -> set[Any]:
-    """Return the workers that may run a task and have its resources, also those that are paused."""
+    """Return the workers that may run a task and have its resources, including paused workers."""
     able = {ws for ws in scheduler.workers.values() if _can_hold(ws, needs_of(ts))}
     named = able & named_workers(scheduler, ts)
     return able if ts.loose_restrictions and not named else named
 
 
 def named_workers(scheduler: Any, ts: Any) -> set[Any]:
-    """Return the workers that a task's restrictions to workers and hosts name; all without any."""
+    """Return the workers that a task's worker and host restrictions allow; all if it has none."""
     workers = set(scheduler.workers.values())
     if not ts.worker_restrictions and not ts.host_restrictions:
         return workers
@@ -38,7 +38,7 @@ def named_workers(scheduler: Any, ts: Any) -> set[Any]:
 
 
 def _can_hold(ws: Any, needs: Mapping[str, float]) -> bool:
-    """As Dask compares them: a worker without the resource has none, even if none is needed."""
+    """Return whether a worker has these resources, by Dask's rule: it must list each by name."""
     return all(name in ws.resources and ws.resources[name] >= n for name, n in needs.items())
 
 
@@ -49,12 +49,12 @@ def needs_of(ts: Any) -> Mapping[str, float]:
 
 
 def is_restricted(ts: Any) -> bool:
-    """Return whether not every worker may run a task, or not any number of such tasks."""
+    """Return whether a task has restrictions to workers, hosts or resources."""
     return bool(ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions)
 
 
 def is_full(ws: Any, ts: Any) -> bool:
-    """Return whether a task would wait on a worker for long tasks, which are of no gang."""
+    """Return whether a task would wait on a worker for long tasks that belong to no gang."""
     long = [
         other
         for other, seconds in ws.executing.items()
@@ -69,7 +69,7 @@ def _is_member(ts: Any) -> bool:
 
 
 def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
-    """Return whether a worker has room for a task and for others of its gang that are there."""
+    """Return whether a worker has the resources for a task in addition to these other tasks."""
     needs = needs_of(ts)
     left = dict(ws.resources)
     for other in others:
@@ -79,14 +79,14 @@ def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
 
 
 def place_member(scheduler: Any, ts: Any) -> Any:
-    """Return the worker for a member of a gang; None if none can take it."""
+    """Return the worker for a rank of a gang; None if no worker can run it."""
     workers = scheduler.running
     if is_restricted(ts):
         allowed = workers & allowed_workers(scheduler, ts)
         if ts.loose_restrictions and not allowed:
             allowed = {ws for ws in workers if _can_hold(ws, needs_of(ts))}
         workers = allowed
-    # The task that depends on all members leads to the others.
+    # The task that depends on all ranks leads to the other ranks.
     waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
     siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
     taken = Counter(sibling.processing_on for sibling in siblings)
@@ -107,7 +107,10 @@ def place_member(scheduler: Any, ts: Any) -> Any:
 
 
 def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) -> list[Any]:
-    """Return the workers that have room for a member, first one that leaves room for the others."""
+    """Return a worker with room for this rank that leaves room for the others, as a list of one.
+
+    If there is no such worker, return all workers with room for this rank.
+    """
     placed: dict[Any, list[Any]] = {}
     for sibling in siblings:
         placed.setdefault(sibling.processing_on, []).append(sibling)
@@ -128,7 +131,7 @@ def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) 
 
 
 def allowed_of(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[str]]:
-    """Return for each task the addresses of the workers that may run it."""
+    """Return the addresses of the workers that may run each task."""
     known: dict[Any, frozenset[str]] = {}
     found = []
     for ts in tasks:

@@ -1,16 +1,15 @@
-"""Blocks in a worker's store, read without moving them.
+"""Reads of blocks in a worker's store, without moving them between its levels.
 
-``worker.data[key]`` brings a spilled block back into memory, and spills others for it. When two
-threads do that at the same time, one of them gets a `KeyError`. So threads that read
-blocks read the levels of a store one by one, and change none of them.
+``worker.data[key]`` brings a spilled block back into memory, and spills others to make room. When
+two threads do so at the same time, one of them gets a `KeyError`. So readers look into each level
+of the store in turn, and change none of them.
 
-A block of NumPy on disk is mapped: an array whose memory is the file. A region of it takes the
-pages that it lies on, and no more. Dask may remove the file at any time: the pages stay until the
-array is gone. Blocks that Dask has compressed, and Python objects, are read as a whole.
+A NumPy block on disk is memory-mapped: a read of a region loads only its pages. Dask may remove the
+file at any time; the pages remain until the array is released. Blocks that Dask has compressed, and
+Python objects, are read as a whole.
 
-dask-cuda spills CuPy blocks as Dask serialises them: a header, and their bytes in host memory.
-There they are read like NumPy blocks, region by region, and take no room on the GPU that they had
-to leave.
+dask-cuda spills CuPy blocks in Dask's serialised form: a header, and the bytes in host memory. They
+are read there like NumPy blocks, region by region, and take no memory of their GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from dask_p2p.types import Array, Key
 
 
 def find_in_memory(data: Any, key: Key) -> Any:
-    """Return a block that is in memory of its own kind; `KeyError` if it is not."""
+    """Return a block that is not spilled; raise `KeyError` if there is none.
+
+    A CuPy block counts as not spilled only in GPU memory.
+    """
     for level in _memory_levels(data):
         try:
             block = level[key]
@@ -46,15 +48,15 @@ def find_in_memory(data: Any, key: Key) -> Any:
 def holds(data: Any, key: Key) -> bool:
     """Return whether a store has a block, on any level.
 
-    ``key in data`` would bring the block back from the host, in dask-cuda's store.
+    In dask-cuda's store, ``key in data`` would bring the block back to the GPU.
     """
     return any(key in level for level in (*_memory_levels(data), *_slow_levels(data)))
 
 
 def is_spilled(data: Any, key: Key) -> bool:
-    """Return whether a block is there, but not in memory of its own kind."""
+    """Return whether a store has a block, but spilled."""
     if isinstance(data, SpillBuffer):
-        return key not in data.memory and key in data.disk  # to look it up would make it recent
+        return key not in data.memory and key in data.disk  # a lookup would mark it as recent
     try:
         find_in_memory(data, key)
     except KeyError:
@@ -63,27 +65,27 @@ def is_spilled(data: Any, key: Key) -> bool:
 
 
 def read_spilled(data: Any, key: Key) -> Any:
-    """Return a spilled block, and leave it where it is; `KeyError` if there is none.
+    """Return a spilled block, which stays spilled; raise `KeyError` if there is none.
 
-    One of CuPy is returned as a NumPy array in the memory where it lies. If it lies there in a form
-    that is not known, it is made anew on the current GPU, and has to be waited for.
+    A CuPy block is returned as a NumPy view of its host memory. If its serialised form is unknown,
+    it is restored on the current GPU, and the caller must wait for the copy.
     """
     for level in (*_memory_levels(data), *_slow_levels(data)):
-        with suppress(KeyError, FileNotFoundError):  # moved on just now
+        with suppress(KeyError, FileNotFoundError):  # just moved to the next level
             return _restored(_mapped(level, key))
     raise KeyError(key)
 
 
 def is_mapped(block: Any) -> bool:
-    """Return whether the memory of a block is that of a file, which takes nothing to keep."""
+    """Return whether a block is memory-mapped, so that keeping it takes no memory."""
     return any(isinstance(base, mmap.mmap) for base in bases(block))
 
 
 def on_spilled(data: Any, function: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """Have a function called with each block that a store spills, and its key.
+    """Register a function that is called with the key and value of each block to be spilled.
 
-    The thread that spills calls it. Right after, the block is freed, if no references are left.
-    Return a function that ends this.
+    The spilling thread calls it, and then frees the block if no other references are left.
+    Returns a function that ends the registration.
     """
     ending = ExitStack()
     stores = (data, getattr(data, "device_buffer", None), getattr(data, "host_buffer", None))
@@ -100,7 +102,7 @@ def _memory_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
     elif _is_device_host_file(data):
         yield data.others
         yield data.device
-        yield data.host  # blocks of NumPy, and serialised ones of CuPy
+        yield data.host  # NumPy blocks, and serialised CuPy blocks
     else:
         yield data
 
@@ -113,11 +115,11 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
-    """Return an item of a level; of one in a file, the arrays are that file, mapped."""
+    """Return an item of a level; arrays of an item in a file are memory-mapped."""
     files: Any = level
-    if isinstance(level, Cache):  # of weak references
+    if isinstance(level, Cache):  # holds weak references to blocks
         with suppress(KeyError):
-            return level.cache[key]  # it is in use somewhere
+            return level.cache[key]  # still referenced elsewhere
         files = level.data
     if not isinstance(files, Func) or not isinstance(files.d, File):
         return level[key]
@@ -145,9 +147,9 @@ def _restored(block: Array) -> Any:
 
 
 def _host_view(block: Any) -> np.ndarray[Any, Any] | None:
-    """Return a serialised CuPy block as an array of host memory; None if it is not as expected.
+    """Return a NumPy view of a serialised CuPy block; None if its form is unknown.
 
-    It is as `distributed.protocol.cupy` makes it, for dask-cuda's `DeviceSerialized`.
+    The known form is that of `distributed.protocol.cupy`, in dask-cuda's `DeviceSerialized`.
     """
     try:
         header, (frame,) = block.header["sub-header"], block.frames
@@ -169,5 +171,5 @@ def _is_device_host_file(data: Any) -> bool:
 
 
 def _device_host_file() -> Any:
-    """Return dask-cuda's module, if this worker has it: nobody else makes such stores."""
+    """Return dask-cuda's module if it is imported, since only that module makes such stores."""
     return sys.modules.get("dask_cuda.device_host_file")

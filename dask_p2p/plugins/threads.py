@@ -1,4 +1,4 @@
-"""Threads of Dask's worker that wait for a device: another one does the next task meanwhile."""
+"""Releases the worker's slot for the next task, while a task's thread waits for a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distributed.threadpoolexecutor import thread_state, threads_lock
 
 @contextmanager
 def only_waiting() -> Iterator[None]:
-    """Return a context in which the worker begins another task, if it has one.
+    """Return a context that lets the worker start its next task.
 
-    The thread comes back to the pool, which Dask's `secede` would have it leave for good: libraries
-    keep plans and handles for each thread. So a worker ends up with one thread more than it does
-    tasks at once, as long as one thread at a time is in the context.
+    At the end the thread returns to the pool, unlike with Dask's `secede` alone, since libraries
+    keep plans and handles for each thread. If one thread at a time is in the context, the pool has
+    one thread more than the worker runs tasks.
     """
-    executor = getattr(thread_state, "executor", None)  # None in a pool that is not Dask's
+    executor = getattr(thread_state, "executor", None)  # None outside Dask's thread pool
     thread = threading.current_thread()
     if executor is None or thread not in executor._threads:
         yield

@@ -1,13 +1,12 @@
 """The worker plugin: references in place of copies, and the holder's side of every transport.
 
-By default a Dask worker copies every dependency of a task to itself before the task runs, and reads
-those back from disk that it has spilled. The plugin rewrites the scheduler's ``compute-task``
-message for `ReferenceTask` before the worker's state machine sees it: dependencies are taken out of
-``who_has`` and ``nbytes`` and replaced in the task by a `BlockRef`. The task then runs, and reads
-only the regions that it needs, block after block.
+By default a Dask worker copies every dependency of a task to itself before the task runs, and
+restores its spilled dependencies from disk. For a `ReferenceTask`, the plugin rewrites the
+scheduler's ``compute-task`` message before the worker's state machine handles it. It removes the
+dependencies from ``who_has`` and ``nbytes``, and replaces each in the task by a `BlockRef`. The
+task then reads only the regions that it needs, block by block.
 
-Grouped by the thread that calls: `P2PPlugin` runs on the worker's event loop, `DaskWorkerContext`'s
-methods in task threads.
+Methods of `P2PPlugin` run on the worker's event loop, those of `DaskWorkerContext` in task threads.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ logger = logging.getLogger(__name__)
 
 _LEASED_METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
-    "dask_p2p: a worker's blocks cannot be read in place, and are sent by messages instead: "
+    "dask_p2p: other workers cannot read a worker's blocks in place, so it sends them as messages: "
     "{0.full_text}."
 )
 
 
 @versioned(strict=True)
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Makes a worker take part in peer-to-peer transfers.
+    """Worker plugin for peer-to-peer transfers.
 
-    Options are the worker's own, by default as configured there; tasks bring theirs with them.
+    Options are the worker's own, by default from its configuration; tasks carry their options.
     """
 
     name = PLUGIN_NAME
     idempotent = True
-    context: DaskWorkerContext | None = None  # while it is not set up
+    context: DaskWorkerContext | None = None  # None before the set-up
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options
@@ -63,7 +62,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._background: set[asyncio.Future[None]] = set()
 
     def setup(self, worker: Worker) -> None:
-        """Take the place of the worker's handlers, and add the transports': all, or nothing."""
+        """Replace the worker's handlers, and add those of the transports: all or none."""
         try:
             check_dask()
             keep_small_buffers()
@@ -72,15 +71,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self._context = context = DaskWorkerContext(worker, own)
             self._transports = context.router.transports = make_transports(context, own)
         except BaseException:
-            worker.plugins.pop(self.name, None)  # Dask keeps what has failed
+            worker.plugins.pop(self.name, None)  # Dask keeps plugins that failed
             raise
         for refusal in {transport.refusal for transport in self._in_place()} - {None}:
             context.warn(_REFUSAL.format(refusal))
         for transport in self._transports.values():
             worker.handlers.update(transport.handlers())
         worker.handlers[RECORDS_OP] = context.new_records
-        # In a new dict: a heartbeat that goes through the old one just now, and waits for a metric,
-        # would close the worker if that had changed in the meantime.
+        # A new dict, since a heartbeat may be iterating over the old one and awaiting a metric. A
+        # change would raise there, and close the worker.
         own_metrics = {
             _LEASED_METRIC: lambda worker: self.leased_bytes,
             COUNTERS_METRIC: lambda worker: self.figures(),
@@ -96,27 +95,27 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.context = context
 
     async def _warm_up(self) -> None:
-        """Compile the kernels: once on a machine it takes seconds, for which no task need wait."""
+        """Compile the kernels before a task needs them, which takes seconds once per machine."""
         backend = worker_backend()
         if backend.on_device:
             try:
-                # Imported by this thread, which unpickles messages: of two threads that import
-                # CuPy at the same time one may fail, and Dask then reads no more of a stream.
+                # Import CuPy in this thread, which also unpickles messages: if two threads import
+                # CuPy concurrently, one may fail, and Dask then stops reading a stream.
                 _ = backend.module
                 await self._context.offload(backend.warm_up)
-            except Exception:  # the first task will fail in the same way, and say so
+            except Exception:  # the first task will fail in the same way, with an error
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of blocks that are kept because others read them, or may be about to."""
+        """Bytes of blocks that are kept for readers, or for readers that may follow."""
         return sum(transport.directory.leased_bytes for transport in self._in_place())
 
     def _in_place(self) -> list[SameHostTransport]:
         return [each for each in self._transports.values() if isinstance(each, SameHostTransport)]
 
     def figures(self) -> Values:
-        """Return what the worker has done so far, and what transfers hold on it now."""
+        """Return the worker's counters, and gauges of memory and ranks."""
         transports = self._transports.values()
         packed = {id(transport.packed): transport.packed for transport in transports}
         staging_bytes = {
@@ -136,19 +135,19 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         return {**self._context.counters.values(), **gauges}
 
     def clear_probes(self) -> None:
-        """Drop the blocks by which links were measured."""
+        """Drop the blocks that were made to measure links."""
         for key in self._context.probes.clear():
             for transport in self._transports.values():
                 transport.on_released(key)
 
     async def teardown(self, worker: Worker) -> None:
-        """Give the handlers back and end all leases."""
+        """Restore the worker's handlers, and end all leases."""
         worker.stream_handlers.update(self._originals)
         prometheus.unregister(worker)
         own_metrics = (_LEASED_METRIC, COUNTERS_METRIC)
         worker.metrics = {k: metric for k, metric in worker.metrics.items() if k not in own_metrics}
         self._end_spilling()
-        async with AsyncExitStack() as ending:  # each, whatever becomes of the others
+        async with AsyncExitStack() as ending:  # runs each callback, even if others fail
             ending.callback(self._context.close)
             ending.callback(worker.handlers.pop, RECORDS_OP, None)
             for transport in self._transports.values():
@@ -157,13 +156,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 ending.push_async_callback(transport.close)
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
-        """Tell of blocks that the worker no longer holds, and at once of what it did last."""
+        """Notify transports of released blocks, and flush the stream of a worker without tasks."""
         state = self._worker.state
         if start in ("executing", "long-running") and not state.ready and not state.executing:
             self._at_once.send(self._worker.batched_stream)
         if finish == "error" and worker_backend().on_device:
             looking = asyncio.ensure_future(self._look_after_device())
-            self._background.add(looking)  # the loop itself keeps only a weak reference
+            self._background.add(looking)  # the loop has only a weak reference
             looking.add_done_callback(self._background.discard)
         if start == "memory" and finish != "memory":
             self._context.on_released(key)
@@ -171,13 +170,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 transport.on_released(key)
 
     def _on_spilled(self, key: Key, block: Any) -> None:
-        """Let go of a block that Dask spills, whose memory it wants back."""
+        """Release a block that Dask spills, so that its memory can be freed."""
         for transport in self._in_place():
             transport.on_spilled(key)
 
     async def _look_after_device(self) -> None:
-        """Find out whether a task failed because the GPU is lost, for which the worker must go."""
-        with suppress(Exception):  # the context has handled it
+        """Check whether a task failed because the GPU is lost; if so, the worker is closed."""
+        with suppress(Exception):  # `offload` has handled it
             await self._context.offload(raise_if_lost)
 
     def _on_compute_task(self, **message: Any) -> None:
@@ -205,15 +204,15 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
 
 async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
-    """Put the plugin on a worker; one that is already there, and works, stays."""
+    """Install the plugin on a worker, unless a working one is there."""
     if plugin_context(dask_worker) is None:
         await dask_worker.plugin_add(plugin, catch_errors=False)
 
 
 async def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
-    """Have a worker find out how it reaches the others, which opens what is to be kept.
+    """Probe a worker's routes to the others, which opens connections and mappings for later.
 
-    Blocks in host memory need nothing that would have to be opened.
+    Only for GPU blocks: routes for blocks in host memory have nothing to open.
     """
     context, backend = plugin_context(dask_worker), worker_backend()
     if isinstance(context, DaskWorkerContext) and backend.on_device:

@@ -1,4 +1,4 @@
-"""Gangs of tasks that run at the same time and exchange data while they run."""
+"""Sections: gangs of tasks that run at the same time, and exchange data while they run."""
 
 from dask_p2p.sections.context import Context
 

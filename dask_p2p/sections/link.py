@@ -1,4 +1,4 @@
-"""One stream between two members, what is on its way through it, and who is at the other end."""
+"""Connection between two ranks: its socket, the messages in transit, and the peer's address."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.channel import LEAST_BYTES, Channel
 from dask_p2p.sections.in_process import Stream
 
-#: Bytes; those of a GPU too, where a link `carries` so many.
+#: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 TEXT_BYTES = 240
-HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, bytes that follow, text of the call
+HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, payload size in bytes, text of the call
 
 
 class AttemptEndedError(P2PError):
-    """The attempt that a member takes part in cannot go on, or has ended."""
+    """The rank's current attempt cannot continue, or has ended."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another member, or this one."""
+    """One rank of the gang, this rank included."""
 
     worker: str  # address of its worker
-    ticket: str  # of its run: nobody else knows it
-    endpoint: str  # where its links begin: `Links.endpoint`
+    ticket: str  # its attempt token: a secret of the gang
+    endpoint: str  # address of its listeners: `Links.endpoint`
 
 
 @dataclass
 class Link:
-    """One socket, and what is on its way through it in the current exchange.
+    """One socket, and its messages of the current exchange.
 
-    Of a message by UCX the header alone goes through the socket.
+    A message by UCX sends only its header through the socket.
     """
 
     socket: socket.socket | Stream
     sending: list[memoryview] = field(default_factory=list)
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
-    receiving: memoryview | None = None  # the part of the header, or the payload, still to come
-    payload: Any = None  # where it goes; None if the sender says how long it is
+    receiving: memoryview | None = None  # missing part of the header or the payload
+    payload: Any = None  # receive buffer; None if the message's header gives its length
     is_header: bool = True
     has_received: bool = True
-    number: int = 0  # of exchanges so far, which is the same at both ends
-    channel: Channel | None = None  # to another host, if there is UCX at both ends
-    received_bytes: int = 0  # in all
-    waited_s: float = 0.0  # for this member, after all from whom something came before it
+    number: int = 0  # exchanges so far: the same count at both ends
+    channel: Channel | None = None  # UCX channel to another host, if both ends have UCX
+    received_bytes: int = 0  # total of all exchanges
+    waited_s: float = 0.0  # time for this rank, since the previous peer's message was complete
 
     @property
     def events(self) -> int:
-        """What to wait for before it can go on."""
+        """Poll events that the connection waits for."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
         return sends | hears | (0 if self.has_received else select.POLLIN)
 
     @property
     def uses_channel(self) -> bool:
-        """Whether something is on its way by UCX."""
+        """True while a UCX message is in transit."""
         return self.channel is not None and self.channel.is_busy
 
     def carries(self, size_bytes: int) -> bool:
-        """Return whether a message goes by UCX."""
+        """Return whether a message of this size goes by UCX."""
         return self.channel is not None and size_bytes >= LEAST_BYTES
 
     def channel_for(self, payload: Any) -> Channel | None:
-        """Return what carries a message beside the socket; None if that does."""
+        """Return the UCX channel for a message; None if it goes through the socket."""
         return self.channel if payload is not None and self.carries(len(payload)) else None
 
     def begin_to_send(self, text: bytes, given: Buffer) -> None:
-        """Begin to send a message of a call with this text."""
+        """Begin to send a message, labelled with the text of its call."""
         payload = _bytes_of(given)
         self.sending.append(memoryview(HEADER.pack(self.number, len(payload), text)))
         if channel := self.channel_for(payload):
@@ -81,14 +81,14 @@ class Link:
             self.sending.append(payload)
 
     def begin_to_receive(self, into: Buffer | None) -> None:
-        """Begin to receive a message where it belongs, if that is known."""
+        """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
         self.receiving, self.is_header, self.has_received = self.header, True, False
         self.payload = payload = None if into is None else _bytes_of(into)
         if channel := self.channel_for(payload):
             channel.receive(payload)
 
     def _check_call(self, text: bytes, own: int, rank: int) -> None:
-        """Raise `SectionError` if the header is of another call."""
+        """Raise `SectionError` if the received header belongs to another call."""
         number, count, peers_text = HEADER.unpack(self.header)
         peers_text = peers_text.rstrip(b"\0")
         wanted = count if self.payload is None else len(self.payload)
@@ -96,16 +96,16 @@ class Link:
             return
         calls = sorted([(own, self.number, text), (rank, number, peers_text)])
         named = " and ".join(
-            f"member {each} called {what.decode(errors='replace')} as number {at}"
+            f"rank {each} called {what.decode(errors='replace')} as number {at}"
             for each, at, what in calls
         )
         raise SectionError(
-            f"expected the same calls of all members in the same order, but {named}. Let no call "
-            f"of the context depend on the rank, or on values that differ between members."
+            f"expected the same calls on all ranks, in the same order, but {named}. Make no call "
+            f"of the context depend on the rank, or on values that differ between ranks."
         )
 
     def _begin_payload(self) -> None:
-        """Go on behind the header, which says how long the message is."""
+        """Begin to receive the payload, whose length the header gives."""
         is_begun = self.payload is not None
         if not is_begun:
             self.payload = memoryview(bytearray(HEADER.unpack(self.header)[1]))
@@ -117,9 +117,9 @@ class Link:
             self.receiving = None
 
     def advance(self, text: bytes, own: int, rank: int) -> bool:
-        """Send and receive as much as is possible now; return whether that ends the exchange.
+        """Send and receive without blocking; return whether the exchange is complete.
 
-        `SectionError`, with the ranks of both ends, if the peer's call has another text.
+        Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
         while not self.has_received and self.fill():
@@ -131,7 +131,7 @@ class Link:
         return has_sent and self.has_received
 
     def send(self) -> bool:
-        """Send what the socket takes; return whether that was all."""
+        """Send without blocking; return whether everything has been sent."""
         while self.sending:
             try:
                 sent = self.socket.sendmsg(self.sending)
@@ -144,25 +144,25 @@ class Link:
         return self.channel is None or self.channel.has_sent()
 
     def fill(self) -> bool:
-        """Receive what has come; return whether all of `receiving` has."""
+        """Receive into `receiving` without blocking; return whether it is complete."""
         while self.receiving:
             try:
                 count = self.socket.recv_into(self.receiving)
             except BlockingIOError:
                 return False
             if not count:
-                raise ConnectionResetError("it has ended")
+                raise ConnectionResetError("closed by the peer")
             self.receiving = self.receiving[count:]
         return self.is_header or self.channel is None or self.channel.has_received()
 
     def close(self) -> None:
-        """End it, and give up what is on its way."""
+        """Close the connection, and drop messages in transit."""
         self.socket.close()
         if self.channel is not None:
             self.channel.close()
 
 
 def _bytes_of(buffer: Any) -> Any:
-    """Return a buffer as bytes; an array on a GPU is one of bytes."""
+    """Return a buffer as bytes; a GPU array already is an array of bytes."""
     is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
     return memoryview(buffer).cast("B") if is_on_host else buffer

@@ -1,12 +1,12 @@
-"""Links: how the members of one attempt bring bytes to each other. The data plane of gangs.
+"""Point-to-point messages between the ranks of one attempt: the data plane of gangs.
 
-Two members share one stream: memory in one process, a Unix socket on one host, TCP between hosts.
-It is made when they first need it. A socket blocks without spinning, and ends at once when the
-process at its other end dies. A message is written and read in the members' own threads, past Dask.
+Two ranks share one connection: memory in one process, a Unix socket on one host, TCP between hosts.
+It is made when they first need it. A socket blocks without spinning, and fails immediately when the
+process at its other end dies. The ranks' own threads send and receive messages, without Dask.
 
-Each message begins with the text of the call that sends it, and with its number: of the exchanges
-between these two members. So those whose calls differ find that out with the first message, instead
-of waiting for each other; and those that have nothing for each other need not say so.
+Each message has a header with the text of its call, and with the number of the exchange between
+these two ranks. So mismatched calls become an error at the first message, instead of a hang. Ranks
+without data for each other exchange no message.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ from dask_p2p.sections.in_process import Stream
 from dask_p2p.sections.link import TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
 from dask_p2p.sections.meeting import Meeting
 
-_LOOKS = 4  # at connections that may be lost, in the time after which they are
-# How long a member looks for what is to come before it sleeps, which takes as long to end. Only
-# where each member of the host has a core: else the others could not go on meanwhile.
+_LOOKS = 4  # checks for lost connections within one timeout
+# How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
+# where each rank of the host has a core. Otherwise it would take a core from the others.
 _SPIN_S = 50e-6
-_NO_MORE = "nothing more: its function has returned"
+_NO_MORE = "finalize() at the return of its function"
 
 
 class Links:
-    """The links of one run of a member."""
+    """The connections of one rank in one attempt."""
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._links: dict[int, Link] = {}  # by rank
-        self._waiting = set[int]()  # ranks with which something of the exchange is on its way
-        self._found: dict[int, memoryview] | None = None  # what has come of it; None: it is over
+        self._waiting = set[int]()  # ranks with messages of the current exchange in transit
+        self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
         self._beside: threading.Thread | None = None
-        self._failure = ""  # an exception would keep all frames that it went through
-        self._timeout_s, self._look_s = reach.timeout_s, 0.0  # when connections are looked at
+        self._failure = ""  # text only: an exception would keep the frames of its traceback alive
+        self._timeout_s, self._look_s = reach.timeout_s, 0.0  # time of the next check
         self._meeting = Meeting(reach)
         self.endpoint = self._meeting.endpoint
         self._is_woken = self._is_finishing = False
-        #: Whether members use UCX for large messages between hosts: the same for all of them.
+        #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
-        """Begin an attempt: all members know each other by now."""
+        """Begin an attempt, with the addresses and attempt tokens of all ranks."""
         self._rank, self._peers = rank, peers
         self._meeting.start(rank, peers)
         kernels = [host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
-        # Members of one process share a lock, which one that looks does not release.
+        # Ranks of one process share Python's lock, and a rank that polls does not release it.
         self._spin_s = _SPIN_S if has_cores and not self._meeting.has_company else 0.0
 
     def reserve_files(self) -> None:
-        """Let this process open a file for each link that may be made, or raise `SectionError`."""
+        """Raise the limit of open files so that each connection fits, or raise `SectionError`."""
         self._meeting.reserve_files()
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which member this is, and how many there are."""
+        """Own rank, and the number of ranks."""
         return self._rank, len(self._peers)
 
     def is_on_other_host(self, rank: int) -> bool:
-        """Return whether a member is on another host than this one."""
+        """Return whether a rank is on another host than this one."""
         return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
 
     def carries(self, rank: int, size_bytes: int) -> bool:
-        """Return whether messages of so many bytes go by UCX, from and to memory of any kind."""
+        """Return whether messages of this size go by UCX, from and to memory of any kind."""
         return rank in self._links and self._links[rank].carries(size_bytes)
 
     def wake(self) -> None:
-        """End the exchange that waits, and all later ones, with an `AttemptEndedError`.
+        """Make the current exchange, and all later ones, raise `AttemptEndedError`.
 
-        Any thread may call this, until the links are closed.
+        Any thread may call this, until the connections are closed.
         """
         self._is_woken = True
         self._meeting.bell.ring()
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can be exchanged any more."""
+        """True once all further exchanges fail."""
         return self._is_woken or bool(self._failure)
 
     def close(self) -> None:
-        """End all links."""
+        """Close all connections."""
         self.wake()
         self._join()
         self._meeting.close()
@@ -101,23 +101,23 @@ class Links:
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
     ) -> dict[int, memoryview]:
-        """Send bytes to some members, and receive bytes from some; return what has come, by rank.
+        """Send bytes to some ranks and receive bytes from some; return received bytes by rank.
 
-        All that exchange something must name the same call: `SectionError` if they do not.
-        `AttemptEndedError` if a member is lost, or `wake` was called.
+        All ranks that exchange data must name the same call, otherwise `SectionError` is raised.
+        `AttemptEndedError` is raised if a rank is lost, or `wake` was called.
 
         Parameters
         ----------
         sends
-            What each member gets, by rank.
+            Data to send, by destination.
         receives
-            Where that goes which comes from each member, by rank: as many bytes must come. None if
-            the sender says how many.
+            Receive buffers, by source. A buffer must have the size of its message. None: allocate
+            one of the size in the message's header.
         """
         return self.begin(call, sends, receives)()
 
     def gather(self, call: str, data: bytes) -> list[Buffer]:
-        """Give all members bytes, as many as each of them gives; return all by rank."""
+        """Send bytes to all ranks, the same number on each; return those of all ranks, by rank."""
         rank, size = self.place
         others = [each for each in range(size) if each != rank]
         receives = {each: bytearray(len(data)) for each in others}
@@ -125,17 +125,18 @@ class Links:
         return [found.get(each, data) for each in range(size)]
 
     def finish(self) -> None:
-        """Return when all members have called this, which each does when its function has returned.
+        """Finalize: wait until the functions of all ranks have returned.
 
-        One that waits for a member which has returned reads that from its link, or one that is made
-        then. No other links are made but those of a tree. It raises what `exchange` raises.
+        A rank may still wait for another one whose function has returned. It then receives the
+        mismatched call, by their connection or by a new one. Otherwise only the connections of a
+        tree are made. Raises the errors of `exchange`.
         """
-        self.exchange(_NO_MORE, {}, {})  # ends one that has begun
+        self.exchange(_NO_MORE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
         above, below, far_below = branch(*self.place)
         near = {*self._links, *above, *below}
         self.exchange(_NO_MORE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
-        of_all_below = above if below else []  # a leaf has sent all by now
+        of_all_below = above if below else []  # a leaf has already sent its message
         for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
             receives = {each: bytearray() for each in sources}
             self.exchange(_NO_MORE, dict.fromkeys(to, b""), receives)
@@ -147,18 +148,19 @@ class Links:
         receives: Mapping[int, Buffer | None],
         beside: bool = False,
     ) -> Callable[[], dict[int, memoryview]]:
-        """Begin an exchange; return what waits for its end, as the next exchange does too.
+        """Begin an exchange; return a function that completes it.
 
-        Buffers must stay until the end. With `beside` a thread does what sockets do not do at once.
+        The next exchange completes it as well. Buffers must stay valid until then. With `beside`, a
+        thread completes the transfers that the sockets do not complete immediately.
         """
-        if self._failure:  # a function may have caught it when it was raised first
+        if self._failure:  # the user's function may have caught the first error
             raise AttemptEndedError(self._failure)
         if self._found is not None:
             self._end(self._found)
         self._text = call.encode()[:TEXT_BYTES]
         self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
-        self._awaited_s = inf  # not counted as waiting: what is done beside
+        self._awaited_s = inf  # transfers in the background do not count as waiting
         self._meeting.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
@@ -173,7 +175,7 @@ class Links:
         return lambda: self._end(found)
 
     def _go_on(self) -> None:
-        with suppress(P2PError):  # whoever waits for the end gets it too
+        with suppress(P2PError):  # `_end` raises it again
             self._advance_all()
 
     def _join(self) -> None:
@@ -182,9 +184,9 @@ class Links:
             self._beside = None
 
     def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
-        """Wait for the end of an exchange; return what has come."""
+        """Complete an exchange; return the received bytes by rank."""
         if found is not self._found:
-            return found  # it is over: whoever asks again gets the same
+            return found  # already complete
         self._awaited_s = time.perf_counter()
         self._join()
         self._advance_all()
@@ -196,10 +198,10 @@ class Links:
         return found
 
     def _advance_all(self) -> None:
-        """Send and receive all of the exchange."""
+        """Complete all sends and receives of the exchange."""
         since_s = time.perf_counter()
         until_s = since_s + self._spin_s
-        is_first = True  # to look costs less than to wait
+        is_first = True  # one attempt without blocking costs less than a poll
         while self._waiting:
             is_spinning = is_first or time.perf_counter() < until_s
             if is_spinning and self._waiting <= self._links.keys():
@@ -216,16 +218,16 @@ class Links:
                     since_s = now_s
 
     def count(self, rank: int, size_bytes: int) -> None:
-        """Take note of bytes of a member that came otherwise than by a message."""
+        """Count bytes that came from a rank otherwise than in messages."""
         self._links[rank].received_bytes += size_bytes
 
     @property
     def received(self) -> list[tuple[int, int, float]]:
-        """Of each link the rank, bytes that came, and seconds of waiting. Any thread may ask."""
+        """Rank, bytes received and seconds waited of each connection. Thread-safe."""
         return [(r, each.received_bytes, each.waited_s) for r, each in self._links.copy().items()]
 
     def _begin(self, rank: int, link: Link) -> None:
-        """Have a link carry what the current exchange has for it."""
+        """Begin the sends and receives of the current exchange on a connection."""
         link.number += 1
         try:
             if rank in self._sends:
@@ -238,7 +240,7 @@ class Links:
             raise self._broken(rank, exc) from exc
 
     def _advance(self, rank: int, link: Link) -> None:
-        """Send and receive what is possible now."""
+        """Send and receive on a connection without blocking."""
         try:
             is_done = link.advance(self._text, self._rank, rank)
         except (OSError, TransferError) as exc:
@@ -247,7 +249,7 @@ class Links:
             self._waiting.discard(rank)
 
     def _wait(self) -> list[int]:
-        """Wait until something can go on; return the ranks with which it may."""
+        """Wait until a connection is ready; return the ranks whose connections may be."""
         links = {rank: self._links[rank] for rank in self._waiting & self._links.keys()}
         sockets, others, most_s = dict[int, int](), list[int](), self._timeout_s / _LOOKS
         poll = select.poll()
@@ -269,31 +271,34 @@ class Links:
         return [*found, *(self._called(ready) if meets else [])]
 
     def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
-        """Wait, not for ever; return the files that are ready. `sockets` are those of ranks."""
+        """Poll for `most_s` at most; return the descriptors that are ready.
+
+        `sockets` has ranks by descriptor.
+        """
         uses_channel = self.use_ucx and any(self._links[r].uses_channel for r in sockets.values())
         polled = poll.poll(0 if uses_channel else most_s * 1000)
         for number, event in polled:
-            if event & select.POLLRDHUP:  # of a link that waits for UCX: it reads nothing itself
-                raise self._broken(sockets[number], "it has ended")
+            if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
+                raise self._broken(sockets[number], "closed by the peer")
         if not polled and uses_channel:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
             self._check_links(sockets.values())
         self._meeting.bell.hush()
         if self._is_woken:
-            self._meeting.bell.ring()  # for whoever waits next
+            self._meeting.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
         return {number for number, _ in polled}
 
     def _check_links(self, ranks: Iterable[int]) -> None:
-        """Raise if a connection to another host is cut."""
+        """Raise `AttemptEndedError` if a connection to another host is lost."""
         self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
         for rank in ranks:
             if is_lost(self._links[rank].socket, self._timeout_s):
                 raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
-        self._failure = f"the link to member {rank} on {self._peers[rank].worker} broke: {why}"
+        self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
         return AttemptEndedError(self._failure)
 
     def _connect(self, rank: int) -> Link:
@@ -303,7 +308,7 @@ class Links:
             raise self._broken(rank, exc) from exc
 
     def _called(self, ready: set[int]) -> list[int]:
-        """Take new links; return the ranks of those that the current exchange has to do with."""
+        """Accept new connections; return their ranks that take part in the current exchange."""
         found = []
         for rank, link in self._meeting.callers(ready):
             if rank in self._links:
@@ -320,9 +325,9 @@ class Links:
         return found
 
     def open_channels(self, started: Callable[[], Messenger | None]) -> None:
-        """Have UCX carry large messages between hosts, where both ends use it and it starts.
+        """Send large messages between hosts by UCX, where both ends use it and it starts.
 
-        All members must call this at the same time.
+        All ranks must call this at the same time.
         """
         ends = {n: peer.endpoint for n, peer in enumerate(self._peers) if uses_ucx(peer.endpoint)}
         self.use_ucx = len({*map(host_of, ends.values())}) > 1
@@ -346,4 +351,4 @@ class Links:
                 raise self._broken(rank, exc) from exc
             self._links[rank].channel = channel
         for link in self._links.values():
-            link.number = 0  # which users are told: of the calls that are theirs
+            link.number = 0  # error messages count only the user's own calls

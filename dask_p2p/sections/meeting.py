@@ -1,8 +1,8 @@
-"""How two members come to a link: the one with the lower rank connects, and shows both tickets.
+"""Connection set-up: the lower rank connects, and sends both attempt tokens.
 
-So there is never a second one. A member that waits for one with a lower rank may wait in vain, if
-that one calls something else, or its function has returned. So after a while it knocks: it
-connects, shows both tickets, and leaves. The member with the lower rank makes the link then.
+So two ranks never have two connections. The lower rank does not connect if it calls something else,
+or if its function has returned. The higher rank, which waits, then *knocks*: it connects, sends
+both tokens, and closes that connection. A knock makes the lower rank connect.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dask_p2p.sections.files import reserve_files
 from dask_p2p.sections.in_process import Bell, Stream
 from dask_p2p.sections.link import Link, Peer
 
-_KNOCK_S = 0.5  # how long a member waits for one with a lower rank before it knocks
-_AT_DOOR_S = 1.0  # how long it may take to reach that one
+_KNOCK_S = 0.5  # time that a rank waits for a lower one before it knocks
+_AT_DOOR_S = 1.0  # timeout of a knock's connection
 
 
 class Meeting:
-    """Where one member meets the others of its gang."""
+    """Makes and accepts the connections of one rank."""
 
-    def __init__(self, reach: Reach) -> None:  # of its worker
-        #: What wakes the member.
+    def __init__(self, reach: Reach) -> None:  # network settings of its worker
+        #: Wakes the rank's thread.
         self.bell = Bell()
         try:
             self._endpoint = Endpoint(reach, self.bell)
@@ -35,35 +35,35 @@ class Meeting:
             self.bell.close()
             raise
         self.endpoint = self._endpoint.text
-        self._knocks: dict[int, Link] = {}  # by file descriptor: those not shown yet
-        self._knocked = set[int]()  # ranks, once for each
-        self._knock_s = inf  # when to do that
+        self._knocks: dict[int, Link] = {}  # knocks with tokens still to send, by file descriptor
+        self._knocked = set[int]()  # ranks that got a knock in this attempt: one at most
+        self._knock_s = inf  # time of the next knock
 
     def start(self, rank: int, peers: Sequence[Peer]) -> None:
-        """Begin an attempt, of members with these tickets and endpoints."""
+        """Begin an attempt, with the attempt tokens and addresses of all ranks."""
         self._rank, self._peers, self._own = rank, peers, peers[rank]
         self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
         self._is_here = [self._endpoint.is_here(peer.endpoint) for peer in peers]
 
     @property
     def has_company(self) -> bool:
-        """Return whether other members are in this process."""
+        """True if other ranks run in this process."""
         return sum(self._is_here) > 1
 
     def reserve_files(self) -> None:
-        """Let this process open as many files as links may need; `SectionError` if it must not."""
+        """Raise the limit of open files for all connections; `SectionError` if not permitted."""
         here = sum(self._is_here)
         reserve_files(here, len(self._is_here) - here)
 
     def close(self) -> None:
-        """Meet nobody any more."""
+        """Stop listening, and give up knocks."""
         self._endpoint.close()
         for knock in self._knocks.values():
             knock.close()
         self.bell.close()
 
     def connect(self, rank: int, **most_s: float) -> Link:
-        """Return a link to a member. `OSError` if that cannot be reached."""
+        """Return a connection to a rank. Raises `OSError` if the rank cannot be reached."""
         peer = self._peers[rank]
         tickets = f"{self._own.ticket}{peer.ticket}".encode()
         if (stream := self._endpoint.stream_to(peer.endpoint, tickets)) is not None:
@@ -72,13 +72,13 @@ class Meeting:
         return Link(made, [memoryview(tickets)])
 
     def begin(self) -> None:
-        """Take note that an exchange begins."""
+        """Set the time of the next knock, as an exchange begins."""
         self._knock_s = time.monotonic() + _KNOCK_S
 
     def register(self, poll: select.poll, missing: Iterable[int]) -> float:
-        """Add to the files that are polled, for `callers`; return for how many seconds at most.
+        """Register descriptors to poll for `callers`; return the longest time to poll, in seconds.
 
-        Members that are missing are to call, unless they have higher ranks.
+        `missing` are ranks without a connection. Lower ones are expected to connect.
         """
         missing = [each for each in missing if each < self._rank and each not in self._knocked]
         left_s = self._knock_s - time.monotonic() if missing else inf
@@ -94,10 +94,10 @@ class Meeting:
 
     def _knock(self, rank: int) -> None:
         self._knocked.add(rank)
-        with suppress(OSError):  # it has gone, as the scheduler will find
+        with suppress(OSError):  # the rank is lost, which the scheduler will notice
             knock = self.connect(rank, most_s=_AT_DOOR_S)
             if isinstance(knock.socket, Stream):
-                knock.close()  # the tickets are there
+                knock.close()  # the tokens have arrived
             else:
                 self._knocks[knock.socket.fileno()] = knock
 
@@ -106,12 +106,12 @@ class Meeting:
             try:
                 is_done = self._knocks[number].send()
             except (OSError, TransferError):
-                is_done = True  # as above
+                is_done = True  # the rank is lost, as above
             if is_done:
                 self._knocks.pop(number).close()
 
     def callers(self, ready: set[int]) -> list[tuple[int, Link | None]]:
-        """Take new connections; return which members want a link, and that unless they knock."""
+        """Accept new connections; return their ranks with the connections. A knock has None."""
         self._show_tickets(ready)
         found: list[tuple[int, Link | None]] = []
         length = len(self._own.ticket)
@@ -121,7 +121,7 @@ class Meeting:
             if own == self._own.ticket and rank is not None and rank < self._rank:
                 found.append((rank, Link(made)))
                 continue
-            made.close()  # of another attempt, or no member at all
+            made.close()  # a knock, a rank of another attempt, or no rank at all
             if own == self._own.ticket and rank is not None and rank > self._rank:
                 found.append((rank, None))
         return found

@@ -1,4 +1,4 @@
-"""A member's task: it waits for its gang, calls the function, and waits for the commit."""
+"""A rank's task: it waits for its gang, calls the function, and waits for the commit."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from dask_p2p.sections.worker import Member
     from dask_p2p.transports.packed.ucx import UcxTransport
 
-_SECEDE_S = 0.05  # that a member waits in its worker's pool, before others get its thread
-_LOOK_S = 0.02  # between two looks whether units of a resource are free
-_MOST_ERROR_BYTES = 2**20  # of an exception that the scheduler hands to all members
-_MOST_CHARS = 1000  # of what another one says
+_SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
+_LOOK_S = 0.02  # interval between checks for free units of a resource
+_MOST_ERROR_BYTES = 2**20  # largest pickled exception that is sent to the other ranks
+_MOST_CHARS = 1000  # longest text of an exception that cannot be pickled
 
 
 @drops_frames
 def run_member(
-    gang: str,  # its name
-    rank: int,  # which member this is
-    members: Members,  # which of them has what
+    gang: str,  # name of the gang
+    rank: int,
+    members: Members,  # the partition of the arrays
     body: Any,
-    options: Options,  # of the array
-    *arrays: Sequence[Any],  # of each the blocks of this member
+    options: Options,  # of the section's arrays
+    *arrays: Sequence[Any],  # this rank's blocks of each array
 ) -> Any:
-    """Do the work of a member's task.
+    """Do the work of a rank's task.
 
-    The body is called with a context and these blocks. Its ``dtype`` is that of the blocks which it
-    returns, its ``kind`` that of both.
+    The body is called with a context and the blocks. Its ``dtype`` is that of the blocks that it
+    returns. Its ``kind`` is that of the blocks that it gets and returns.
     """
     check_readable(members, options)
     _, context = current_worker()
@@ -76,11 +76,11 @@ def _run_in_gang(
     options: Options,
     arrays: Sequence[Sequence[Any]],
 ) -> Any:
-    """Do it together with other members, when all are there."""
+    """Wait for the other ranks of the gang, and run the function together with them."""
     worker, context = current_worker()
     if worker is None:
         raise InputError(
-            f"expected a cluster for {members.size} members that run at the same time, got another "
+            f"expected a cluster for {members.size} ranks that run at the same time, got another "
             f"scheduler of Dask. Compute with a distributed.Client, or give members=1."
         )
     from distributed.utils import sync
@@ -88,7 +88,7 @@ def _run_in_gang(
     from dask_p2p.sections.threads import PoolThread
     from dask_p2p.sections.worker import plugin_on
 
-    if context is None:  # it is asked for, and this member goes on without it
+    if context is None:  # request the plugin; this task runs without it
         on_missing_plugin(worker, [])
     plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
@@ -113,24 +113,24 @@ def _run_in_gang(
                 if order.state == "committed":
                     watch.made(result)
                 else:
-                    watch.error = watch.error or order.reason or "another member has ended it"
+                    watch.error = watch.error or order.reason or "ended by another rank"
     if order.state != "committed":
         _raise_end(order, options)
     return result
 
 
 def _order_when_whole(member: Member, units: Units, thread: PoolThread) -> Order:
-    """Wait for the other members, without a place in the pool; return the order that follows."""
+    """Wait for the other ranks outside the thread pool; return the order that follows."""
     if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
         units.lend()
-        thread.secede()  # any number of members may wait on a worker with one thread
+        thread.secede()  # any number of ranks may wait on a worker with one thread
     if member.order_after("waiting").state == "running":
         units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
     return member.order_after("waiting")
 
 
 def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
-    """Return what has UCX for large messages to other hosts, if tasks would use it; else None."""
+    """Return the UCX transport for large messages between hosts; None if tasks do not use UCX."""
     if context is None or "ucx" not in options.order(kind) or options.checksum:
         return None
     transport: UcxTransport | None = context.router.transports.get("ucx")
@@ -138,7 +138,7 @@ def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
 
 
 def _started(ucx: UcxTransport | None) -> Messenger | None:
-    """Return what sends by UCX; None if it does not start here, which costs nothing but speed."""
+    """Return the UCX messenger. It is None if UCX does not start here: sockets are used then."""
     with suppress(TransferError):
         return None if ucx is None else ucx.messenger()
     return None
@@ -152,14 +152,14 @@ def _attempt(
     watch: Watch,
     ucx: UcxTransport | None,
 ) -> tuple[Any, Order]:
-    """Call the function; return its result and, when all members have come so far, the order."""
+    """Call the function; return its result, and the scheduler's order once all ranks are done."""
     result = None
     try:
         member.links.reserve_files()
         member.links.open_channels(partial(_started, ucx))
         with within_gang():
             result = _called(body, ctx, arrays)
-        # One that returns early would leave others waiting for it.
+        # Otherwise other ranks might wait for one whose function has returned.
         member.links.finish()
         ctx.device.let_go(is_orderly=True)
         return result, member.leave()
@@ -167,15 +167,15 @@ def _attempt(
         watch.error = str(exc)
         return None, member.leave(str(exc))
     except DeviceLostError as exc:
-        member.leave(f"member {member.rank} has lost its GPU: {exc}")
-        raise  # all come again: this one elsewhere
+        member.leave(f"rank {member.rank} has lost its GPU: {exc}")
+        raise  # all ranks run again, this one on another worker
     except Exception as exc:
-        if ctx.device.has_ended:  # it comes of memory that a lost member has not written
-            watch.error = f"another member was lost; then the function raised {_described(exc)}"
+        if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
+            watch.error = f"another rank was lost; then the function raised {_described(exc)}"
             return None, member.leave(watch.error)
         error, is_itself = _pickled(exc, member.rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
-        order = member.leave(f"member {member.rank} raised {type(exc).__name__}", error)
+        order = member.leave(f"rank {member.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
         return None, order
@@ -184,25 +184,25 @@ def _attempt(
 
 
 def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> Any:
-    """Call the function; what Dask would take for its own becomes a `SectionError`."""
+    """Call the function; exceptions with a meaning to Dask become a `SectionError`."""
     try:
         return body(ctx, *arrays)
     except BaseException as exc:
         if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
             raise
-        # SystemExit would end the worker, StopIteration a coroutine of the client's. Dask would
-        # start a task that raises Reschedule again and again.
-        raise SectionError(f"the function raised {_described(exc)} on member {ctx.rank}") from exc
+        # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
+        # restart a task that raises Reschedule without end.
+        raise SectionError(f"the function raised {_described(exc)} on rank {ctx.rank}") from exc
 
 
 def _taken_by_dask() -> tuple[type[Exception], ...]:
-    """Return the exceptions that Dask does not return to the user as it does others."""
+    """Return the exception types that Dask does not pass to the user."""
     distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
     return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:
-    """End a run that has been stopped: all members raise the same, or all come again."""
+    """End a stopped attempt: all ranks raise the same error, or all are rescheduled."""
     from distributed import Reschedule
     from distributed.protocol.pickle import loads
 
@@ -210,35 +210,36 @@ def _raise_end(order: Order, options: Options) -> NoReturn:
         raise loads(order.error)
     if order.reason:
         raise SectionError(order.reason)
-    # Dask may still think that a worker is there which has gone: attempts at once would be in vain.
+    # Dask may not have noticed yet that a worker is lost: an immediate attempt would fail, too.
     if order.failures:
         time.sleep(pause_s(options, order.failures))
     raise Reschedule()
 
 
 def _pickled(exc: Exception, rank: int) -> tuple[bytes, bool]:
-    """Return an exception for the other members, and whether it is still the same one there.
+    """Return a pickled exception for the other ranks, and whether its type is preserved.
 
-    It has a note that says where it was raised. Some cannot be made again, or are too long.
+    A note names the rank and has the traceback. Exceptions that cannot be pickled, or are too
+    large, become a `SectionError`.
     """
     from distributed.protocol.pickle import dumps, loads
 
     frames = traceback.format_tb((exc.__cause__ or exc).__traceback__)
-    note = f"Raised by member {rank}:\n" + "".join(frames)
+    note = f"Raised by rank {rank}:\n" + "".join(frames)
     with suppress(Exception):
         copy = loads(dumps(exc))
         copy.add_note(note)
-        str(copy)  # Dask asks for it
+        str(copy)  # Dask formats it later, so it must not fail
         text: bytes = dumps(copy)
         if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
             return text, True
-    named = SectionError(f"the function raised {_described(exc)} on member {rank}")
+    named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
     named.add_note(note)
     return dumps(named), False
 
 
 def _described(exc: BaseException) -> str:
-    """Return an exception's name, and what it says."""
+    """Return an exception's type and text."""
     said = ""
     with suppress(Exception):
         said = str(exc)[:_MOST_CHARS]

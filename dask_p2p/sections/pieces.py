@@ -1,4 +1,4 @@
-"""Shares that are made piece by piece, so that others read the first while the next is made."""
+"""Pipelined local blocks: peers read one piece while the next is computed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class Pieces:
-    """A share that is made piece by piece along one of its axes.
+    """A local block that is computed in pieces along one of its axes.
 
     Parameters
     ----------
     dtype
-        Of the share.
+        Data type of the block.
     axis
-        Along which.
+        Axis that is divided into pieces.
     bounds
-        Where pieces begin, and where the last one ends: `MOST_PIECES` at most.
+        Bounds of at most `MOST_PIECES` pieces: the start of each, and the end of the last one.
     make
-        Returns a piece, by its number. It is called once for each, in turn, and puts what makes it
-        on the member's stream.
+        Returns a piece, by its number. It is called once for each, in order, and enqueues the work
+        on the rank's stream.
     """
 
     dtype: DType
@@ -36,12 +36,12 @@ class Pieces:
 
     @classmethod
     def one(cls, share: Array) -> Pieces:
-        """Return a share that is there."""
+        """Return a complete local block as one piece."""
         ends = (0, share.shape[0] if share.ndim else 1)
         return cls(share.dtype, 0, ends, lambda _: share)
 
     def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """Yield of which pieces a box is: the number, the part in the piece, and in the box."""
+        """Yield the pieces of a box: number, part in the piece's indices, and in the box's."""
         if not box:
             yield 0, box, box
             return
@@ -58,5 +58,5 @@ class Pieces:
 
 
 def along(axis: int, box: Box, bounds: tuple[int, int]) -> Box:
-    """Return a box with other bounds along an axis."""
+    """Return a box with its bounds along one axis replaced."""
     return (*box[:axis], bounds, *box[axis + 1 :])

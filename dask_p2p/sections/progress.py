@@ -1,4 +1,4 @@
-"""What a member tells of itself, while its function runs and after."""
+"""Monitoring of a rank: a record while its function runs, and one when it has ended."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from dask_p2p.plans.members import Members
 from dask_p2p.sections.links import Links
 from dask_p2p.types import DType, Key
 
-#: In the place of a transport: what members send each other.
+#: Name of the exchanges between ranks, used like a transport's name.
 LINK = "link"
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a function is: its own thread writes, others read."""
+    """Progress of a function. Its own thread writes, others read."""
 
-    step: int = 0  # steps that are done
-    steps: int = 0  # of so many; 0 if that is not known
-    first: int = 0  # where this attempt began
+    step: int = 0  # steps done
+    steps: int = 0  # total number of steps; 0 if unknown
+    first: int = 0  # first step of this attempt
 
 
 @dataclass
 class Watch:
-    """Has a worker know of a member's function while that runs, and keep a record of it."""
+    """Registers a rank's function with its worker while it runs, and records it afterwards."""
 
-    key: Key  # of the member's task
-    members: Members  # which member has what
-    rank: int  # which of them this is
-    dtype: DType  # of what it makes
-    progress: Progress  # how far it is
-    context: TaskContext | None  # of the worker; None where nobody asks
-    links: Links | None = None  # to other members
-    workers: Sequence[str] = ()  # of all members, by rank
+    key: Key  # key of the rank's task
+    members: Members  # partition of the arrays
+    rank: int
+    dtype: DType  # data type of the first output
+    progress: Progress  # current step
+    context: TaskContext | None  # task context of the worker; None: nothing is recorded
+    links: Links | None = None  # connections to other ranks
+    workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
     error: str = ""  # why the function, or the attempt, has ended early
     start_s: float = field(default_factory=time.time)
-    nbytes: int = 0  # of what the member has made
+    nbytes: int = 0  # size of the rank's outputs
 
     def made(self, blocks: Sequence[Sequence[Any]]) -> None:
-        """Note what the member has made."""
+        """Record the size of the rank's outputs."""
         self.nbytes = sum(block.nbytes for each in blocks for block in each)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Return the context in which the function runs."""
+        """Register the function with the worker inside this context; record it at the end."""
         if self.context is None:
             yield
             return
@@ -68,7 +68,7 @@ class Watch:
                 self.context.running.pop(self.key, None)
 
     def _record(self, **more: Any) -> Record:
-        """Return what is known now. Any thread may ask."""
+        """Return a record of the current state. Thread-safe."""
         members, progress = self.members, self.progress
         is_made = not more.get("error")
         assert self.context is not None

@@ -1,4 +1,4 @@
-"""Memory that refuses numbers of another kind, in place of dropping parts of them."""
+"""Arrays that refuse lossy assignments, such as complex numbers to a real array."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dask_p2p.types import Array, DType
 
 
 class Recorder:
-    """Part of an array's class that refuses assignments which would be made with a loss.
+    """Mixin of array classes that refuses lossy assignments, and records writes.
 
-    ``out[...] = values`` drops fractions and imaginary parts without an error. Ufuncs refuse to do
-    that by themselves.
+    ``out[...] = values`` drops fractions and imaginary parts without an error. Ufuncs raise errors
+    by themselves.
 
     Attributes
     ----------
     memory : array
-        The whole array, of which this one may be a view.
+        The whole array. This array is that one, or a view of it.
     was_written : bool
-        Whether an assignment or a ufunc wrote to it. Kernels and compiled functions write
-        otherwise.
+        True if an assignment or a ufunc wrote to the array. Writes of kernels and compiled
+        functions are not recorded.
     """
 
-    module: Any  # of the arrays
+    module: Any  # array module: numpy or cupy
     memory: Any
     was_written: bool
 
@@ -36,7 +36,7 @@ class Recorder:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         own: Any = self
-        if self.module.may_share_memory(own, self.memory):  # and is no copy
+        if self.module.may_share_memory(own, self.memory):  # false for a copy
             check_kept(value, own.dtype, "assign")
             self.memory.was_written = True
         super().__setitem__(key, value)  # type: ignore[misc]
@@ -54,7 +54,7 @@ class Recorder:
 
 
 def recorder_of(array: Array) -> Any:
-    """Return a view of an array that refuses numbers of another kind: a `Recorder`."""
+    """Return a view of an array that is a `Recorder`."""
     made = array.view(type=_class_for(backend_for(array).module))
     made.memory, made.was_written = made, False
     return made
@@ -66,26 +66,26 @@ def _class_for(module: Any) -> type:
 
 
 def _plain(value: Any) -> Any:
-    """Return a recorder as an array, and any other value as it is."""
+    """Return a recorder as a plain array, and any other value unchanged."""
     array: Any = value
     return array.view(type=value.module.ndarray) if isinstance(value, Recorder) else value
 
 
 def check_kept(value: Any, dtype: DType, verb: str) -> None:
-    """Refuse values that would lose their fractions or imaginary parts in fields of a dtype."""
+    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype."""
     if not is_kept(value, dtype):
         raise BlockMismatchError(
-            f"expected an array that becomes {dtype} from the function, got "
-            f"{np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype of "
-            f"the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
+            f"expected an array from the function that can be converted to {dtype} without loss, "
+            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
+            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
         )
 
 
 def is_kept(value: Any, dtype: DType) -> bool:
-    """Return whether values stay the same kind of number when they become a dtype.
+    """Return whether values keep their kind of number when they are converted to a dtype.
 
-    Signed integers become unsigned ones if no value changes. A number of Python only has to keep
-    its value: 0 is one of any dtype.
+    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
+    to keep its value: 0 has any dtype.
     """
     kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
     if np.can_cast(kind, dtype, "same_kind"):

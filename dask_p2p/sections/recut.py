@@ -1,4 +1,4 @@
-"""Shares of one cut made into those of another, by exchanges between the members of a gang."""
+"""Repartition: local blocks of one partition become those of another, by exchanges of a gang."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class Redistribution:
-    """How a gang's members divide arrays, and how they get from one cut to another."""
+    """Partitions of a gang's arrays, and the exchanges between partitions."""
 
     def __init__(
         self,
-        members: Members,  # how they divide the arrays of their section
-        rank: int,  # which of them this is
-        links: Links | None,  # by which they exchange; None if this is the only one
-        reads_memory: bool = True,  # whether members of one host may read each other's memory
-        device: Host = HOST,  # where shares lie
+        members: Members,  # partition of the section's arrays
+        rank: int,
+        links: Links | None,  # connections to other ranks; None for a single rank
+        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
+        device: Host = HOST,  # device of the local blocks
     ) -> None:
         self._members, self._rank, self._device = members, rank, device
         self._regions = device.moved_regions(links, reads_memory)
@@ -40,13 +40,13 @@ class Redistribution:
 
     def members(
         self,
-        cut: Any,  # the axes that may be divided; None for those that are in the section's arrays
-        shape: Any = None,  # of the array; None if that is the arrays' of the section
-        name: str = "cut",  # under which the caller was given `cut`
+        cut: Any,  # axes that may be divided; None: those divided in the section's arrays
+        shape: Any = None,  # shape of the array; None: that of the section's arrays
+        name: str = "cut",  # parameter name of `cut`, for errors
     ) -> Members:
-        """Return how an array is divided.
+        """Return the partition of an array.
 
-        `AxesError` if the array has no such axes, `InputError` if that is no shape.
+        Raises `AxesError` if the array has no such axes, `InputError` for an invalid shape.
         """
         whole = self.shape if shape is None else checked_shape(shape)
         try:
@@ -62,26 +62,26 @@ class Redistribution:
         if self._members.size > 1 and not axes:
             raise AxesError(
                 f"{name}: expected at least one axis that is divided between "
-                f"{self._members.size} members, got {cut!r}."
+                f"{self._members.size} ranks, got {cut!r}."
             )
         return recut(self._members, whole, tuple(sorted(axes)))
 
     def recut(
         self, cut: Any = None, from_cut: Any = None, axes: Any = None, shape: Any = None
     ) -> Recut:
-        """Return what makes shares of one cut into those of another: see `Context.redistribute`."""
+        """Return the exchange between two partitions: see `Context.redistribute`."""
         asked = repr((cut, from_cut, axes, shape))
         return self.once(asked, lambda: self._recut(cut, from_cut, axes, shape))
 
     def once(self, asked: str, make: Callable[[], _T]) -> _T:
-        """Return what was made when the same was asked before."""
+        """Return the object made for a request, cached by its text."""
         if asked not in self._known:
             self._known[asked] = make()
         found: _T = self._known[asked]
         return found
 
     def settle(self) -> None:
-        """End what was begun: see `Recut.begin`."""
+        """Complete the exchanges that were begun: see `Recut.begin`."""
         self._regions.settle()
 
     def _recut(self, cut: Any, from_cut: Any, axes: Any, shape: Any) -> Recut:
@@ -90,7 +90,7 @@ class Redistribution:
         order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
         if order is None:
             raise AxesError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
-        if shape is None and cut is None and from_cut is not None:  # back to the section's arrays
+        if shape is None and cut is None and from_cut is not None:  # back to the section's shape
             shape = [own[order.index(axis)] for axis in range(ndim)]
         before = self.members(from_cut, shape, "from_cut")
         whole = tuple(map(sum, before.share_sizes))
@@ -99,13 +99,13 @@ class Redistribution:
 
     def between(
         self,
-        before: Members,  # how members divide the array
-        after: Members,  # and how with its axes permuted
+        before: Members,  # partition of the array
+        after: Members,  # partition of the array with permuted axes
         axes: tuple[int, ...],  # axis i of `after` is axis axes[i] of `before`
-        name: str = "redistribute()",  # of the call
-        order: Sequence[int] | None = None,  # axis i of what is made is axis order[i] of `after`
+        name: str = "redistribute()",  # name of the call
+        order: Sequence[int] | None = None,  # axis i of the result is axis order[i] of `after`
     ) -> Recut:
-        """Return what makes shares of these members into those of others, with axes permuted."""
+        """Return the exchange between two partitions, with permuted axes."""
         whole = tuple(map(sum, before.share_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         own = moves(before, after, axes, self._rank)
@@ -117,19 +117,19 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Recut:
-    """Makes shares of one cut into those of another, again and again."""
+    """Reusable exchange from the local blocks of one partition to those of another."""
 
-    moves: Moves  # what this member does
+    moves: Moves  # sends and receives of this rank
     axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
-    call: str  # what is done: all members must name the same
-    mean_elements: int  # that one member gives another
-    regions: Regions | GpuRegions  # what brings these there
-    device: Host = HOST  # where shares lie
+    call: str  # text of the call, the same on all ranks
+    mean_elements: int  # mean number of elements from one rank to another
+    regions: Regions | GpuRegions  # moves the data
+    device: Host = HOST  # device of the local blocks
 
     def __call__(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
-        """Return this member's share of the other cut, of its share of the one before.
+        """Return this rank's local block of the new partition, from that of the old one.
 
-        `InputError` if `share` or `out` is not what is expected, `SectionError` if the members made
+        Raises `InputError` for an unsuitable `share` or `out`, and `SectionError` if the ranks made
         different calls.
         """
         made = self.begin(share, out, order)
@@ -137,9 +137,9 @@ class Recut:
         return made
 
     def begin(self, share: Any, out: Array | None = None, order: str = "auto") -> Array:
-        """Do the same, of what must stay as it is until `Redistribution.settle`.
+        """Begin the exchange: `share` must not change until `Redistribution.settle`.
 
-        On a GPU that may be `Pieces` of a share.
+        On a GPU, `share` may be `Pieces`.
         """
         if not isinstance(share, Pieces):
             share = self.device.as_array(share)
@@ -159,21 +159,21 @@ class Recut:
         return out
 
     def check(self, share: Array) -> None:
-        """Refuse what is not this member's share of the cut before."""
+        """Raise an error unless `share` is this rank's local block of the old partition."""
         try:
             check_kind(self.device, "a", share)
         except UnsupportedArrayError as exc:
             raise UnsupportedArrayError(f"a: {exc}") from None
         if share.dtype.hasobject:
             raise InputError(
-                f"a: expected numbers, or anything else of a fixed size, got dtype {share.dtype}: "
-                f"members cannot exchange Python objects."
+                f"a: expected elements of a fixed size, got dtype {share.dtype}. Ranks cannot "
+                f"exchange Python objects. Convert the array to numbers."
             )
         if share.shape != self.moves.before:
             raise InputError(
-                f"a: expected an array of shape {self.moves.before}, which this member has of the "
-                f"whole, got one of shape {share.shape}. Say how it is divided by from_cut, and by "
-                f"shape if it is of another whole than the section's arrays."
+                f"a: expected an array of shape {self.moves.before}, as this rank's local block, "
+                f"got one of shape {share.shape}. Give from_cut= for another partition, and shape= "
+                f"if the whole array has another shape than the section's arrays."
             )
 
     def _check_out(self, out: Any, share: Array) -> None:
@@ -188,16 +188,16 @@ class Recut:
         is_fixed = not getattr(out.flags, "writeable", True)  # CuPy has no such flag
         if is_fixed or module.may_share_memory(out, share):
             raise InputError(
-                "out: expected an array that can be written, and shares no memory with a."
+                "out: expected a writable array that shares no memory with a. Give another array."
             )
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return lengths of axes; `InputError` if they are none."""
+    """Return lengths of axes as integers. Raises `InputError` for an invalid shape."""
     try:
         lengths = tuple(map(index, shape))
     except TypeError:
         lengths = (-1,)
     if min(lengths, default=0) < 0:
-        raise InputError(f"shape: expected lengths of axes, got {shape!r}.")
+        raise InputError(f"shape: expected lengths of axes, at least 0, got {shape!r}.")
     return lengths

@@ -1,8 +1,9 @@
-"""Regions of shares in host memory: sent to other members, or read by them where they lie.
+"""Regions of local blocks in host memory: sent in messages, or read in place by other ranks.
 
-What is read is copied once, and never packed. A member tells where a region lies, the others read
-it there, and say so. Until then it stays as it is. If a member is killed meanwhile its memory ends,
-or is another's: what was read then is thrown away with the attempt, since the link has ended too.
+A region that is read in place is copied once, and never packed. Its holder sends the address, the
+readers copy the region and acknowledge. Until then the holder does not change it. If the holder is
+killed, a reader may copy arbitrary bytes. They are dropped with the attempt, because the connection
+fails as well.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from dask_p2p.sections.links import Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
-LEAST_BYTES = 1 << 16  # of the parts that two members exchange: messages are quicker below
-_LEAST_RUN_BYTES = 256  # of one row of a region; to pack shorter ones is quicker
+LEAST_BYTES = 1 << 16  # mean size of regions: below, messages are faster
+_LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
 _PROOF = struct.Struct(
     f"<QQ{process_memory.TOKEN_BYTES}s"
 )  # process, address of the token, the token
@@ -34,71 +35,71 @@ _PROOF = struct.Struct(
 
 @dataclass(frozen=True)
 class Call:
-    """What all members do at the same time."""
+    """A collective call, the same on all ranks."""
 
-    text: str  # by which they find out whether they do
-    dtype: DType  # of what they exchange
-    order: str  # in which they do: one of `dask_p2p.plans.orders.ORDERS`
+    text: str  # compared between ranks, to find mismatched calls
+    dtype: DType  # data type of the regions
+    order: str  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
     axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
-    mean_elements: int  # that one member gives another
+    mean_elements: int  # mean number of elements from one rank to another
 
     def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape, before the axes are permuted, of what has this one afterwards."""
+        """Return a region's shape before its axes are permuted, from the one afterwards."""
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
     def in_turn(self, links: Links, sources: Collection[int]) -> list[int]:
-        """Return the members that are read, in the order in which this one reads them."""
+        """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
         in_turn = (stage.source for stage in partners(order, *links.place))
         return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
 class Local(NamedTuple):
-    """What of a share stays with its member."""
+    """The region that stays on its rank."""
 
-    box: Box
-    target: Array  # where it belongs
+    box: Box  # source, in the local block
+    target: Array  # destination
 
 
 class Regions:
-    """Brings regions again and again."""
+    """Exchanges regions of local blocks in host memory between ranks."""
 
     def __init__(
         self,
-        links: Links | None,  # by which members exchange; None if this is the only one
-        reads_memory: bool,  # whether members of one host may read each other's memory
+        links: Links | None,  # connections to other ranks; None for a single rank
+        reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
         self._links = links
         self._reads = None if links is None else Reads(*links.place, links, reads_memory)
-        # For regions that do not lie in one piece.
+        # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
     def bring(
         self,
-        call: Call,  # what this is for
-        share: Array,  # what this member has
-        boxes: Mapping[int, Box],  # what each other member gets of it, by its rank
-        targets: Mapping[int, Array],  # where that belongs which each of them gives
-        local: Local | None = None,  # what stays here
+        call: Call,
+        share: Array,  # this rank's local block
+        boxes: Mapping[int, Box],  # regions of it to send, by rank
+        targets: Mapping[int, Array],  # destinations of regions to receive, by rank
+        local: Local | None = None,  # region that stays on this rank
     ) -> None:
-        """Give other members regions of a share, and get those that they give."""
+        """Exchange regions of local blocks with other ranks."""
         self.give(call, {rank: share[box_slices(box)] for rank, box in boxes.items()}, targets)
         if local is not None:
             NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)
 
     def settle(self) -> None:
-        """Have the share as free as before. Here nobody reads it any more."""
+        """Wait until no rank reads the local block any more: in host memory, `bring` has waited."""
 
     def prepare(self) -> None:
-        """Find out, once, who reads whose memory. All members must call this at the same time.
+        """Probe, once, which ranks read each other's memory. A collective call of all ranks.
 
-        From then on only those take part in an exchange that have something for each other.
+        Later exchanges involve only ranks that have data for each other.
         """
         if self._reads is not None:
             self._reads.try_all()
 
     def give(self, call: Call, regions: Mapping[int, Array], targets: Mapping[int, Array]) -> None:
-        """Do the same with regions that lie anywhere."""
+        """Exchange regions of any arrays with other ranks."""
         links = self._links
         if links is None:
             return
@@ -106,7 +107,7 @@ class Regions:
         if self._reads is not None and call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
             readers, read = self._read(links, self._reads, call, regions, targets)
         sent = {rank: region for rank, region in regions.items() if rank not in readers}
-        sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # who waits for that
+        sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
         sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, call.dtype)}
         targets = {rank: target for rank, target in targets.items() if rank not in read}
         in_place = call.axes == tuple(sorted(call.axes))
@@ -139,7 +140,7 @@ class Regions:
         regions: Mapping[int, Array],
         targets: Mapping[int, Array],
     ) -> tuple[set[int], set[int]]:
-        """Read from others; return the members that read here, and those that were read."""
+        """Read regions in place; return the ranks that read here, and the ranks read from."""
         reads.try_all()
         places = {rank: reads.place_for(rank, region) for rank, region in regions.items()}
         told = {rank: place for rank, place in places.items() if place is not None}
@@ -161,38 +162,38 @@ class Regions:
 
 
 def place_bytes(ndim: int) -> int:
-    """Return how long it is to tell where a region lies."""
+    """Return the size of the message with a region's address and strides."""
     return 8 * (1 + ndim)
 
 
 class Reads:
-    """Which members read whose memory."""
+    """Reads of other ranks' memory on one host."""
 
     def __init__(
         self,
-        rank: int,  # which member this is
-        size: int,  # of how many
-        links: Links,  # between them
-        is_allowed: bool,  # whether this one's memory may be read, and this one reads
+        rank: int,
+        size: int,  # number of ranks
+        links: Links,
+        is_allowed: bool,  # whether this rank reads others' memory, and offers its own
     ) -> None:
         self._rank, self._size, self._links = rank, size, links
         self._is_allowed = is_allowed and process_memory.is_supported()
         self._token = process_memory.new_token()
-        self._pids: list[int] = []  # by rank, as soon as members have tried
-        self._readers: Any = None  # of each member, whether each other reads it
+        self._pids: list[int] = []  # by rank, after the probe
+        self._readers: Any = None  # by holder and reader: whether the reader can read
 
     def try_all(self) -> None:
-        """Find out, once, who can read whom. All members must call this at the same time."""
+        """Probe, once, which ranks can read which. A collective call of all ranks."""
         if self._readers is not None:
             return
         proof = bytes(_PROOF.size)
         if self._is_allowed:
             process_memory.allow_readers()
             proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
-        proofs = self._links.gather("whether members read each other's memory", proof)
+        proofs = self._links.gather("probe of memory reads", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
         row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
-        rows = self._links.gather("whose memory members read", row)
+        rows = self._links.gather("results of the probe of memory reads", row)
         self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
 
     def _sees(self, rank: int, proof: Any) -> bool:
@@ -206,11 +207,14 @@ class Reads:
             return False
 
     def reads_from(self, holder: int) -> bool:
-        """Return whether this member reads that one's memory."""
+        """Return whether this rank reads a holder's memory."""
         return bool(self._readers[holder, self._rank])
 
     def place_for(self, reader: int, region: Array) -> bytes | None:
-        """Return where that member reads a region; None if it gets a message."""
+        """Return a region's address and strides for a reader; None if it cannot read here.
+
+        All bytes are zero if the region's rows are too short: it is sent in a message then.
+        """
         if not self._readers[self._rank, reader]:
             return None
         shape, strides = region.shape, region.strides
@@ -220,14 +224,14 @@ class Reads:
 
     def read(
         self,
-        holder: int,  # whose it is
-        place: Any,  # where it lies there
+        holder: int,  # rank of the holder
+        place: Any,  # address and strides there
         shape: Sequence[int],
-        into: Array,  # where it belongs
-        axes: Sequence[int],  # axis i there is axis axes[i] of the region
-        memory_of: Callable[[int], Any],  # for so many bytes that cannot be read to there
+        into: Array,  # destination
+        axes: Sequence[int],  # axis i of the destination is axis axes[i] of the region
+        memory_of: Callable[[int], Any],  # returns a buffer of a size, if one is needed
     ) -> Array | None:
-        """Read a region to where it belongs; return it if it has still to be copied there."""
+        """Read a region into its destination. If that needs a copy, return the region instead."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", place)
         pid, dtype = self._pids[holder], into.dtype
         try:
@@ -237,18 +241,18 @@ class Reads:
             memory = memory_of(len(runs.addresses) * runs.run_bytes)
             region = process_memory.read(pid, runs, dtype, memory)
         except (OSError, OverflowError) as exc:
-            raise AttemptEndedError(f"memory of member {holder} cannot be read: {exc}") from exc
+            raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
         return np.broadcast_to(region, tuple(shape))
 
 
 class _Memory:
-    """Memory that one exchange after the other uses: as much as the largest of them takes."""
+    """Reused buffer that grows to the largest exchange."""
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
-        """Return arrays in it, one after the other."""
+        """Return arrays in the buffer, one after the other."""
         starts = [0]
         for shape in shapes:
             starts.append(starts[-1] + prod(shape) * dtype.itemsize)
@@ -261,6 +265,6 @@ class _Memory:
 
 
 def _bytes_of(region: Array) -> Buffer:
-    """Return the bytes of an array that lies in one piece."""
+    """Return the bytes of a contiguous array."""
     flat = region.reshape(-1)
     return memoryview(flat.view(np.uint8)) if region.nbytes else bytearray()

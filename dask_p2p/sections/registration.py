@@ -1,4 +1,4 @@
-"""How the scheduler's plugin for gangs gets there before the first graph with one."""
+"""Installs the scheduler's plugin for gangs before the first graph with a gang."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def register_sections_if_possible() -> None:
-    """Put the plugin on the scheduler of the current client, or of a task's worker.
+    """Install the plugin on the scheduler of the current client, or of a task's worker.
 
-    Members do that too. But of a gang whose resources no worker has, none ever runs.
+    Ranks install it as well. But no rank ever runs if no worker has the gang's resources.
     """
     if "distributed" not in sys.modules:
         return
@@ -33,7 +33,7 @@ def register_sections_if_possible() -> None:
 
 
 async def give_plugin(scheduler: Any) -> None:
-    """Put the plugin in place, unless it is there."""
+    """Install the plugin, unless the scheduler has it."""
     from distributed.protocol.pickle import dumps
 
     from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
@@ -45,8 +45,8 @@ async def give_plugin(scheduler: Any) -> None:
 
 
 async def _give_later(scheduler: Any) -> None:
-    """Put it in place for an asynchronous client, which may be closed before."""
+    """Install the plugin for an asynchronous client, which may be closed before."""
     try:
         await give_plugin(scheduler)
-    except Exception as exc:  # the first member tries again
+    except Exception as exc:  # the first rank tries again
         logger.info("the scheduler did not take the plugin for sections: %s", exc)

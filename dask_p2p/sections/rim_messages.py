@@ -1,4 +1,4 @@
-"""Rims on their way to other members: packed, one after the other, and sent."""
+"""Halo exchange in host memory, by packed messages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from dask_p2p.sections.links import Links
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
-_LARGE_BYTES = 1 << 16  # of rims for one member: between hosts sockets may take less at once
-# Elements of a share. The function is called for three parts or more, which took 0.02 ms a step
-# longer of a five-point stencil in NumPy: a quarter at 128 x 128, nothing that could be seen from
-# 512 x 512 on. What it hides is the network; between members of one host there is nothing to hide.
+_LARGE_BYTES = 1 << 16  # size of a message between hosts that a socket may not accept in one call
+# Least elements of a local block for overlap. Overlap calls the function for three or more parts.
+# These calls took 0.02 ms a step more for a five-point stencil in NumPy: a quarter of the step at
+# 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the network, so it is useless
+# between ranks of one host.
 _LEAST_OVERLAPPED = 1 << 18
 
 
 class Packed:
-    """Regions of an array, one after the other."""
+    """Packed regions of an array: one after the other in one buffer."""
 
     def __init__(
         self,
-        boxes: Sequence[Box],  # where they are in the array
-        whole: Array,  # one-dimensional memory for all of them
+        boxes: Sequence[Box],  # the regions, in indices of the array
+        whole: Array,  # one-dimensional buffer for all regions
     ) -> None:
         self.whole = whole
         self.regions: list[tuple[Any, Array]] = []
@@ -41,29 +42,29 @@ class Packed:
             start = stop
 
     def pack(self, array: Array) -> None:
-        """Copy the regions of an array into this memory."""
+        """Copy the regions of an array into the buffer."""
         for place, region in self.regions:
             region[...] = array[place]
 
     def unpack(self, array: Array) -> None:
-        """Copy what is in this memory to the regions of an array."""
+        """Copy the buffer into the regions of an array."""
         for place, region in self.regions:
             array[place] = region
 
 
 @dataclass(frozen=True)
 class RimCall:
-    """What all members exchange at the same time."""
+    """A halo exchange, a collective call of all ranks."""
 
-    rims: Rims  # of this member's share
+    rims: Rims  # halo of this rank's local block
     dtype: DType
-    text: str  # what is exchanged: all members must name the same
-    links: Links | None  # by which members exchange; None if this is the only one
-    order: str = "auto"  # of messages: one of `dask_p2p.plans.orders.ORDERS`
+    text: str  # text of the call, the same on all ranks
+    links: Links | None  # connections to other ranks; None for a single rank
+    order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
 
 
 class RimMessages:
-    """Brings rims in host memory: they are sent as they are packed."""
+    """Exchanges halos in host memory, in one packed message a neighbour."""
 
     def __init__(self, call: RimCall) -> None:
         self._call = call
@@ -81,10 +82,10 @@ class RimMessages:
 
     def begin(
         self,
-        data: Array,  # the share with its rims
-        beside: bool,  # whether the caller has something else to do: large rims need a thread then
+        data: Array,  # the local block with its halo
+        beside: bool,  # whether the caller computes concurrently: large messages need a thread then
     ) -> Callable[[], Any] | None:
-        """Begin an exchange; return what waits for its end, and puts rims into their places."""
+        """Begin an exchange; return a function that completes it and unpacks the halo."""
         links, order, text = self._call.links, self._call.order, self._call.text
         if links is None:
             return None
@@ -101,7 +102,7 @@ class RimMessages:
         return unpacked
 
     def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether a member that has so many should compute meanwhile, part by part."""
+        """Return whether a local block of this size should be computed during the exchange."""
         links = self._call.links
         if links is None or elements < _LEAST_OVERLAPPED:
             return False

@@ -1,28 +1,28 @@
-"""Rims between GPUs: read from windows of members of the host, or sent in messages.
+"""Halo exchange between GPUs: through windows on one host, else by messages.
 
-An exchange packs rims into a slot of this member's window, records that slot's event, and tells the
-readers by an empty message: so calls that differ are found, and the end of an attempt ends waits.
-When a peer's message is there, the stream of copies waits for the peer's event, and copies what the
-peer has packed; the stream that computes waits for the copies. The host waits for messages alone.
+An exchange packs halos into a slot of this rank's window and records that slot's event. Then it
+sends the readers an empty message. So mismatched calls are found, and the end of an attempt ends
+all waits. When a peer's message has arrived, the copy stream waits for the peer's event, and copies
+the packed halo. The compute stream waits for the copies. The host waits for messages alone.
 
-Rims that lie in one piece in the share, as of slabs, are copied without a kernel, and from a peer's
-window to where they belong: launches of kernels are most of what an exchange of small rims takes.
+Contiguous halos, such as those of slabs, are copied without a kernel, from a peer's window directly
+into the local block. Kernel launches take most of the time of a small exchange.
 
-Slots are used in turn, and two of them are enough. What is packed into one was packed there two
-exchanges before, and has been read since::
+Slots are used in turn, and two of them are enough. When an exchange packs into a slot, the halo of
+two exchanges before has been read from it::
 
     own pack(t+2)  follows  own pull(t+1)     on the own streams
     own pull(t+1)  follows  peer's pack(t+1)  by the peer's event
     peer's pack(t+1)  follows  peer's pull(t)  on the peer's streams
 
-That holds for peers that read this member's window and whose window it reads. Others get messages:
-by UCX from memory of the GPU, where a link carries so many bytes, else through host memory.
+This holds for two peers that read each other's windows. Other peers get messages: by UCX from GPU
+memory, where the connection carries messages of that size, else through host memory.
 
-The same holds where members meet on their GPUs in place of events and messages: the stream of t+1
-goes on when the peer has packed for t+1, which it does after its pull of t.
+The same holds with a device barrier in place of events and messages. The stream of t+1 passes the
+barrier when the peer has packed for t+1, which the peer does after its pull of t.
 
-Nor is an event recorded again before a peer has waited for it: before the messages of t+1, which
-this member has when it comes to t+2, the peer has given its stream the wait of t.
+An event is never recorded again before a peer's stream waits for it. The peer enqueues its wait of
+t before it sends the message of t+1, and this rank has that message before it records for t+2.
 """
 
 from __future__ import annotations
@@ -48,46 +48,48 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
-# Of a share. On two H200 a step of 25 points in float32 took 0.70 ms with the exchange hidden and
-# 0.71 without at 512 MiB, 0.36 and 0.15 at 64 MiB, where the host is what takes that long.
+# Least size of a local block for overlap. On two H200, a 25-point step in float32 took 0.70 ms with
+# overlap and 0.71 ms without at 512 MiB. At 64 MiB it took 0.36 and 0.15 ms: the host's calls
+# limit it there.
 _LEAST_HIDING_BYTES = 2**28
 
 
 class _Run(NamedTuple):
-    """A region that lies in one piece: where it is in an array, and where packed."""
+    """A contiguous region of an array."""
 
-    start_bytes: int
-    packed_bytes: int
+    start_bytes: int  # offset in the array
+    packed_bytes: int  # offset in the packed buffer
     size_bytes: int
 
 
 class RimWindows:
-    """Brings rims in memory of a GPU. It is what `RimMessages` is for those in host memory."""
+    """Exchanges halos in GPU memory. `RimMessages` is its counterpart for host memory."""
 
     def __init__(self, gpu: Gpu, call: RimCall) -> None:
         self._gpu, self._rims, self._dtype, self._links = gpu, call.rims, call.dtype, call.links
         self._call, rims = call, call.rims
-        self._exchanges = 0  # so far
+        self._exchanges = 0  # number of exchanges so far
         self._sent, self._placed = (
             {rank: _runs(boxes, rims.shape, self._dtype.itemsize) for rank, boxes in of.items()}
             for of in (rims.sends, rims.receives)
         )
         self._received = {rank: self._packed(boxes) for rank, boxes in rims.receives.items()}
-        self._slots: list[dict[int, Packed]] = []  # made with the first exchange
+        self._slots: list[dict[int, Packed]] = []  # by slot and rank; made at the first exchange
         self._own: OwnWindow | None = None
         self._windows: dict[int, PeerWindow] = {}  # by rank
-        # What is sent in messages and received, and from and to which memory: it, or the host's.
+        # Messages to send and to receive, by rank: packed halo, and the buffer for the message. The
+        # buffer is the packed memory itself, or host memory.
         self._down: dict[int, tuple[Packed, Array]] = {}
         self._up: dict[int, tuple[Packed, Array]] = {}
-        self._pulled: Any = None  # event: of all copies out of windows
+        self._pulled: Any = None  # event after all copies out of windows
         self._meeting: Meeting | None = None
 
     def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether a step takes a GPU longer than the host, which then has three calls."""
+        """Return whether a step takes a GPU longer than the host's three calls with overlap."""
         return bool(self._received) and elements * self._dtype.itemsize >= _LEAST_HIDING_BYTES
 
     def begin(self, data: Array, beside: bool) -> Callable[[], Any] | None:
-        """Begin an exchange; return what puts its end on the stream, once all messages are here."""
+        """Begin an exchange; return a function that waits for messages and enqueues the rest."""
         if self._links is None:
             return None
         if not self._slots:
@@ -100,7 +102,7 @@ class RimWindows:
             if isinstance(place, np.ndarray):
                 self._copy(place, packed.whole)
         if self._down or self._up:
-            self._gpu.wait()  # for that, and for the last copies out of where messages go
+            self._gpu.wait()  # for these copies, and for the last ones out of message buffers
         sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in self._windows}
         sends |= {rank: _buffer(place) for rank, (_, place) in self._down.items()}
@@ -111,9 +113,10 @@ class RimWindows:
         return partial(self._end, self._links, data, end, slot)
 
     def put(self, data: Array) -> None:
-        """Put all of an exchange on the stream, if that `can_put`: there are no messages.
+        """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
 
-        Members meet on their GPUs, and each must put as many exchanges so, and at the same times.
+        It synchronizes by a device barrier, so all ranks must make the same calls of `put` in the
+        same order.
         """
         slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
         if self._meeting is None:
@@ -126,7 +129,7 @@ class RimWindows:
                 self._received[rank].unpack(data)
 
     def can_put(self) -> bool:
-        """Return whether `put` can be used, after the first exchange; make ready for it."""
+        """Prepare for `put` after the first exchange; return whether it can be used."""
         if self._meeting is None and self._own is not None:
             self._meeting = Meeting(self._gpu, self._own, [*self._windows.values()])
         return not self._down and not self._up
@@ -145,7 +148,7 @@ class RimWindows:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
-            # Its own event too: what reads the rims as they were is done by then.
+            # Own event, too: kernels that read the old halo have ended then.
             copies.wait_event(self._own.events[slot])
             with self._gpu.reading:
                 self._gpu.check_goes_on()
@@ -163,7 +166,7 @@ class RimWindows:
                 packed.unpack(data)
 
     def _pull(self, rank: int, address: int, data: Array, stream: Any) -> None:
-        """Copy what a peer has packed: into place, or to where it is unpacked from."""
+        """Copy a peer's packed halo into the local block, or into a buffer to unpack."""
         runs, into = self._placed[rank], self._received[rank].whole
         if runs is None:
             self._gpu.copy(into.data.ptr, address, into.nbytes, stream)
@@ -184,7 +187,7 @@ class RimWindows:
     # --- once
 
     def _open(self) -> None:
-        """Find out whose windows are read; have memory for what is packed."""
+        """Open peers' windows, and allocate packed memory."""
         sends, receives = self._rims.sends, self._rims.receives
         if self._links is not None:
             self._open_windows(self._links)
@@ -200,7 +203,7 @@ class RimWindows:
         self._slots = [slot | down for slot in slots]
 
     def _message_memory(self, rank: int, whole: Array) -> Array:
-        """Return memory from or to which messages of another member go."""
+        """Return the buffer for messages from or to a rank."""
         if self._links is not None and self._links.carries(rank, whole.nbytes):
             return whole.view(np.uint8)
         return _host_memory(whole.nbytes)
@@ -212,7 +215,7 @@ class RimWindows:
         }
 
     def _open_windows(self, links: Links) -> None:
-        """Tell each other where windows are; read those of peers that can read this one's, too."""
+        """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
         if gpu.has_windows:
             both = self._rims.sends.keys() & self._rims.receives.keys()
@@ -233,7 +236,7 @@ class RimWindows:
 
 
 def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_Run] | None:
-    """Return where regions of an array in C order lie; None if one is not in one piece."""
+    """Return the runs of contiguous regions of an array in C order; None if one is scattered."""
     strides = tuple(prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape)))
     found, packed_bytes = [], 0
     for box in boxes:
@@ -251,7 +254,7 @@ def _buffer(place: Array) -> Any:
 
 
 def _host_memory(size_bytes: int) -> Array:
-    """Return memory that copies end in, pinned if it can be."""
-    with suppress(Exception):  # of the system, or of CUDA: copies are slower then
+    """Return host memory for copies, pinned if possible."""
+    with suppress(Exception):  # no pinned memory: copies are slower then
         return np.asarray(Pinned(size_bytes))[:size_bytes]
     return np.empty(size_bytes, np.uint8)

@@ -1,8 +1,8 @@
-"""Checkpoints: copies of members' states, on their own workers and on those of others.
+"""Checkpoints: copies of ranks' states on their own workers, and on other workers.
 
-A state is what a member's function needs to go on at a step: the bytes of some arrays. Each member
-keeps its own, and its *buddy*, a member on another worker, keeps it too. So all states are still
-there when a worker dies, and a new attempt goes on at the newest step of which they are.
+A state is the data that a rank's function needs to resume at a step: the bytes of some arrays. Each
+rank keeps its own state. Its *replica rank* (its buddy), on another worker, keeps a copy. So all
+states survive the loss of a worker, and a new attempt resumes at the newest complete step.
 """
 
 from __future__ import annotations
@@ -39,68 +39,68 @@ from dask_p2p.types import Array
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS = 2  # of states, of which the newer one may be there in parts only
+GENERATIONS = 2  # states kept for a rank: the newest may not be complete on all ranks
 
 #: States of one gang, by rank and step.
 GangStates: TypeAlias = defaultdict[int, dict[int, memoryview]]
 
 
 class SavedStates:
-    """The states that a worker keeps, of its own members and of others. Any thread may ask."""
+    """The states that a worker keeps, of its own ranks and of others. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._gangs: dict[str, GangStates] = {}
 
     def open(self, gang: str) -> GangStates:
-        """Return where states of a gang are kept, until they are dropped."""
+        """Return the container for states of a gang, which is valid until `drop`."""
         with self._lock:
             return self._gangs.setdefault(gang, defaultdict(dict))
 
     def add(self, to: GangStates, rank: int, step: int, state: memoryview) -> None:
-        """Keep a state; of older ones only the newest."""
+        """Keep a state, and the newest older one."""
         with self._lock:
             to[rank][step] = state
             for old in sorted(to[rank])[:-GENERATIONS]:
                 del to[rank][old]
 
     def trim(self, to: GangStates, is_kept: Callable[[int], bool]) -> None:
-        """Drop states of steps that are not needed any more."""
+        """Drop the states of all steps unless `is_kept(step)`."""
         with self._lock:
             for states in to.values():
                 for step in [step for step in states if not is_kept(step)]:
                     del states[step]
 
     def get(self, gang: str, rank: int, step: int) -> memoryview | None:
-        """Return a state; None if it is not here."""
+        """Return a state; None if this worker does not have it."""
         with self._lock:
             return self._gangs.get(gang, GangStates(dict))[rank].get(step)
 
     def steps(self, gang: str) -> list[tuple[int, list[int]]]:
-        """Return for each rank the steps whose states are here."""
+        """Return pairs of a rank and the steps of its states on this worker."""
         with self._lock:
             return [(rank, sorted(states)) for rank, states in self._gangs.get(gang, {}).items()]
 
     def clear(self, gang: str) -> None:
-        """Drop all states of a gang that are here."""
+        """Drop all states of a gang, but keep its container."""
         with self._lock:
             for states in self._gangs.get(gang, GangStates(dict)).values():
                 states.clear()
 
     def drop(self, gang: str) -> None:
-        """Forget all states of a gang, and those that members still add where they are."""
+        """Drop a gang's container with all states, also with states that ranks still add."""
         with self._lock:
             self._gangs.pop(gang, None)
 
     @property
     def gangs(self) -> list[str]:
-        """Those of which there are states."""
+        """Names of the gangs with a container of states."""
         with self._lock:
             return list(self._gangs)
 
 
 def buddies(workers: Sequence[str]) -> list[int | None]:
-    """Return for each member the next one on another worker; None if there is none.
+    """Return the replica rank of each rank: the next one on another worker, or None.
 
     >>> buddies(["a", "a", "b", "c"])
     [2, 2, 3, 0]
@@ -115,43 +115,43 @@ def buddies(workers: Sequence[str]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class States:
-    """The states of one gang, and where its attempt begins."""
+    """The states of one gang, and the first step of its attempt."""
 
-    saved: SavedStates  # what this worker keeps
+    saved: SavedStates  # states on this worker
     gang: str
-    resume: int | None  # the step at which the attempt begins; None if that is the first
-    holders: Sequence[int]  # by rank: the member on whose worker the state of that step is
-    tell: Callable[[], None]  # called before the first state is kept
+    resume: int | None  # step of the state to resume from; None: begin at the start
+    holders: Sequence[int]  # by rank: a rank whose worker has the state of that step
+    tell: Callable[[], None]  # notifies the scheduler before the first state is kept
 
 
 class Checkpoints:
-    """A member's states in one attempt."""
+    """Saves and restores a rank's states in one attempt."""
 
     def __init__(
         self,
-        rank: int,  # which member this is
-        workers: Sequence[str],  # of all members, by rank
-        links: Links,  # by which they exchange
-        states: States,  # where they are kept
-        device: Host = HOST,  # where the arrays lie that are kept
+        rank: int,
+        workers: Sequence[str],  # addresses, by rank
+        links: Links,  # connections to other ranks
+        states: States,
+        device: Host = HOST,  # device of the saved arrays
     ) -> None:
         self._rank, self._links, self._states, self._device = rank, links, states, device
         self._buddies = buddies(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
         self._kept: GangStates | None = None
-        self._memories = [StateMemory() for _ in range(GENERATIONS)]  # of the oldest state first
+        self._memories = [StateMemory() for _ in range(GENERATIONS)]  # oldest state first
 
     def save(self, step: int, arrays: Sequence[Array]) -> None:
-        """Keep a state here, and on the buddy's worker."""
+        """Keep a state on this worker, and on the replica rank's worker."""
         if self._kept is None:
-            # Before the scheduler is told: it may have them dropped at once.
+            # Open the container first: once notified, the scheduler may have it dropped.
             self._kept = self._states.saved.open(self._states.gang)
             self._states.tell()
-            # Of further steps there are those of some members, by an attempt that has ended.
+            # An attempt that has ended may have left later states of some ranks.
             self._states.saved.trim(self._kept, lambda step: step == self._states.resume)
-        # The state before this one is whole when all are here: older ones are not needed then, and
-        # the memory of the last but one is used again.
+        # When all ranks are here, the previous state is complete on all of them. Older states are
+        # not needed then, and the memory of the last but one is used again.
         memory, size_bytes = self._memories[0], size_of(arrays)
         is_new = memory.own is None or len(memory.own) != size_bytes
         call = f"checkpoint of step {step}"
@@ -170,11 +170,11 @@ class Checkpoints:
         self._last = step
 
     def close(self) -> None:
-        """Let go of the memory: what is saved keeps the states that others may still need."""
+        """Release the memory. `SavedStates` keeps the states that other ranks may still need."""
         self._memories.clear()
 
     def _renew(self, memory: StateMemory, call: str, size_bytes: int | None) -> None:
-        """Make memory of so many bytes, if it is given; have that which others make."""
+        """Allocate memory of a size, if given, and open the guarded ranks' new memory."""
         wards = [rank for rank, of in enumerate(self._buddies) if of == self._rank]
         has_buddy = self._buddies[self._rank] is not None
         name = b"" if size_bytes is None else memory.make(size_bytes, has_buddy)
@@ -190,13 +190,13 @@ class Checkpoints:
         return {} if buddy is None else {buddy: data}
 
     def restore(self, arrays: Sequence[Array]) -> int:
-        """Fill arrays with the state at which this attempt begins; return its step, or 0.
+        """Fill arrays with the state to resume from; return its step, or 0 without a state.
 
-        The function may no longer use an array that has not changed on any member since the start:
-        ``x = x + 1`` binds `x` to another array. The attempt begins at the start then, which is
-        right for a constant too.
+        A saved array that has not changed on any rank since the start may be out of use:
+        ``x = x + 1`` binds `x` to another array. The attempt then begins at the start, which is
+        correct for a constant as well.
 
-        `InputError` if the arrays are not as large as those that were kept.
+        Raises `InputError` if the arrays differ in size from those saved.
         """
         step, self._resume = self._resume, None
         if step is None:
@@ -209,16 +209,16 @@ class Checkpoints:
         own = self._found(self._rank, step) if holder == self._rank else found[holder]
         if len(own) != size_of(arrays):
             raise InputError(
-                f"expected the arrays that were kept at step {step}, of {len(own)} bytes, got some "
-                f"of {size_of(arrays)}. Give restore and checkpoint the same arrays."
+                f"expected the arrays saved at step {step}, of {len(own)} bytes, got arrays of "
+                f"{size_of(arrays)} bytes. Give restore and checkpoint the same arrays."
             )
         told = self._links.gather(f"state of step {step}, compared", changes(own, arrays, device))
         by_array = enumerate(zip_longest(*told, fillvalue=EMPTY))
         same = [number for number, found in by_array if SAME in found and CHANGED not in found]
         if same:
             logger.warning(
-                "Began at the start, not at step %d: arrays %s of its state were as at the start. "
-                "Change saved arrays in place, x[...] = ..., and save no constants.",
+                "Began at the start, not at step %d: arrays %s of its state had not changed since "
+                "the start. Change saved arrays in place, x[...] = ..., and save no constants.",
                 step,
                 same,
             )
@@ -230,30 +230,30 @@ class Checkpoints:
 
     def _found(self, rank: int, step: int) -> memoryview:
         state = self._states.saved.get(self._states.gang, rank, step)
-        if state is None:  # it was there when this member joined
-            raise AttemptEndedError(f"the state of member {rank} at step {step} is lost")
+        if state is None:  # dropped since this rank joined
+            raise AttemptEndedError(f"the state of rank {rank} at step {step} is lost")
         return state
 
 
 class Period:
-    """When checkpoints are due: after so many steps, or so much time.
+    """The interval between checkpoints: a number of steps, or a time.
 
-    All members say the same: time is compared now and then, the more rarely the longer it lasts.
-    `InputError` if `every` is neither.
+    All ranks get the same answers. They compare their times now and then, less often the longer the
+    loop runs. Raises `InputError` for any other interval.
     """
 
     def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         period = checked_period(every)
         self._every = duration_s(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
-        self._done = self._look = 0  # steps so far, and those after which time is compared again
+        self._done = self._look = 0  # steps so far, and at the next comparison of times
 
     def is_due(
         self,
-        step: int,  # how many there have been
-        greatest: Callable[[Array], Array],  # of all members' values, element by element
+        step: int,  # number of steps done
+        greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
-        """Say whether a checkpoint is due after a step."""
+        """Return whether a checkpoint is due after a step."""
         self._done += 1
         if self._every is None:
             return False
@@ -273,9 +273,9 @@ class Period:
 
 
 def checked_period(every: Any) -> int | str | None:
-    """Return a number of steps, NumPy's too, as an integer of Python, or a time as it is.
+    """Return a number of steps as a Python integer, or a time or None unchanged.
 
-    `InputError` if it is neither, and not None.
+    Raises `InputError` for any other value.
     """
     if every is None:
         return None

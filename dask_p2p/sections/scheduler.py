@@ -1,7 +1,8 @@
-"""The scheduler's side of gangs: tells the coordinator what happens, and members what to do.
+"""The scheduler's side of gangs: passes events to the coordinator, and its orders to ranks.
 
-Members ask by RPC. An answer comes when there is something new, or after `_POLL_S`: then they ask
-again. All decisions are the coordinator's; each is one call on the scheduler's event loop.
+Ranks request orders by RPC. A reply is sent when the order changes, or after `_POLL_S`; then the
+rank sends the next request. The coordinator makes all decisions, each in one call on the
+scheduler's event loop.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from dask_p2p.sections.waiting import Waiting
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
-#: What members ask of the scheduler.
+#: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
 SAVES = "p2p_section_saves"
-#: What the scheduler asks of workers.
+#: Requests of the scheduler to workers.
 FORGET = "p2p_section_forget"
 
 _POLL_S = 5.0
-_ELSEWHERE_S = 1.0  # until a member without room goes to another worker, or comes again
+_ELSEWHERE_S = 1.0  # delay until a rank without room is rescheduled
 _MOST_MEMBERS = 2**16
 _MOST_STEPS = 2**62
-_MOST_STATES = 2**16  # that one worker tells of
+_MOST_STATES = 2**16  # states in one worker's request
 
 
 @versioned(strict=True)
 class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
-    """Runs gangs of members, the tasks with the keys ``(gang, rank)``."""
+    """Runs gangs of ranks. A rank's task has the key ``(gang, rank)``."""
 
     name = "dask-p2p-sections"
     idempotent = True
 
     async def start(self, scheduler: Any) -> None:
-        """Begin. Nothing is awaited here: a second worker would begin once more in the meantime."""
+        """Start without awaiting: otherwise a second worker's plugin could start in between."""
         self._scheduler = scheduler
         self._options = options()
         self._begin()
@@ -64,7 +65,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         }
 
     def _begin(self) -> None:
-        """Have no gangs."""
+        """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
@@ -76,9 +77,9 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return self._scheduler.plugins.get(self.name) is self
 
     def _overlay_target(self) -> None:
-        """Take a note when an adaptive cluster asks how many workers it should have."""
+        """Record requests of an adaptive cluster for its target number of workers."""
         handler = self._scheduler.handlers.get("adaptive_target")
-        original = getattr(handler, "__wrapped__", handler)  # of a plugin that was taken off
+        original = getattr(handler, "__wrapped__", handler)  # wrapped by a plugin since removed
         if original is None:
             return
 
@@ -90,14 +91,14 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     async def close(self) -> None:
-        """End with the scheduler."""
+        """Stop timers when the scheduler closes."""
         self._waiting.close()
         self._gathering.close()
 
     def _check_is_on(self) -> None:
-        """If somebody has taken the plugin off, put it on again, and have all members come again.
+        """Install the plugin again if it was removed, and restart all gangs.
 
-        Nothing was told meanwhile of what became of their tasks.
+        While it was removed, no event of the ranks' tasks was recorded.
         """
         there = self._scheduler.plugins.get(self.name)
         if there is self:
@@ -114,11 +115,11 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def join(
         self, gang: Any, size: Any, rank: Any, ticket: Any, worker: Any, endpoint: Any, saved: Any
     ) -> Any:
-        """Have a member wait for its gang; answer with its next order."""
+        """Add a waiting rank to its gang; reply with its next order."""
         size = checked_integer("size", size, 1, _MOST_MEMBERS)
         gang, rank, ticket = _checked(gang, rank, ticket)
         self._check_is_on()
-        # One that was cancelled meanwhile would make a gang that nobody ends.
+        # A task that was cancelled in the meantime would make a gang that never ends.
         if not self._is_processing((gang, rank), checked_text("worker", worker)):
             return asdict(Order("stopped"))
         endpoint, states = checked_text("endpoint", endpoint), _checked_states(saved, size)
@@ -128,7 +129,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         is_new = self._coordinator.size(gang) is None
         again = self._coordinator.join(gang, size, rank, ticket, worker, endpoint, states)
         if again or is_new:
-            # Of a new one there are none, unless the plugin was taken off when it ran before.
+            # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, other) for other in (*range(size), COMMIT))
         self._tell()
         self._waiting.watch(gang)
@@ -138,7 +139,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def leave(
         self, gang: Any, rank: Any, ticket: Any, cause: Any = "", error: Any = None
     ) -> Any:
-        """Note that a member's function has returned, or why it has not."""
+        """Record that a rank's function has returned, or why it has not."""
         if error is not None and type(error) is not bytes:
             raise MalformedRequestError("error: expected bytes")
         gang, rank, ticket = _checked(gang, rank, ticket)
@@ -150,22 +151,22 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @answering
     async def order(self, gang: Any, rank: Any, ticket: Any, known: Any) -> Any:
-        """Answer with a member's next order, once it is no longer in the state that it knows."""
+        """Reply with a rank's next order, once its state differs from `known`."""
         return await self._next_order(*_checked(gang, rank, ticket), checked_text("known", known))
 
     @answering
     async def saves(self, gang: Any, rank: Any, ticket: Any, worker: Any) -> Any:
-        """Note that a worker is about to keep states of a gang."""
+        """Record that a worker is about to keep states of a gang."""
         gang, rank, _ = _checked(gang, rank, ticket)
         self._keepers[gang].add(checked_text("worker", worker))
         task = self._scheduler.tasks.get((gang, rank))
         has_failed = task is not None and task.state == "erred"
-        if has_failed or self._coordinator.size(gang) is None:  # cancelled meanwhile
+        if has_failed or self._coordinator.size(gang) is None:  # cancelled in the meantime
             self._drop_states(gang)
         return {}
 
     def _drop_states(self, gang: str) -> None:
-        """Have workers forget the states of a gang."""
+        """Send workers the request to drop the states of a gang."""
         for worker in self._keepers.pop(gang, ()):
             if worker in self._scheduler.workers:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
@@ -176,29 +177,29 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _told(self, telling: asyncio.Future[Any]) -> None:
         self._telling.discard(telling)
         if not telling.cancelled():
-            telling.exception()  # a worker that goes, or has no plugin any more
+            telling.exception()  # ignored: the worker is closing, or has no plugin any more
 
     def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
-        """Look after gangs from here on, also where no member ever joins."""
+        """Watch the gangs of a graph from its submission: a rank may never join."""
         self._nesting.note(client, tasks)
         self._gathering.add(tasks)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Note that a worker has joined."""
+        """Record that a worker has joined."""
         self._gathering.note_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note that a worker was lost. Only this event has whether that was expected."""
+        """Record the loss of a worker. Only this event has a flag for an expected leave."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
         if not msg.get("expected"):
             self._gathering.note_lost()
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Note what becomes of members' tasks.
+        """Pass transitions of ranks' tasks to the coordinator.
 
-        If a worker leaves, Dask takes its tasks back. If a member's task fails, it takes back those
-        of the others: all that would read of them fails, too.
+        If a worker leaves, Dask releases its tasks. If a rank's task fails, Dask releases those of
+        the other ranks, because all tasks that depend on them fail as well.
         """
         if finish == "forgotten":
             self._nesting.forget(key)
@@ -210,11 +211,11 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if size is None:
             return
         if start == "processing" and finish != "memory":
-            self._coordinator.drop(gang, rank, f"the task of member {rank} was taken back")
+            self._coordinator.drop(gang, rank, f"the task of rank {rank} was released by Dask")
         if finish == "memory" and not self._coordinator.is_committed(gang):
-            # It was committed, and another output was lost before the scheduler heard of this one.
+            # The gang was committed, and lost another output before this one was reported.
             self._release_soon([key])
-        elif finish == "erred":  # without retries: nobody goes on from them
+        elif finish == "erred":  # no retries are left, so no attempt will resume from the states
             self._drop_states(gang)
         elif finish == "forgotten":
             others = ((gang, other) for other in range(size) if other != rank)
@@ -231,8 +232,8 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._check_is_on()
             order = self._coordinator.order(gang, rank, ticket)
             if order.state == "running" and order.resume is not None and not order.failures:
-                # Dask counts deaths under a task, and ends it by `allowed-failures`. Those before
-                # a newer state do not count, as attempts do not.
+                # Dask counts the workers lost under a task, up to `allowed-failures`. After a new
+                # checkpoint the count starts again, as that of attempts does.
                 self._scheduler.tasks[gang, rank].suspicious = 0
             left_s = deadline_s - now_s()
             if order.state != known or left_s <= 0:
@@ -241,7 +242,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
     def _tell(self) -> None:
-        """Have all that wait look at their orders."""
+        """Wake all pending requests, to check their orders."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -251,7 +252,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return on is not None and on.address == worker
 
     def _is_one_too_many(self, key: Any) -> bool:
-        """Return whether the members on a worker need more units of a resource than it has."""
+        """Return whether the ranks on a worker need more units of a resource than it has."""
         task = self._scheduler.tasks[key]
         if not needs_of(task):
             return False
@@ -261,7 +262,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return not has_room(task.processing_on, task, there)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
-        """Release outputs that no longer count, after the transitions that are under way."""
+        """Release invalid outputs, after the current transitions."""
         asyncio.get_running_loop().call_soon(self._release, tuple(keys))
 
     def _release(self, keys: tuple[Any, ...]) -> None:

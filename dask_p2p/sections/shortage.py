@@ -1,4 +1,4 @@
-"""Why the workers of a cluster can never run all members of a gang at the same time."""
+"""Reasons why a cluster's workers can never run all ranks of a gang at the same time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MOST_NAMED = 4
 def shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
     """Return why the present workers cannot run all tasks of a gang at the same time, and a remedy.
 
-    It is empty if they can, when all that other tasks hold is free again. Where members need
-    different units, each kind is looked at alone: then it may be empty though they cannot.
+    The text is empty if they can, once other tasks have ended. Each set of needed units is checked
+    alone. So the text may be empty for ranks that need different units and cannot run together.
     """
     kinds: dict[tuple[tuple[str, float], ...], list[Any]] = {}
     for ts in tasks:

@@ -1,4 +1,4 @@
-"""`spmd`: a function that runs on all workers at the same time, and exchanges data meanwhile."""
+"""`spmd`: runs a function on all workers at the same time, with communication between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def spmd(
 ) -> tuple[DaskArray, ...]: ...
 
 
-# How many there are, one or a tuple, is known when it runs.
+# The number of outputs is known only at run time: one array, or a tuple.
 @overload
 def spmd(
     func: Callable[..., Any],
@@ -89,63 +89,63 @@ def spmd(
 ) -> DaskArray | tuple[DaskArray, ...]:
     """Run a function on all workers at the same time: ``func(ctx, *shares, **kwargs)``.
 
-    Each run of the function, a *member*, has one contiguous share of each array, which it may
-    change, and exchanges data with the others by the methods of `ctx`, a
-    `dask_p2p.sections.Context`. All members must call the same methods in the same order. If a
-    worker is lost meanwhile, all members run again.
+    The function runs once on each *rank*. A rank has one contiguous local block of each array,
+    which `func` may change. Ranks exchange data by the methods of `ctx`, a
+    `dask_p2p.sections.Context`. All ranks must call the same methods in the same order. If a
+    worker is lost, all ranks run again.
 
     Parameters
     ----------
     func : callable
-        Must depend on nothing but its arguments, and what the context returns. Returns an array of
-        its share's shape.
+        Function of the context and the local blocks. Returns an array of a local block's shape. Its
+        result must depend only on its arguments, and on values that the context returns.
     *arrays : dask.array.Array
-        Of the same chunks, in NumPy or CuPy blocks. With CuPy blocks `func` gets and returns CuPy
-        arrays; a stream of the member's own is the current one, and nothing has to be waited for.
+        Arrays of NumPy or CuPy blocks, with the same chunks. With CuPy blocks, `func` gets and
+        returns CuPy arrays. It runs with a CUDA stream of its own as the current stream, and need
+        not synchronize.
     outputs : int, optional
-        How many arrays `func` returns, in a tuple if not one; 0 if it returns what `per_member`
-        says alone.
+        Number of arrays that `func` returns, in a tuple unless it is one. 0 if `func` returns only
+        the values of `per_member`.
     cut : sequence of int, optional
-        Axes that may be divided between members. By default all.
+        Axes that may be divided between ranks. By default all.
     members : int, optional
-        At most so many, and at most the blocks of the array. By default the workers of the current
-        cluster that have the resources of `dask.annotate`; 1 without a cluster, with an
-        asynchronous client, or in the function of another section, where there can be no more.
+        Largest number of ranks. The number of blocks is a limit as well. By default the number of
+        the cluster's workers that have the resources of `dask.annotate`. It is 1 without a
+        cluster, with an asynchronous client, and always in the function of another section.
     dtype : dtype or sequence of dtype, optional
-        Of all outputs, or a tuple with one for each output. By default each output has the dtype
-        of the array in its place, or of the first array if there are more outputs than arrays. Only
-        the precision of floats is converted then. With `dtype`, outputs are converted as by
-        `numpy.can_cast` with "same_kind".
+        Data type of all outputs, or a tuple with one for each output. Outputs are converted to it
+        as by `numpy.can_cast` with "same_kind". By default, output i has the dtype of array i, or
+        of the first array if there is no such array; only the precision of floats is converted.
     per_member : sequence, optional
-        What each member returns after its arrays, in the same tuple: for each value an example, a
-        number or an array of the value's shape and dtype. It becomes an array with one block a
-        member, along a new first axis, of NumPy.
+        Examples of the values that `func` returns after its arrays, in the same tuple. An example
+        is a number, or an array of the value's shape and dtype. Each value becomes an array of
+        NumPy blocks, one for each rank, along a new first axis.
     **kwargs
-        For `func`. Each member has its own copy, except of objects that cannot be copied. A keyword
-        that `spmd` has too is given by `functools.partial`.
+        Keyword arguments for `func`. Each rank has its own copy, except of objects that cannot be
+        copied. Use `functools.partial` for a keyword that `spmd` has as well.
 
     Returns
     -------
     dask.array.Array, or tuple of them
-        With the chunks of the arrays; then those of `per_member`.
+        The outputs, with the chunks of the arrays; then the values of `per_member`.
 
     Raises
     ------
     InputError
-        If `func` cannot be called, a number is too small, an example in `per_member` is none, or an
-        argument for `func` has still to be computed, or is a keyword of `spmd` too. Also if `dtype`
-        has another length than `outputs`.
+        If `func` is not callable, a number is too small, or an example in `per_member` is
+        unsuitable. Also if an argument for `func` is a Dask collection, or has the name of a
+        parameter of `spmd`, or if `dtype` has another length than `outputs`.
     AxesError
-        If there is no axis of a number in `cut`.
+        If `cut` has an axis that the arrays do not have.
     ChunksError
         If chunk sizes are unknown, or differ between the arrays.
     UnsupportedArrayError
-        If one of `arrays` is no Dask array of NumPy or CuPy blocks, or they are of both kinds.
+        If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
     BlockMismatchError
-        When it runs, if `func` returns something else.
+        At run time, if `func` returns other arrays.
     SectionError
-        When it runs, if the members' calls differ, the members come to no end after
-        `p2p.attempts` attempts, or the workers can never run all of them at the same time.
+        At run time, if the ranks' calls differ, if `p2p.attempts` attempts have failed, or if the
+        workers can never run all ranks at the same time.
 
     Examples
     --------
@@ -203,15 +203,15 @@ def _checked_example(example: Any) -> ValueSpec:
     value = np.asarray(example)
     if is_dask_array(example) or value.dtype.kind in "OSU":
         raise InputError(
-            f"per_member: expected numbers or arrays of NumPy, as examples of what a member "
-            f"returns, got {type(example).__name__}."
+            f"per_member: expected numbers or NumPy arrays, as examples of returned values, got "
+            f"{type(example).__name__}. Give a number or an array for each value."
         )
     return ValueSpec(value.shape, value.dtype)
 
 
 @dataclass(frozen=True)
 class _Function:
-    """The user's function, with what it is given beside its arrays."""
+    """The user's function, with its keyword arguments."""
 
     function: Callable[..., Any]
     outputs: int

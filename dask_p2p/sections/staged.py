@@ -1,4 +1,4 @@
-"""Exchanges in which each member has one partner at a time, in the order that is asked for."""
+"""Exchanges in stages, with one partner at a time, in a given order of messages."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dask_p2p.sections.links import Links
 
 
 def checked_order(exchange: Any) -> str:
-    """Return an order of messages. `InputError` if there is none."""
+    """Return an order of messages. Raises `InputError` if it does not exist."""
     if exchange not in ORDERS:
         raise InputError(f"exchange: expected one of {', '.join(ORDERS)}, got {exchange!r}.")
     return str(exchange)
 
 
 def begin_in_order(
-    links: Links,  # of this member
+    links: Links,  # connections of this rank
     order: str,  # one of `ORDERS`
     call: str,  # see `Links.begin`
     sends: Mapping[int, Buffer],
     receives: Mapping[int, Buffer | None],
     beside: bool = False,
 ) -> Callable[[], Any]:
-    """Begin an exchange, as `Links.begin` does; all stages but the last end before this returns."""
+    """Begin an exchange as `Links.begin` does. All stages but the last complete in this call."""
     if order == "auto":
         return links.begin(call, sends, receives, beside)
     end: Callable[[], Any] = dict

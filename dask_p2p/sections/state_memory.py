@@ -1,8 +1,8 @@
-"""Memory for states. Members of one host share it, and so copy a state once for two workers.
+"""Memory for states, shared on one host: one copy of a state serves two workers.
 
-A member copies its state into a memory of the kernel that has no name, and its buddy opens that,
-once. When the member is killed, its buddy still has it. Where the buddy cannot open it, as on
-another host, the member sends the bytes.
+A rank copies its state into an anonymous memory file, which its replica rank opens once. If the
+rank is killed, its replica rank still has the memory. Where the replica rank cannot open it, as on
+another host, the rank sends the bytes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SAME, CHANGED, EMPTY = range(3)
 
 
 class StateMemory:
-    """Memory for one state of a member, and for one of each member whose buddy it is."""
+    """Memory for one state of a rank, and for one state of each rank that it guards."""
 
     def __init__(self) -> None:
-        self.own: memoryview | None = None  # for the member's state, once it is made
-        self.theirs: dict[int, memoryview] = {}  # for those of the others, by rank
-        self.is_seen = False  # whether the buddy sees what is written into `own`
-        self._seen: set[int] = set()  # others whose memory this is
-        self._segment: Segment | None = None  # until the buddy has looked for it
+        self.own: memoryview | None = None  # memory for this rank's state
+        self.theirs: dict[int, memoryview] = {}  # memory for guarded ranks' states, by rank
+        self.is_seen = False  # whether the replica rank shares `own`
+        self._seen: set[int] = set()  # guarded ranks whose own memory is shared here
+        self._segment: Segment | None = None  # kept until the replica rank has opened it
 
     def make(self, size_bytes: int, has_buddy: bool) -> bytes:
-        """Make `own` anew; return what `take` needs to be told at the buddy."""
-        self.own, self.is_seen = None, False  # it goes before another one comes
+        """Allocate `own`; return its descriptor for `take` on the replica rank."""
+        self.own, self.is_seen = None, False  # free the old memory first
         if has_buddy and size_bytes:
-            with suppress(OSError):  # no memory of that kind, or no open file is left
+            with suppress(OSError):  # no shared memory, or too many open files
                 self._segment = segment = Segment.make(size_bytes)
                 self.own = _view(segment.bytes)
                 return " ".join(map(str, (size_bytes, *segment.name))).encode()
@@ -44,13 +44,13 @@ class StateMemory:
         return str(size_bytes).encode()
 
     def take(self, rank: int, told: bytes) -> bytes:
-        """Have memory for another member's state; return what `know` needs to be told there."""
+        """Open or allocate memory for a guarded rank's state; return the reply for its `know`."""
         size, *name = told.decode().split()
         self.theirs.pop(rank, None)
         self._seen.discard(rank)
         if name:
             kernel, namespace, *numbers = name
-            with suppress(UnsuitableError, OSError):  # another host, or one that must not look
+            with suppress(UnsuitableError, OSError):  # another host, or no permission
                 segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
                 self.theirs[rank] = _view(segment.bytes)
                 self._seen.add(rank)
@@ -59,20 +59,20 @@ class StateMemory:
         return _IS_SENT
 
     def know(self, told: bytes) -> None:
-        """Take note of whether the buddy sees `own`."""
+        """Record the replica rank's reply: whether it shares `own`."""
         self.is_seen, self._segment = told == _IS_SEEN, None
 
     def places(self) -> dict[int, memoryview]:
-        """Return where the bytes go that others send, by rank: none of those whose are seen."""
+        """Return receive buffers for guarded ranks' states, by rank: empty where shared."""
         nothing = memoryview(b"")
         return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
 
 
 def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
-    """Refuse what no state can be copied from, and back into.
+    """Check that arrays can be saved and restored.
 
-    `InputError` if it is no array of the device, holds Python objects, or cannot be written;
-    `UnsupportedArrayError` if it is masked.
+    Raises `InputError` for a value that is not an array of the device, has Python objects, or is
+    read-only. Raises `UnsupportedArrayError` for a masked array.
     """
     for array in arrays:
         check_not_masked("the state to save", array)
@@ -80,35 +80,35 @@ def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
             found = type(array).__name__
         elif array.dtype.hasobject:
             found = "one of Python objects"
-        elif not getattr(array.flags, "writeable", True):  # CuPy's always are
+        elif not getattr(array.flags, "writeable", True):  # CuPy arrays always are writable
             found = "one that is read-only"
         else:
             continue
         raise InputError(
-            f"expected {device.module.__name__} arrays as the state to save, which can be filled "
-            f"again, got {found}. Give a list of arrays; keep a number in one of its own."
+            f"expected {device.module.__name__} arrays as the state to save, all of them writable, "
+            f"got {found}. Give a list of arrays; put a number into an array of its own."
         )
 
 
 def size_of(arrays: Sequence[Array]) -> int:
-    """Return how many bytes the state takes that these arrays are."""
+    """Return the size of the state of these arrays, in bytes."""
     return sum(array.nbytes for array in arrays)
 
 
 def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
-    """Copy arrays of a device to where a state is, one after the other."""
+    """Copy arrays of a device into a state, one after the other."""
     for array, place in zip(arrays, _places(state, arrays), strict=True):
         device.copy_to_host(place, array)
 
 
 def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
-    """Copy a state to where arrays of a device are."""
+    """Copy a state into arrays of a device."""
     for array, place in zip(arrays, _places(state, arrays), strict=True):
         device.copy_from_host(array, place)
 
 
 def changes(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> bytes:
-    """Return for each array whether a state has other bytes: `SAME`, `CHANGED` or `EMPTY`."""
+    """Compare arrays with a state; return `SAME`, `CHANGED` or `EMPTY` for each array."""
     found = []
     for array, place in zip(arrays, _places(state, arrays), strict=True):
         own = np.empty(array.shape, array.dtype)

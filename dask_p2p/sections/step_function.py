@@ -1,4 +1,4 @@
-"""The function of `iterate`: one call of it, and checks of the values that it returns."""
+"""The function of `iterate`: calls it, and checks the values that it returns."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dask_p2p.types import Array
 
 @dataclass(frozen=True)
 class StepFunction:
-    """The user's function, called with the parts of fields and constants of one step."""
+    """The user's function, called with parts of the fields and constants of one step."""
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
-    has_until: bool  # whether the function returns numbers, too
+    has_until: bool  # whether the function also returns numbers
 
     @cached_property
     def fills_out(self) -> bool:
-        """Whether the function fills an array, in place of returning a new one."""
+        """True if the function fills a parameter named `out`."""
         return bool(has_keyword(self.function, "out"))
 
     def __call__(
         self,
         given: Sequence[Any],  # parts of fields, then constants
         out: Array,  # memory for the result
-        part: Part,  # of the newest field
+        part: Part,  # part of the newest field
     ) -> tuple[Any, ...]:
         """Fill `out`; return the numbers for `until`.
 
@@ -43,7 +43,7 @@ class StepFunction:
         BlockMismatchError
             If the function returns other values than one array and numbers.
         InputError
-            If it writes into the parts that it is given.
+            If the function writes into its fields or constants.
         """
         if self.fills_out:
             return self.numbers(self.call(given, out), out)
@@ -60,7 +60,10 @@ class StepFunction:
             return self.function(*given, out=out, **self.kwargs)
 
     def numbers(self, returned: Any, out: Array) -> tuple[Any, ...]:
-        """Return the numbers that a function returned which has filled `out`, and may return it."""
+        """Return the numbers among the values of a function that has filled `out`.
+
+        The first value may be `out` itself, or None.
+        """
         values = returned if isinstance(returned, tuple) else (returned,)
         if values and (values[0] is None or _is_same_memory(values[0], out)):
             values = values[1:]
@@ -70,7 +73,7 @@ class StepFunction:
 
 @contextmanager
 def explained_writes() -> Iterator[None]:
-    """Name the remedy where a function writes into a part that it only may read."""
+    """Explain errors of writes into read-only fields and constants, with the remedy."""
     try:
         yield
     except (TypeError, ValueError) as exc:
@@ -80,7 +83,7 @@ def explained_writes() -> Iterator[None]:
         raise InputError(
             f"expected a function that only reads its fields and constants, got one that writes "
             f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
-            f"Declare arrays read-only where the function is compiled with types."
+            f"Declare arrays read-only where a compiled function declares types."
         ) from exc
 
 
@@ -96,14 +99,14 @@ def _is_same_memory(value: Any, out: Array) -> bool:
 
 
 def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
-    """Refuse returned values that `until` cannot be called with."""
+    """Raise `BlockMismatchError` for returned values that `until` cannot use."""
     for value in values:
         if _ndim(value):
             shape = getattr(value, "shape", (len(value),))
             raise BlockMismatchError(
                 f"expected one new array from the function, and numbers for until=, got another "
-                f"array of shape {shape}. Several fields are levels of time: the new "
-                f"array becomes the newest field. Stack coupled fields along an axis of their own, "
+                f"array of shape {shape}. Several fields are time levels: the new array becomes "
+                f"the newest field. Stack coupled fields along an axis of their own, "
                 f"x = da.stack([u, v]).rechunk({{0: -1}}), and return one array."
             )
         if value is not None and not _is_number(value):
@@ -114,8 +117,8 @@ def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
     if values and not has_until:
         raise BlockMismatchError(
             f"expected only the new array from the function, got {len(values)} more "
-            f"{'value' if len(values) == 1 else 'values'}. Name a function of them, until=..., or "
-            f"leave them out."
+            f"{'value' if len(values) == 1 else 'values'}. Give a function of them as until=, or "
+            f"do not return them."
         )
 
 
@@ -130,18 +133,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _replace(
-    out: Array,  # memory for the new share, or a part of it
+    out: Array,  # memory for the new local block, or a part of it
     new: Any,  # the returned array
-    part: Part,  # of the newest field, as the function has seen it
+    part: Part,  # part of the newest field that was passed to the function
 ) -> None:
-    """Copy a returned array, with or without rims."""
+    """Copy a returned array, with or without halo, into `out`."""
     shape, seen = shape_of(new, type(out)), part.data
     if shape == seen.shape:
         new = new[part.inner]
     elif shape != out.shape:
         raise BlockMismatchError(
-            f"expected an array of shape {out.shape}, or {seen.shape} with rims, from the "
-            f"function, got {shape}. Return one, or fill a parameter named out."
+            f"expected an array of shape {out.shape}, or {seen.shape} with halo, from the "
+            f"function, got {shape}. Return such an array, or fill a parameter named out."
         )
     check_kept(new, out.dtype, "return")
     out[...] = new

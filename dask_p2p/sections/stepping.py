@@ -1,4 +1,4 @@
-"""Steps of a member's function, and the state that it goes on with when a worker was lost."""
+"""Steps of a rank's function, and saved state to resume from when a worker is lost."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from dask_p2p.sections.saved import Checkpoints, Period, checked_period
 from dask_p2p.sections.state_memory import check_state
 from dask_p2p.types import Array
 
-# The first steps of a loop: after each, the places of its arrays are checked. Two levels of time
-# that take turns are both lost after the second step.
+# Number of steps at the start that end with a check of the saved arrays' bindings. Where a function
+# rebinds two time levels in turn, both are lost only after the second step.
 _CHECKED_STEPS = 3
 
 
 class Stepping(Collectives):
-    """One member, whose function counts steps and keeps its state."""
+    """The part of a context that counts steps and saves state."""
 
     def __init__(
         self,
-        rank: int,  # which member this is
-        size: int,  # of how many
-        links: Links | None,  # by which it exchanges; None if it is the only one
-        device: Host,  # where arrays lie
-        checkpoints: Checkpoints | None,  # keeps its states; None if there are none
+        rank: int,
+        size: int,  # number of ranks
+        links: Links | None,  # connections to other ranks; None for a single rank
+        device: Host,  # device of the arrays
+        checkpoints: Checkpoints | None,  # saved states; None: nothing is saved
     ) -> None:
         super().__init__(rank, size, links, device)
         self._checkpoints = checkpoints
         self.progress = Progress()
         self._saved_step = -1  # of the last checkpoint
-        self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes
-        self._has_steps = False  # whether there was a loop of `steps`
+        self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
+        self._has_steps = False  # whether `steps` was called
 
     def steps(
         self, count: int, save: Sequence[Array] = (), every: int | str | None = "30 s"
     ) -> Iterator[int]:
-        """Count steps, and keep the state of the function now and then.
+        """Count steps, and save the function's state from time to time.
 
-        When the members run again, since a worker was lost, the steps go on where all states were
-        kept last. A function may have one such loop.
+        If a worker is lost, all ranks run again, and resume at the newest complete checkpoint. A
+        function may have one such loop.
 
         Parameters
         ----------
         count : int
-            How many steps there are.
+            Total number of steps.
         save : sequence of array
-            All that a step needs of the steps before it. The arrays are filled with the state that
-            was kept before the first step, and must be the same ones in all steps: write
-            ``x[...] = x + 1``, since ``x = x + 1`` makes another array. Without arrays, or where
-            one has not changed since the start, members go on from the start.
+            All arrays that a step needs from earlier steps. Before the first step, they are filled
+            with the saved state. They must stay the same arrays in all steps: write
+            ``x[...] = x + 1``, since ``x = x + 1`` makes another array. Without arrays, or if one
+            has not changed since the start, ranks resume at the start.
         every : int, str or None
-            After how many steps, or how much time, a state is kept: on the member's own worker,
-            and on another one. None for never.
+            Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
+            checkpoint is kept on the rank's own worker and on another one.
 
         Yields
         ------
         int
-            The number of the step, from 0; or from where the members go on.
+            The number of the step, from 0 or from the last checkpoint.
 
         Raises
         ------
         InputError
-            If `count` is no number of steps, `every` nothing of the kind, or `save` no sequence
-            of arrays that can be written; or if it is the second loop. In a step, if a name of a
-            saved array is bound to another array.
+            If `count` is not a number of steps, `every` is not an interval, or `save` is not a
+            sequence of writable arrays. Also in a second loop. In a step, if the name of a saved
+            array is bound to another array.
         SectionError
-            If the members made different calls.
+            If the ranks made different calls.
         """
         try:
             count, save = index(count), tuple(save)
@@ -83,8 +83,8 @@ class Stepping(Collectives):
             ) from None
         if self._has_steps:
             raise InputError(
-                "expected one loop of ctx.steps, got a second one: members that go on would take "
-                "the state of one for that of the other. Count steps of both in one loop."
+                "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
+                "distinguish their states. Count the steps of both in one loop."
             )
         self._has_steps = True
         every = checked_period(every)
@@ -107,28 +107,29 @@ class Stepping(Collectives):
                 self.checkpoint(step + 1, *save)
 
     def is_due(self, period: Period, step: int) -> bool:
-        """Return whether a checkpoint is due after so many steps: the same on all members."""
+        """Return whether a checkpoint is due after a step: the same on all ranks."""
         if self._checkpoints is None:
             return False
         return period.is_due(step, lambda values: self.allreduce(values, "max"))
 
     def checkpoint(self, step: int, *arrays: Array) -> None:
-        """Keep copies of arrays: what is needed to go on after so many steps.
+        """Save copies of arrays: the state to resume from after a step.
 
         Parameters
         ----------
         step : int
-            How many steps there have been: more than at the last checkpoint.
+            Number of steps done: more than at the last checkpoint.
         *arrays
-            As many on all members. Copies are kept on this worker and on another one.
+            The state, as the same number of arrays on all ranks. Copies are kept on this worker
+            and on another one.
 
         Raises
         ------
         InputError
-            If `step` is no such number, an array cannot be written, or the arrays have other
-            shapes or dtypes than those given to `restore`.
+            If `step` is not such a number, an array is read-only, or the arrays have other shapes
+            or dtypes than those given to `restore`.
         SectionError
-            If the members made different calls.
+            If the ranks made different calls.
         """
         try:
             number = index(step)
@@ -137,7 +138,7 @@ class Stepping(Collectives):
         if number <= self._saved_step:
             more = f", more than {self._saved_step} at the last checkpoint"
             raise InputError(
-                f"step: expected how many steps there have been"
+                f"step: expected the number of steps done"
                 f"{more if self._saved_step >= 0 else ''}, got {step!r}."
             )
         check_state(arrays, self.device)
@@ -152,21 +153,21 @@ class Stepping(Collectives):
         self._saved_step = number
 
     def restore(self, *arrays: Array) -> int:
-        """Fill arrays with what was kept by the last checkpoint of all members, if there is one.
+        """Fill arrays with the last checkpoint of all ranks, if there is one.
 
         Returns
         -------
         int
-            After how many steps that was; 0 if there is none, and for a second call. Also 0, and
-            the arrays stay as they are, if one of them had not changed since the start on any
-            member: a constant, or one that the function no longer uses.
+            The number of steps at that checkpoint; 0 without one, and in a second call. Also 0,
+            and the arrays stay unchanged, if one of them had not changed since the start on any
+            rank: a constant, or an array that the function no longer uses.
 
         Raises
         ------
         InputError
-            If one is no array that can be written.
+            If a value is not a writable array.
         SectionError
-            If the members made different calls.
+            If the ranks made different calls.
         """
         check_state(arrays, self.device)
         self._restored = [(array.shape, array.dtype) for array in arrays]

@@ -1,8 +1,8 @@
-"""Connections that have not shown yet which member is at their other end.
+"""Unidentified connections: those that have not sent their attempt tokens yet.
 
-Any process of the host, or of the network, can connect. A Unix socket of another user is closed
-immediately, and one that is silent is closed after some seconds. There are never more than some
-tens. Then the kernel keeps the next ones waiting, and silent ones are closed earlier.
+Any process of the host or of the network can connect. A Unix socket of another user is closed
+immediately, a silent connection after some seconds. At most `MOST_STRANGERS` are open. Then the
+kernel queues further ones, and silent ones are closed earlier.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from math import inf
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.files import MOST_STRANGERS, check_files
 
-# How long one may be silent without encryption, where members send immediately; and if others wait.
+# Time that a connection without TLS may be silent: usually, and while others are queued. Ranks send
+# their tokens immediately.
 _SILENT_S = 5.0, 0.0
-# The same of one that shakes hands, if others wait.
+# Time that a TLS connection may be silent while others are queued.
 _TLS_AMONG_MOST_S = 1.0
-_ROUND = 256  # connections that are taken before something else has its turn
+_ROUND = 256  # most connections accepted in one call
 _CREDENTIALS = struct.Struct("3i")  # Linux' struct ucred: process, user, group
-# Errors of `accept` that are the peer's, or of the network in between: see accept(2). Errors of
-# this process last, so it must not try again for ever.
+# Errors of `accept` caused by the peer or the network: see accept(2). Errors of this process would
+# come again at each retry.
 _OF_PEERS = {
     errno.ECONNABORTED,
     errno.EHOSTDOWN,
@@ -46,13 +47,18 @@ _OF_PEERS = {
 
 @dataclass
 class _Stranger:
+    """One unidentified connection."""
+
     made: socket.socket
-    silent_s: tuple[float, float]  # how long it may be; the same if others wait
-    heard_s: float = inf  # when it was read last; it is new: not yet
-    said: bytearray = field(default_factory=bytearray)
+    silent_s: tuple[float, float]  # time it may be silent: usually, and while others are queued
+    heard_s: float = inf  # time of the last read; inf: none yet
+    said: bytearray = field(default_factory=bytearray)  # bytes received
 
     def read(self, wanted: int) -> bool:
-        """Read as much as has come; return whether it has sent all, and not gone."""
+        """Read without blocking. Return True when `wanted` bytes are here, False if it failed.
+
+        Raises `BlockingIOError` while bytes are missing.
+        """
         self.heard_s = time.monotonic()
         try:
             while len(self.said) < wanted:
@@ -63,19 +69,19 @@ class _Stranger:
                 self.said += part[:count]
         except BlockingIOError:
             raise
-        except OSError:  # no certificate of this cluster, for one
+        except OSError:  # for example, a certificate of another cluster
             return False
         return True
 
 
 class Strangers:
-    """Those at one listener of a member."""
+    """The unidentified connections at one listener of a rank."""
 
     def __init__(
         self,
         listener: socket.socket,
-        prepared: Callable[[socket.socket], socket.socket],  # for links; `OSError` if it has gone
-        tls_s: float,  # how long one that is encrypted may be silent
+        prepared: Callable[[socket.socket], socket.socket],  # sets up a connection, or `OSError`
+        tls_s: float,  # time that a TLS connection may be silent
     ) -> None:
         self._listener, self._prepared, self._tls_s = listener, prepared, tls_s
         self._all: list[_Stranger] = []
@@ -88,7 +94,7 @@ class Strangers:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for them, at most, before `accepted` is called again."""
+        """Longest time to poll before `accepted` must be called again, in seconds."""
         return max(0.0, min(map(self._until_s, self._all), default=inf) - time.monotonic())
 
     @property
@@ -99,10 +105,10 @@ class Strangers:
         return stranger.heard_s + stranger.silent_s[self._is_full]
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
-        """Return those that have sent so many bytes by now, and these; close silent ones.
+        """Return connections that have sent `wanted` bytes, with these; close silent ones.
 
-        `ready` are those of `numbers` with something to read. `SectionError` if this process
-        cannot have any more connections.
+        `ready` are the descriptors of `numbers` that are readable. Raises `SectionError` if this
+        process cannot open any more connections.
         """
         if self._listener.fileno() in ready:
             self._accept()
@@ -120,11 +126,11 @@ class Strangers:
                 if exc.errno in _OF_PEERS:
                     continue
                 check_files(exc)
-                raise SectionError(f"a member cannot take connections: {exc}") from exc
+                raise SectionError(f"a rank cannot accept connections: {exc}") from exc
             if not is_of_this_user(made):
                 made.close()
                 continue
-            with suppress(OSError):  # it has gone since
+            with suppress(OSError):  # already closed by the peer
                 made = self._prepared(made)
                 is_plain = type(made) is socket.socket
                 silent_s = _SILENT_S if is_plain else (self._tls_s, _TLS_AMONG_MOST_S)
@@ -149,14 +155,14 @@ class Strangers:
         return found
 
     def close(self) -> None:
-        """Close them all, and the listener."""
+        """Close the listener, and all unidentified connections."""
         self._listener.close()
         for each in self._all:
             each.made.close()
 
 
 def is_of_this_user(made: socket.socket) -> bool:
-    """Return whether a process of this user is at the other end; yes if that is another host."""
+    """Return whether the peer process belongs to this user; True for TCP."""
     if made.family != socket.AF_UNIX:
         return True
     said = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

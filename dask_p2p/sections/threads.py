@@ -1,7 +1,7 @@
-"""The pool's thread that runs a member: other tasks get its place if it stays for long.
+"""The pool thread that runs a rank: it releases its slot to other tasks if it runs for long.
 
-A function may wait for tasks that it has submitted. If members had all threads of the cluster,
-these would never run.
+A function may wait for tasks that it has submitted. If ranks kept all slots of the cluster, these
+tasks would never run.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from distributed.threadpoolexecutor import thread_state, threads_lock
 from distributed.worker import thread_state as task_state
 from distributed.worker_state_machine import SecedeEvent
 
-_LONG_S = 2.0  # a member that has run for so long gives its place away
+_LONG_S = 2.0  # time until a rank releases its slot
 
 
 class PoolThread:
     """The calling thread, which runs one task of a worker.
 
-    It gives its place away as `distributed.secede` does, which only the thread itself may call. But
-    it stays among the pool's threads: a function that secedes, as `worker_client` does, may.
+    It releases its slot as `distributed.secede` does, which only the thread itself may call. But
+    it remains a thread of the pool, so the user's function may still secede, as `worker_client`
+    does.
     """
 
     def __init__(self, worker: Any) -> None:
         self._worker, self._thread = worker, threading.current_thread()
-        # None in an executor of the user's own.
+        # None in a user's own executor.
         self._executor: Any = getattr(thread_state, "executor", None)
         self._key, self._start_s = task_state.key, task_state.start_time
         self._is_beside = self._is_closed = False
@@ -34,12 +35,15 @@ class PoolThread:
         worker.loop.add_callback(self._begin)
 
     def secede(self) -> None:
-        """Give the place away. In the thread."""
+        """Release the slot. To be called in the thread."""
         if self._has_left():
             self._worker.loop.add_callback(self._tell)
 
     def close(self) -> None:
-        """Stay for good, or end after the task if another thread has the place. In the thread."""
+        """Keep the slot from now on. If another thread has it, end this thread after the task.
+
+        To be called in the thread.
+        """
         with threads_lock:
             self._is_closed = True
             if self._is_beside and self._executor is not None:
@@ -49,7 +53,7 @@ class PoolThread:
         self._worker.loop.add_callback(self._end)
 
     def _has_left(self) -> bool:
-        """Give the place away, and return whether it had not been."""
+        """Release the slot; return False if it was released before, or cannot be."""
         with threads_lock:
             if self._executor is None or self._is_beside or self._is_closed:
                 return False
@@ -62,14 +66,14 @@ class PoolThread:
         self._timer = self._worker.loop.call_later(_LONG_S, self._leave)
 
     def _leave(self) -> None:
-        if self._has_left():  # at once: Dask must not hear of it after the task's end
+        if self._has_left():  # send the event now: after the task's end Dask must not get it
             self._tell()
 
     def _end(self) -> None:
         self._worker.loop.remove_timeout(self._timer)
 
     def _tell(self) -> None:
-        """Make the task a long-running one of the worker. On the event loop."""
+        """Mark the task as long-running on the worker. On the event loop."""
         now_s = time.time()
         self._worker.handle_stimulus(
             SecedeEvent(

@@ -1,4 +1,4 @@
-"""Fourier transforms of arrays that the members of a gang have together."""
+"""Fourier transforms of distributed arrays, called from within a section."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from dask_p2p.sections.recut import Redistribution, checked_shape
 from dask_p2p.types import Array, DType
 
 _Cut = Sequence[int] | None
-_Step = Callable[[Any, bool], tuple[Any, bool]]  # of a share, and whether it is our own
-_PIECE_BYTES = 2**28  # of a share, where there are more than two: the host needs 0.1 ms for each
+_Step = Callable[[Any, bool], tuple[Any, bool]]  # of a local block, and whether it is a temporary
+_PIECE_BYTES = 2**28  # size of a piece, if there are more than two: the host needs 0.1 ms for each
 
 
 class _Call(NamedTuple):
-    """What is asked for; of the parameters see `Transforms.fftn`."""
+    """The parameters of a transform: see `Transforms.fftn`."""
 
     kind: str
     axes: Axes
@@ -47,7 +47,7 @@ class _Call(NamedTuple):
 
 
 class Transforms:
-    """What a context transforms: by axes that are whole, and `redistribute` between these."""
+    """The Fourier transforms of a context: local transforms along whole axes, and exchanges."""
 
     rank: int
     device: Host
@@ -63,39 +63,39 @@ class Transforms:
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
-        """Transform an array that is divided between the members, as `numpy.fft.fftn` does.
+        """Transform a distributed array, as `numpy.fft.fftn` does.
 
-        Slabs take one exchange if the result may be cut along another axis: ``cut=(1,)`` of slabs
-        along axis 0, and ``from_cut=(1,)`` back. By default it comes back as the section's arrays
-        are cut, which takes another one.
+        The result has the partition of the section's arrays by default, which takes two exchanges
+        for slabs. One is enough if the result may be divided along another axis: ``cut=(1,)`` for
+        slabs along axis 0, and ``from_cut=(1,)`` for the way back.
 
         Parameters
         ----------
         a : array
-            What this member has of the array. It is not changed.
+            This rank's local block. It is not changed.
         axes : sequence of int, optional
-            Which axes, each once. By default all.
+            Axes to transform, without repetition. By default all.
         cut, from_cut : sequence of int, optional
-            The axes that may be divided in the result, and in `a`: as of `redistribute`.
+            Axes that may be divided in the result, and in `a`: as for `redistribute`.
         shape : sequence of int, optional
-            Of the whole array in space: what `fftn` and `rfftn` transform, and `ifftn` and
-            `irfftn` give. By default that of the section's arrays.
+            Shape of the whole array in space: the input of `fftn` and `rfftn`, the result of
+            `ifftn` and `irfftn`. By default the shape of the section's arrays.
         norm : {"backward", "ortho", "forward"}, optional
-            Which direction is scaled, by default the inverse one.
+            Direction that is scaled, as in NumPy. By default the inverse transform is.
 
         Returns
         -------
-        numpy.ndarray
-            What this member has of the result: complex numbers of the precision of `a`.
+        numpy.ndarray or cupy.ndarray
+            This rank's local block of the result: complex numbers of the precision of `a`.
 
         Raises
         ------
         AxesError
             If the array has no such axes.
         InputError
-            If `a` has another shape, or holds no numbers.
+            If `a` has another shape, or is not numeric.
         SectionError
-            If the members made different calls.
+            If the ranks made different calls.
         """
         return self._transformed(a, _Call("fft", axes, cut, from_cut, shape, norm))
 
@@ -109,7 +109,7 @@ class Transforms:
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
-        """Undo `fftn`. For parameters and errors see there."""
+        """Return the inverse of `fftn`, with the same parameters and errors."""
         return self._transformed(a, _Call("ifft", axes, cut, from_cut, shape, norm))
 
     def rfftn(
@@ -122,9 +122,9 @@ class Transforms:
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
-        """Transform real numbers: of ``n`` along the last of `axes` come ``n // 2 + 1``.
+        """Transform real numbers: length ``n`` of the last of `axes` becomes ``n // 2 + 1``.
 
-        For parameters and errors see `fftn`.
+        Parameters and errors are those of `fftn`.
         """
         return self._transformed(a, _Call("rfft", axes, cut, from_cut, shape, norm))
 
@@ -138,7 +138,7 @@ class Transforms:
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
-        """Undo `rfftn`: real numbers, of `shape`. For parameters and errors see `fftn`."""
+        """Return the inverse of `rfftn`: real numbers. Parameters and errors as for `fftn`."""
         return self._transformed(a, _Call("irfft", axes, cut, from_cut, shape, norm))
 
     def wavenumbers(
@@ -150,26 +150,26 @@ class Transforms:
         shape: Sequence[int] | None = None,
         real: bool = False,
     ) -> tuple[Array, ...]:
-        """Return the angular wavenumbers of what this member has of a transform.
+        """Return the angular wavenumbers of this rank's local block of a transform.
 
         Parameters
         ----------
         spacing : float or sequence of float
-            Distance of points, along all axes or each.
+            Distance between points: one for all axes, or one for each of `axes`.
         axes, cut, shape
-            As `fftn` was given them.
+            The arguments of the transform.
         real : bool
-            Whether it is a transform of real numbers, by `rfftn`.
+            True for a transform by `rfftn`.
 
         Returns
         -------
         tuple of numpy.ndarray or cupy.ndarray
-            One array for each of `axes`, whose shapes fit together and to the transform.
+            One array for each of `axes`. They can be broadcast to the local block.
 
         Raises
         ------
         AxesError, InputError
-            As of `fftn`; or if `spacing` does not fit the axes.
+            The errors of `fftn`. Also `InputError` if `spacing` does not fit the axes.
         """
         whole = self._whole(shape)
         along = _checked_axes(axes, len(whole))
@@ -197,7 +197,7 @@ class Transforms:
     def _divisions(
         self, kind: str, whole: tuple[int, ...], along: tuple[int, ...], cut: _Cut, from_cut: _Cut
     ) -> tuple[Members, Members]:
-        """Return how an array is divided before it is transformed, and after it."""
+        """Return the partitions of an array before and after the transform."""
         names = {"cut": cut, "from_cut": from_cut}
         space, waves = ("cut", "from_cut") if kind in INVERSE else ("from_cut", "cut")
         lengths = list(whole)
@@ -228,7 +228,7 @@ class Transforms:
         return share if is_own else share.copy()
 
     def _steps(self, call: _Call, item_bytes: int) -> list[_Step]:
-        """Return what is done with a share, step by step."""
+        """Return the steps of a transform: functions of the local block, in order."""
         kind, whole = call.kind, self._whole(call.shape)
         along = _checked_axes(call.axes, len(whole))
         lengths = {axis: whole[axis] for axis in along}
@@ -249,7 +249,7 @@ class Transforms:
                 order = order_in_memory(len(whole), stage.axes, transform, on_device)
             recut = self._redistribution.between(current, stage.before, axes, f"{kind}n()", order)
             if made and isinstance(last_made := made[-1], _Local) and not is_there:
-                made[-1] = last_made.in_pieces  # which this exchange brings one by one
+                made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
             made.append(partial(_exchanged, recut, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
@@ -268,18 +268,18 @@ def _exchanged(recut: Any, is_there: bool, share: Any, is_own: bool) -> tuple[Ar
 
 @dataclass(frozen=True)
 class _Local:
-    """Transforms a share along axes that are whole.
+    """Transforms a local block along axes that are not divided.
 
     Parameters
     ----------
     transform
-        Of a share, or a piece of it.
+        Transform of a local block, or a piece of it.
     shape
-        Of the result.
+        Shape of the result.
     to_real
-        Whether that is real.
+        Whether the result is real.
     device
-        Where shares lie.
+        Device of the local blocks.
     """
 
     transform: LocalTransform
@@ -293,7 +293,10 @@ class _Local:
         return self.device.module.zeros(self.shape, self._dtype(share)), True
 
     def in_pieces(self, share: Array, is_own: bool) -> tuple[Any, bool]:
-        """Return the same, made piece by piece while others read what is made, where that pays."""
+        """Return the result as `Pieces`, which peers read while the next is made, if it is large.
+
+        Otherwise return it as `__call__` does.
+        """
         order = self.transform.order or order_of(share.strides)
         done = {axis for _, axes, _ in self.transform.steps for axis in axes}
         axis = next((axis for axis in order if axis not in done), None)

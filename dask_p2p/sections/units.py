@@ -1,7 +1,8 @@
-"""Units of a resource that a member's task has: lent to other tasks while the member waits.
+"""Resource units of a rank's task: lent to other tasks while the rank waits.
 
-Dask gives them to a task until it ends. A member that kept them while it waits could keep them from
-the inputs of other members of its gang, or from members of another gang that has units it needs.
+Dask assigns units to a task until it ends. A waiting rank that kept its units could block the
+inputs of other ranks of its gang. It could also block ranks of another gang, which has units that
+this gang needs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 
 from dask_p2p.types import Key
 
-_ROUNDING = 1e-9  # of units that are fractions, like 0.1
+_ROUNDING = 1e-9  # rounding error of fractional units, such as 0.1
 
 
 class Units:
-    """The units of one task on its worker. All is done on the worker's event loop."""
+    """The resource units of one task. They are changed on the worker's event loop."""
 
     def __init__(self, worker: Any, key: Key) -> None:
         task = worker.state.tasks.get(key)
@@ -24,15 +25,16 @@ class Units:
         self._worker, self._is_lent = worker, False
 
     def lend(self) -> None:
-        """Give other tasks the units. They start when the loop looks again: secede after this."""
+        """Lend the units to other tasks. These start at the worker's next event, so secede next."""
         if self._needs and not self._is_lent:
             self._is_lent = True
             self._worker.loop.add_callback(self._add, 1)
 
     def take(self, wait: Callable[[], bool]) -> None:
-        """Take the units back, and wait until other tasks have returned theirs.
+        """Take the units back, and wait until enough tasks that borrowed them have ended.
 
-        No other task gets them from now on. `wait` waits a moment, and says whether to go on.
+        From now on no other task gets the units. `wait` waits a moment, and returns whether to
+        continue.
         """
         if not self._is_lent:
             return
@@ -42,7 +44,7 @@ class Units:
             pass
 
     def close(self) -> None:
-        """Take them back without waiting: Dask returns them when the task ends."""
+        """Take the units back without waiting: Dask frees them when the task ends."""
         if self._is_lent:
             self._is_lent = False
             self._worker.loop.add_callback(self._add, -1)

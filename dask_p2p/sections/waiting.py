@@ -1,4 +1,4 @@
-"""Gangs that wait for long: users are told what for."""
+"""Warnings about gangs that have waited for long, with the reason."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _MOST_NAMED = 4
 
 
 class Waiting:
-    """Looks now and then whether gangs still wait."""
+    """Warns about gangs that wait for long, and repeats the warning while they wait."""
 
     def __init__(
         self,
         scheduler: Any,
-        coordinator: Coordinator,  # of all gangs
-        after_s: float,  # how long a gang waits before anyone is told
+        coordinator: Coordinator,
+        after_s: float,  # time that a gang waits before the first warning
     ) -> None:
         self._scheduler, self._coordinator, self._after_s = scheduler, coordinator, after_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, gang: str) -> None:
-        """Tell of a gang that has begun to wait, if it goes on waiting."""
+        """Start the timer of a gang that has begun to wait."""
         if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
             self._look_after(self._after_s, gang, wait.attempt, 0.0)
 
     def forget(self, gang: str) -> None:
-        """Look no more after a gang that is gone: another one may come by its name."""
+        """Stop the timer of a gang that was forgotten: a new gang may have its name."""
         if (timer := self._timers.pop(gang, None)) is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop all timers."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -52,12 +52,12 @@ class Waiting:
     def _look(self, gang: str, attempt: int, waited_s: float) -> None:
         del self._timers[gang]
         wait = self._coordinator.wait(gang)
-        if wait is not None and wait.attempt != attempt:  # it has run meanwhile
+        if wait is not None and wait.attempt != attempt:  # it has run in the meantime
             self.watch(gang)
         elif wait is not None:
             text = f"dask_p2p: {gang} has waited for {waited_s:.0f} s: {self._reason(gang, wait)}."
             logger.warning(text)
-            # While inputs are being made nothing is wrong: the dashboard shows that.
+            # No warning while the inputs are being computed, which the dashboard shows.
             if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
                 warn_client(self._scheduler, text, P2PWarning)
             self._look_after(_AGAIN_S, gang, attempt, waited_s)
@@ -65,11 +65,11 @@ class Waiting:
     def _reason(self, gang: str, wait: Wait) -> str:
         if not wait.missing:
             which = ", ".join(wait.gangs[:_MOST_NAMED])
-            return f"all its members are there, and workers of theirs are still needed by {which}"
+            return f"all its ranks are there, but some of their workers are still needed by {which}"
         missing = [self._member(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
         if wait.missing[_MOST_NAMED:]:
             missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
-        return f"of its {wait.size} members are missing " + "; ".join(missing)
+        return f"of its {wait.size} ranks, these are missing: " + "; ".join(missing)
 
     def _state(self, gang: str, rank: int) -> str:
         task = self._scheduler.tasks.get((gang, rank))
@@ -94,4 +94,4 @@ class Waiting:
             why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
         elif state in ("queued", "no-worker"):
             why = ": no worker can take it now"
-        return f"member {rank}, whose task is {state}{why}"
+        return f"rank {rank}, whose task is {state}{why}"

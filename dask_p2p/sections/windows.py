@@ -1,16 +1,16 @@
-"""Windows: memory of GPUs that members of one host read from each other, by CUDA IPC.
+"""Windows: GPU memory that ranks of one host read from each other, by CUDA IPC.
 
-A window has `SLOTS` slots for each reader, an event for each slot, and a counter of meetings. What
-has no window is read where it lies, behind events as well. An event of another process can be
-waited for only when it has been recorded: so a message tells when that is.
+A window has `SLOTS` slots for each reader, an event for each slot, and a barrier counter. Local
+blocks have no window: they are read in place, ordered by events as well. A stream can wait for an
+event of another process only after it has been recorded, so a message reports the recording.
 
-Members may also meet on their GPUs, and no host waits for anything. At a meeting a kernel of one
-thread for each peer raises the member's counter, and reads the peers' counters until they are as
-high. So all that a stream was given before a meeting is done when a peer's stream goes on after it,
-as by events and messages. Nothing of it changes from step to step: a graph of a GPU can have it.
+Ranks may also synchronize by a *device barrier*, without their hosts. A kernel with one thread for
+each peer increments the rank's counter, and reads the peers' counters until they are as high. So
+all work that a stream got before the barrier is done when a peer's stream passes it. A barrier's
+arguments do not change from step to step, so a CUDA graph can contain it.
 
-Members read each other's counters, and write their own alone. What a member still does when others
-have given up, and use that memory for something else, harms nobody.
+A rank reads its peers' counters, and writes only its own. So a rank that is late can do no harm
+when the others have given up, and use their memory for something else.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from dask_p2p.sections.devices import Gpu
 
 SLOTS = 2
-COUNTERS_BYTES = 16  # at the beginning of a window: two words of `Meeting`
+COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
 _ALIGNMENT_BYTES = 512
 _MEETING_SOURCE = r"""
 extern "C" __global__ void meet(
-    volatile unsigned long long* own,  // how many meetings there were, and whether to wait no more
+    volatile unsigned long long* own,  // number of barriers so far, and whether waiting has ended
     const volatile unsigned long long* const* theirs, int peers
 ) {
     const unsigned long long number = own[0] + 1;
@@ -67,16 +67,16 @@ _P = TypeVar("_P", bound="PeerMemory")
 
 
 class OwnEvents:
-    """Events that other members wait for."""
+    """Events of this rank. Other ranks wait for them."""
 
     def __init__(
         self,
-        gpu: Gpu,  # whose streams record them
-        count: int,  # how many
+        gpu: Gpu,  # GPU whose streams record the events
+        count: int,  # number of events
     ) -> None:
         make = gpu.module.cuda.Event
         self.events = [make(disable_timing=True, interprocess=True) for _ in range(count)]
-        # They stay until the readers have closed them, whatever becomes of this object.
+        # The events stay until the readers have closed them, even if this object does not.
         gpu.exported.append(self.events)
         handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
         self._told: dict[str, Any] = {
@@ -85,17 +85,17 @@ class OwnEvents:
         }
 
     def told(self, rank: int) -> bytes:
-        """Return what a member needs to be told."""
+        """Return the descriptor for a rank."""
         return json.dumps(self._told).encode()
 
 
 class OwnWindow(OwnEvents):
-    """What other members read."""
+    """Window of this rank. Other ranks read it."""
 
     def __init__(
         self,
-        gpu: Gpu,  # whose memory it is
-        sizes_bytes: Mapping[int, int],  # of a slot, by the rank of its reader
+        gpu: Gpu,  # GPU of the memory
+        sizes_bytes: Mapping[int, int],  # size of a slot, by the rank of its reader
     ) -> None:
         super().__init__(gpu, SLOTS)
         self._places: dict[int, list[int]] = {}
@@ -109,7 +109,7 @@ class OwnWindow(OwnEvents):
         gpu.exported.append(self._memory)
         self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
         self.counters[...] = 0
-        gpu.wait()  # before others read them
+        gpu.wait()  # before other ranks read the counters
         self._told["place"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
@@ -123,15 +123,15 @@ class OwnWindow(OwnEvents):
 
 
 class PeerMemory:
-    """The memory of another member, as this one reads it, and its events.
+    """Another rank's GPU memory and events, opened for reading.
 
-    `TransferError` if it cannot be read here.
+    Raises `TransferError` if this process cannot read the memory.
     """
 
     def __init__(
         self,
-        gpu: Gpu,  # of this member
-        told: bytes,  # what the other one said: `OwnEvents.told`
+        gpu: Gpu,  # GPU of this rank
+        told: bytes,  # descriptor of the other rank: `OwnEvents.told`
     ) -> None:
         said = json.loads(told)
         peer = Peer.parse(said["peer"])
@@ -141,7 +141,7 @@ class PeerMemory:
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
         self._peer, self._mapped = peer, dict[int, cuda_ipc.Mapping]()
         self._gpu, self._device = gpu, self._runtime.getDevice()
-        self._lost: LostEvents | None = None  # of a process that has ended
+        self._lost: LostEvents | None = None  # the events, once their process has ended
         self._lock = threading.Lock()  # held while events may be destroyed
         try:
             for handle in said["events"]:
@@ -153,13 +153,13 @@ class PeerMemory:
         PROCESSES.watch(peer.process, peer.pid, self._unmap, last=True)
 
     def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
-        """Return where something of the other member is mapped, until this is closed.
+        """Return the mapped address of the other rank's memory, valid until `close`.
 
-        It raises `TransferError` if that cannot be mapped.
+        Raises `TransferError` if the memory cannot be mapped.
         """
         mapping = self._mapped.get(place.buffer_id)
         if mapping is None:
-            # What was at its addresses is gone, so all that read it here is done.
+            # Older memory at these addresses is gone, so its reads here are done.
             for other in [*self._mapped.values()]:
                 if other.overlaps(self._peer.process, place):
                     cuda_ipc.MAPPINGS.release(self._mapped.pop(other.place.buffer_id))
@@ -168,16 +168,16 @@ class PeerMemory:
         return mapping.address + place.offset_bytes
 
     def wait(self, stream: Any, number: int) -> None:
-        """Have a stream wait for one of the events, as it has been recorded last."""
+        """Make a stream wait for the latest recording of one of the events."""
         self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
     @property
     def has_ended(self) -> bool:
-        """The other member's process has ended, and reads nothing any more."""
+        """True if the other rank's process has ended: it reads no memory any more."""
         return PROCESSES.has_ended(self._peer.process)
 
     def _on_end(self, process: str) -> None:
-        """End all waits for events of the other member, whose process has ended."""
+        """End all waits for events of the other rank, whose process has ended."""
         with self._lock, device_work():
             if self._events:
                 self._gpu.has_ended = True  # first: from now on streams do not wait for values
@@ -186,15 +186,15 @@ class PeerMemory:
     def _unmap(self, process: str) -> None:
         """Unmap memory of a process that has ended, once the GPU is done with it.
 
-        The member's function may work on for long before it finds out that the attempt has ended.
+        It does not wait for this rank's function, which may run on for long.
         """
         gpu, query = self._gpu, self._runtime.streamQuery
         with gpu.reading:
             if not self._events:
                 return
-            gpu.has_ended = True  # from now on streams are given no more reads
+            gpu.has_ended = True  # from now on no read is enqueued
             if gpu.ending:
-                return  # but graphs, until the member closes this
+                return  # but CUDA graphs may still read, until this rank calls `close`
             streams = [gpu.stream, gpu.copies, *gpu.queue.reading]
         with device_work():
             while any(query(stream.ptr) == NOT_READY for stream in streams):
@@ -207,15 +207,15 @@ class PeerMemory:
                 cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
 
     def check_waits(self) -> None:
-        """Raise `DeviceLostError` if the GPU waits for ever, for a process that has ended."""
+        """Raise `DeviceLostError` if the GPU waits for ever for a process that has ended."""
         if self._lost is not None and self._lost.are_waited_for:
             raise DeviceLostError(
-                f"the GPU waits for an event of process {self._peer.pid}, which has ended. Only a "
-                f"new process helps."
+                f"the GPU waits for an event of process {self._peer.pid}, which has ended. Restart "
+                f"the worker."
             )
 
     def close(self) -> None:
-        """Close it: nothing of this member reads it any more."""
+        """Close the events and unmap the memory, when this rank does not read it any more."""
         for on_end in (self._on_end, self._unmap):
             PROCESSES.forget(self._peer.process, on_end)
         with self._lock:
@@ -226,13 +226,13 @@ class PeerMemory:
 
 
 class PeerWindow(PeerMemory):
-    """The window of another member, as this one reads it: it waits for the events of slots."""
+    """Another rank's window, opened for reading."""
 
     def __init__(
         self,
-        gpu: Gpu,  # of this member
-        told: bytes,  # what the other one said: `OwnWindow.told`
-        size_bytes: int,  # of a slot
+        gpu: Gpu,  # GPU of this rank
+        told: bytes,  # descriptor of the other rank: `OwnWindow.told`
+        size_bytes: int,  # size of a slot
     ) -> None:
         super().__init__(gpu, told)
         said = json.loads(told)
@@ -247,21 +247,21 @@ class PeerWindow(PeerMemory):
         self._addresses: list[int] = [start + each for each in said["starts"]]
 
     def address(self, slot: int) -> int:
-        """Return where a slot is mapped."""
+        """Return the mapped address of a slot."""
         return self._addresses[slot]
 
 
 class Meeting:
-    """What members do on their GPUs again and again.
+    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows.
 
     Parameters
     ----------
     gpu
-        Of this member.
+        GPU of this rank.
     own
-        Its window, where its counter is.
+        Window with this rank's counter.
     peers
-        The windows of those that it meets, which meet it too.
+        Windows of the neighbours. Their barriers include this rank.
     """
 
     def __init__(self, gpu: Gpu, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
@@ -276,34 +276,34 @@ class Meeting:
             gpu.ending.append(self._end)
 
     def put(self) -> None:
-        """Put a meeting on the member's stream, which is the current one."""
+        """Enqueue a barrier on the rank's stream, which is the current one."""
         self._kernel((1,), (_MEETING_THREADS,), self._given)
 
     def _end(self) -> None:
-        """Have the member's GPU wait for nobody any more."""
+        """End all barriers of this rank's GPU, present and later ones."""
         ended = self._counters.data.ptr + COUNTERS_BYTES // 2
         runtime, copies = self._gpu.module.cuda.runtime, self._gpu.copies
         runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
 
 
 def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
-    """Return what is made to be shared with other processes; None if that does not work here."""
+    """Return an object to share with other processes; None if CUDA IPC does not work here."""
     with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
         return make()
     return None
 
 
 def opened(
-    gpu: Gpu,  # of this member: what is opened is closed with its attempt
+    gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
     links: Links,
-    call: str,  # what this is for
-    # What others are told, by rank; nothing if this member has nothing for them.
+    call: str,  # text of the call, the same on all ranks
+    # Descriptors to send, by rank; empty if this rank shares no memory with the other.
     told: Mapping[int, bytes],
-    make: Callable[[int, bytes], _P],  # opens that of a member of this rank, by what it told
+    make: Callable[[int, bytes], _P],  # opens another rank's memory, by rank and descriptor
 ) -> dict[int, _P]:
-    """Open what other members have, as these open what this one has.
+    """Open the memory of other ranks, while these open this rank's memory.
 
-    Return what both could open, by rank.
+    Returns opened memory by rank, if both sides could open the other's.
     """
     heard = links.exchange(f"{call}, windows", told, dict.fromkeys(told))
     found: dict[int, _P] = {}

@@ -1,7 +1,7 @@
-"""The worker's side of gangs: one run of a member, between its thread and the event loop.
+"""The worker's side of gangs: one attempt of a rank, between its thread and the event loop.
 
-The event loop brings orders of the scheduler. An order that ends a run wakes the member's thread,
-whether it waits for orders or in its links.
+The event loop receives orders of the scheduler. An order that ends an attempt wakes the rank's
+thread, also if it waits in an exchange.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
-_ENDS = ("committed", "stopped")  # states that no order follows
+_ENDS = ("committed", "stopped")  # final states
 _CAUSE_CHARS = 1000
-# Between Dask's samples of what a worker's threads do, while members run there. One of Dask's own,
-# every 10 ms, takes a core from a member for a moment, and its neighbours wait: 5 % of small steps.
+# Interval of Dask's statistical profiler while ranks run on a worker. Dask's own interval is 10 ms.
+# Each sample takes a core from a rank, and its neighbours wait: 5 % of small steps.
 _SAMPLE_MS = 100.0
 
 
 class Member:
-    """One run of a member's task."""
+    """One attempt of a rank's task."""
 
     def __init__(
         self,
-        plugin: SectionsPlugin,  # the worker's
-        gang: str,  # its name
-        rank: int,  # which member this is
-        size: int,  # of how many
-        **reach: Any,  # what differs from the worker's
+        plugin: SectionsPlugin,  # plugin of the worker
+        gang: str,  # name of the gang
+        rank: int,
+        size: int,  # number of ranks
+        **reach: Any,  # changes to the worker's network settings
     ) -> None:
         self.ticket = uuid4().hex
         self.rank, self.size = rank, size
@@ -58,24 +58,24 @@ class Member:
         self._pending: set[asyncio.Future[None]] = set()
         self._checkpoints: Checkpoints | None = None
 
-    # --- in the member's thread
+    # --- in the rank's thread
 
     def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
-        """Wait until the member is in none of these states; return its order, whatever it is."""
+        """Wait while the order has one of the states, `timeout_s` at most; return the order."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
             return self._order
 
     def leave(self, cause: str = "", error: bytes | None = None) -> Order:
-        """Say that the function has ended; return the order that ends this run."""
+        """Report the end of the function; return the order that ends this attempt."""
         self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
         return self.order_after("running")
 
     def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
-        """Return what keeps this member's states, of arrays on a device, in this attempt."""
+        """Return the checkpoints of this attempt, for arrays on a device."""
 
         def tell() -> None:
-            # Even if this run ends at once, the scheduler has to know what is to be dropped.
+            # Not cancelled with this attempt: the scheduler must record each worker with states.
             telling = self._call(SAVES, worker=self._worker.address)
             self._worker.loop.add_callback(self._plugin.finish, telling)
 
@@ -85,14 +85,14 @@ class Member:
         return self._checkpoints
 
     def close(self) -> None:
-        """End this run, and its links."""
+        """End this attempt, and close its connections."""
         with self._changed:
             if self._order.state not in _ENDS:
-                self._order = Order("stopped")  # so nobody wakes links that are closed
+                self._order = Order("stopped")  # later orders must not wake closed connections
             self.links.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
-            self._checkpoints = None  # it knows this one: states would stay until both are found
+            self._checkpoints = None  # breaks a reference cycle, which would keep the states
         self._worker.loop.add_callback(self.stop)
 
     def _begin(self, what: Coroutine[Any, Any, Any]) -> None:
@@ -101,20 +101,20 @@ class Member:
     # --- on the event loop
 
     async def _until_done(self, what: Coroutine[Any, Any, Any]) -> None:
-        """Await something; if that fails, this run of the member ends."""
+        """Await a coroutine; if it fails, end this attempt."""
         task = asyncio.ensure_future(what)
         self._pending.add(task)
         try:
             await task
         except Exception as exc:
-            # Without the scheduler, or on a worker that closes, nothing is wrong with the gang.
+            # A lost scheduler or a closing worker is not an error of the gang.
             ends = isinstance(exc, OSError) or self._worker.status not in WORKER_ANY_RUNNING
             self._obey(Order("stopped", reason="" if ends else f"{type(exc).__name__}: {exc}"))
         finally:
             self._pending.discard(task)
 
     async def _follow(self) -> None:
-        """Join, and bring orders until one ends the run."""
+        """Join the gang, and receive orders until one ends the attempt."""
         await self._plugin.register()
         order = await self._ask(
             JOIN,
@@ -142,7 +142,7 @@ class Member:
         return reply
 
     def _obey(self, order: Order) -> None:
-        """Take an order; none follows one that ends the run."""
+        """Apply an order, unless the attempt has ended."""
         with self._changed:
             if self._order.state not in _ENDS:
                 self._order = order
@@ -155,7 +155,7 @@ class Member:
         self._begin(self._follow())
 
     def stop(self) -> None:
-        """End this run, whatever becomes of the gang."""
+        """End this attempt on this worker, independently of the gang."""
         self._obey(Order("stopped"))
         for task in tuple(self._pending):
             task.cancel()
@@ -163,31 +163,31 @@ class Member:
 
 @versioned(strict=True)
 class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Has a worker's members."""
+    """Runs ranks of gangs on a worker, and keeps their states."""
 
     name = "dask-p2p-sections"
 
     def setup(self, worker: Worker) -> None:
-        """Begin. A member puts the plugin on its worker when it needs it."""
+        """Start. The first rank on a worker installs the plugin there."""
         self.worker = worker
-        #: How members here and those of other hosts reach each other.
+        #: Network settings of the ranks on this worker.
         self.reach = _reach(worker)
         self.saved = SavedStates()
-        self._members: dict[str, Member] = {}  # by ticket
+        self._members: dict[str, Member] = {}  # by attempt token
         worker.handlers[FORGET] = self.forget
-        self._sampling = worker.periodic_callbacks.get("profile")  # none: switched off
+        self._sampling = worker.periodic_callbacks.get("profile")  # None: the profiler is off
         self._sample_ms = _SAMPLE_MS if self._sampling is None else self._sampling.callback_time
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._is_registered = False
 
     def teardown(self, worker: Worker) -> None:
-        """End all members: their threads wait for nothing any more."""
+        """End the attempts of all ranks here, which wakes their threads."""
         worker.handlers.pop(FORGET, None)
         for member in tuple(self._members.values()):
             member.stop()
 
     def finish(self, what: Coroutine[Any, Any, Any]) -> None:
-        """Await something, whatever becomes of the member that asked for it. On the event loop."""
+        """Await a coroutine that is independent of its rank's attempt. On the event loop."""
         task = asyncio.ensure_future(what)
         self._unfinished.add(task)
         task.add_done_callback(self._finished)
@@ -195,10 +195,10 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
     def _finished(self, task: asyncio.Future[Any]) -> None:
         self._unfinished.discard(task)
         if not task.cancelled():
-            task.exception()  # without a scheduler there is nothing to tell
+            task.exception()  # ignored: the scheduler is gone
 
     def _sample(self) -> None:
-        """Have Dask take samples as often as it should now. On the event loop."""
+        """Set the profiler's interval for the present number of ranks. On the event loop."""
         if self._sampling is not None:
             least_ms = _SAMPLE_MS if self._members else 0.0
             self._sampling.callback_time = max(self._sample_ms, least_ms)
@@ -210,14 +210,14 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
         return {}
 
     async def register(self) -> None:
-        """Put the scheduler's plugin in place, unless it is known to be there."""
+        """Install the scheduler's plugin, once."""
         if not self._is_registered:
             await give_plugin(self.worker.scheduler)
             self._is_registered = True
 
     @contextmanager
     def member(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[Member]:
-        """Have a member of a gang for as long as its task runs; for parameters see there."""
+        """Run a rank of a gang inside this context. For parameters see `Member`."""
         member = Member(self, gang, rank, size, **reach)
         self._members[member.ticket] = member
         try:
@@ -231,7 +231,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
 
 
 def _reach(worker: Worker) -> Reach:
-    """Return how members of a worker reach other hosts: as Dask does, encrypted or not."""
+    """Return the network settings of a worker's ranks: encrypted if Dask's connections are."""
     host = get_address_host(worker.address)
     if not must_encrypt(worker):
         return Reach(host)
@@ -241,7 +241,7 @@ def _reach(worker: Worker) -> Reach:
 
 
 async def plugin_on(worker: Worker) -> SectionsPlugin:
-    """Return a worker's plugin; put it there if it is missing."""
+    """Return a worker's plugin; install it if it is missing."""
     if SectionsPlugin.name not in worker.plugins:
         await worker.plugin_add(SectionsPlugin(), catch_errors=False)
     plugin: SectionsPlugin = worker.plugins[SectionsPlugin.name]

@@ -1,1 +1,1 @@
-"""What is built of operations: `check`, `install`, `local_cluster`, arrays in files."""
+"""Tools around the operations: `check`, `install`, `local_cluster`, arrays in files."""

@@ -1,9 +1,9 @@
-"""`check`: how each worker reaches each other, how fast, and what stands in the way.
+"""`check`: measures the transport and speed between each pair of workers, and finds problems.
 
-Every pair of workers moves a known block just as a transpose would move its regions, by the same
-code; what it uses and how long it takes is what a transpose would see. All pairs of one stage are
-measured at once, each worker reading from one and read by one, as in a transpose. Transports after
-the first that works are measured too, and the report names one that is quicker by far.
+Every pair of workers moves a known block by the same code as a transpose moves its regions, so
+`check` measures the transport and time of a transpose. All pairs of one stage run concurrently, as
+in a transpose: each worker reads from one worker and serves one. `check` also measures the later
+transports in the order of preference, and reports one that is much faster.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
-FAR = 2  #: Times as fast that another transport must be to be named.
+FAR = 2  #: Least speed-up of another transport that the report names.
 
-# Workers of different hosts do not read each other's memory.
+# Workers on different hosts cannot read each other's memory.
 _NO_PROBLEM = (*EXPECTED, "other-host")
 _LATENCY_BYTES = 1024
 REPEATS = 5
-_FEW_REPEATS = 2  # of transports that are named only if they are quicker by far
+_FEW_REPEATS = 2  # repeats for other transports, which are reported only if much faster
 
 
 @overload
@@ -55,22 +55,22 @@ def check(client: AsynchronousClient) -> Awaitable[Report]: ...
 
 
 def check(client: Any = None) -> Any:
-    """Find out how the workers of a cluster reach each other, and how fast.
+    """Measure the transports between a cluster's workers, and find causes of slow transfers.
 
-    Registers the plugin if that is missing, and reports no problem then. The workers should have
-    no other tasks while it runs, or the rates are too low.
+    Registers the plugin if it is missing, and reports no problem then. Run it on an idle cluster:
+    other work slows the measured transfers down.
 
     Parameters
     ----------
     client : distributed.Client, optional
-        By default the current one.
+        Default: the current client.
 
     Returns
     -------
     Report or awaitable
-        ``workers``, with the rates of copies between the host and their GPUs, ``links`` (one for
-        each ordered pair of workers), ``hosts`` (one for each ordered pair of hosts) and
-        ``problems``, each with its cure. Something to await if the client is asynchronous.
+        A report, or an awaitable of one if the client is asynchronous. ``workers`` includes the
+        rates of copies between host and GPU. ``links`` has an entry for each ordered pair of
+        workers, ``hosts`` for each ordered pair of hosts. ``problems`` are causes with their cures.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def check(client: Any = None) -> Any:
 
 
 async def _check(client: Any) -> Report:
-    name = PLUGIN_NAME  # a local function travels as a whole: workers may lack the package
+    name = PLUGIN_NAME  # local: the lambda must not refer to the package, which workers may lack
     had_plugin = await client.run(lambda dask_worker: name in dask_worker.plugins)
     await register(client)
     statuses, host_links = await client.run(_status), await client.run(_host_link)
@@ -97,7 +97,7 @@ async def _check(client: Any) -> Report:
     try:
         for stage in range(1, len(addresses)):
             holders = {a: addresses[(i + stage) % len(addresses)] for i, a in enumerate(addresses)}
-            # Tasks bring the client's options with them.
+            # As with tasks, the client's options are sent along.
             links += (await client.run(_measure_from, holders, kind, options())).values()
     finally:
         await client.run(lambda dask_worker: dask_worker.plugins[name].clear_probes())
@@ -108,9 +108,9 @@ async def _check(client: Any) -> Report:
 def find_problems(
     workers: Iterable[Status],
     links: Iterable[Link],
-    client_versions: Mapping[str, str | None],  # that the client has
+    client_versions: Mapping[str, str | None],  # versions of libraries in the client
 ) -> list[Problem]:
-    """Name the known causes of slow or unwanted transfers in what was found."""
+    """Return the known causes of slow transfers and unused transports, with their workers."""
     causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
         for cause in _problems_of(worker, client_versions):
@@ -118,12 +118,10 @@ def find_problems(
     for link in links:
         if link.error is not None:
             text = f"no transport brings blocks from {link.holder}: {link.error}"
-            causes[text, "See whether the two workers can connect to each other"].append(
-                link.reader
-            )
+            causes[text, "Check that the two workers can connect to each other"].append(link.reader)
         if link.quicker is not None:
             text = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
-            causes[text, "Name it first in p2p.transports.order"].append(link.reader)
+            causes[text, "Put it first in p2p.transports.order"].append(link.reader)
         for transport, obstacle in link.obstacles.items():
             if obstacle.code not in _NO_PROBLEM:
                 text = f"{transport} is not used: {obstacle.text}"
@@ -140,22 +138,23 @@ def _problems_of(
         if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
     )
     if different:
-        yield f"versions differ from the client's: {different}", "Install the same everywhere"
+        text = f"versions differ from the client's: {different}"
+        yield text, "Install the same versions everywhere"
     if worker.mig:
         yield (
             "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
-            "Use whole GPUs, or expect comm",
+            "Use whole GPUs, or accept the transport comm",
         )
     if worker.cannot_pin is not None:
         yield f"{CANNOT_PIN} ({worker.cannot_pin})", REMEDY.removesuffix(".")
     resource, pool_bytes = worker.memory_resource, worker.pool_bytes
     if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
-        text = f"RMM's pool of {pool_bytes} bytes is no multiple of 2 MiB"
+        text = f"RMM's pool of {pool_bytes} bytes is not a multiple of 2 MiB"
         yield f"{text}: mapping it takes seconds for each peer", POOL_REMEDY
     if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
         yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
     if resource not in (None, "CudaMemoryResource") and worker.cupy_uses_rmm is False:
-        text = "CuPy allocates from another pool than RMM's: the two take memory from each other"
+        text = "CuPy does not allocate from RMM's pool, so two pools compete for the GPU's memory"
         yield text, POOL_REMEDY
 
 
@@ -163,7 +162,7 @@ def _problems_of(
 
 
 def _status(dask_worker: Any) -> dict[str, Any]:
-    """Describe this worker, in words that can be sent."""
+    """Return this worker's `Status` as a dict of plain values."""
     status: dict[str, Any] = {
         "address": dask_worker.address,
         "host": socket.gethostname(),
@@ -175,11 +174,11 @@ def _status(dask_worker: Any) -> dict[str, Any]:
 
 
 async def _host_link(dask_worker: Any) -> dict[str, Any]:
-    """Measure copies between this worker's memory and its GPU, if it has one."""
+    """Return the rates of copies between this worker's memory and its GPU, if it has one."""
     causes: list[str] = []
 
     def measured() -> HostLink | None:
-        with contextlib.suppress(MemoryError):  # of the GPU, which others may have taken
+        with contextlib.suppress(MemoryError):  # no GPU memory is left
             return worker_backend().host_link(lambda what, cause: causes.append(cause))
         return None
 
@@ -190,7 +189,7 @@ async def _host_link(dask_worker: Any) -> dict[str, Any]:
 async def _measure_from(
     holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
 ) -> Link:
-    """Measure the link from this worker's holder, on a thread as tasks have them."""
+    """Return the measured link from this worker's holder; runs in a thread, as tasks do."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
     pair = _Pair(context, holders[dask_worker.address], kind, nbytes, options)
@@ -199,20 +198,20 @@ async def _measure_from(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A worker, whose context it is, and another one whose blocks are brought to it."""
+    """A reader, given by its worker context, and the holder whose blocks it reads."""
 
     context: DaskWorkerContext
     holder: str
     kind: Kind
-    nbytes: int  # of a large block
+    nbytes: int  # size of the large block
     options: Options
 
     def link(self) -> Link:
-        """Measure how blocks come, and what else would bring them quicker by far."""
+        """Return the measured link, with a transport that is much faster, if any."""
         context, holder = self.context, self.holder
         order = self.options.order(self.kind)
         try:
-            # The first one is tried before anything is timed.
+            # Probe the routes before any timing.
             context.router.routes([holder], self.kind, PROBE_DTYPE, order)
             latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
             time_s, transport = self._time(REPEATS)
@@ -233,7 +232,7 @@ class _Pair:
         return obstacle or router.failure(self.holder, transport)
 
     def _quicker(self, time_s: float, transport: str) -> str | None:
-        """Return the quickest later transport, if it takes less than half the time."""
+        """Return the fastest later transport, if it takes less than half the time; else None."""
         order = self.options.order(self.kind)
         times_s = {}
         for name in order[order.index(transport) + 1 :]:
@@ -245,7 +244,7 @@ class _Pair:
         return best if best is not None and FAR * times_s[best] < time_s else None
 
     def _time(self, repeats: int) -> tuple[float, str]:
-        """Return the least time for a probe block, and what brought it."""
+        """Return the least time of a probe block, and its transport."""
         best_s, transport = float("inf"), ""
         for _ in range(repeats):
             start_s = time.perf_counter()
@@ -255,9 +254,9 @@ class _Pair:
         return best_s, transport
 
     def _bring_probe(self) -> tuple[Any, str]:
-        """Bring a probe block here as a task would; return it, and the transport's name."""
+        """Read a probe block as a task would; return the block, and its transport."""
         key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
-        name, index = key[0], key[1:]  # as if it were the block of an array with this name
+        name, index = key[0], key[1:]  # as for a block of an array with this name
         shape, whole = (self.nbytes,), ((0, self.nbytes),)
         plan = BlockPlan(shape, (0,), (Source(0, index),), (shape,), (Piece(0, whole, whole),))
         output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)

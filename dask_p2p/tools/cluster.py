@@ -1,4 +1,4 @@
-"""`local_cluster`: a cluster on this machine, set up as this package measures best."""
+"""`local_cluster`: a cluster on this machine, with the fastest settings for this package."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.types import Kind, LocalCluster
 
-# cudaIpcOpenMemHandle of a pool whose size is no multiple of this takes seconds (1.9 s for 42 GiB
-# on an H200) instead of milliseconds. UCX maps the same memory, and pays the same.
+# For pools of other sizes than multiples of this, cudaIpcOpenMemHandle takes seconds (1.9 s for
+# 42 GiB on an H200) instead of milliseconds. UCX maps the same memory, and takes the same time.
 POOL_GRANULE_BYTES = 2 * 2**20
 
-_POOL_FRACTION = 0.8  # of a GPU's memory; the rest is for CUDA contexts and other libraries
+_POOL_FRACTION = 0.8  # fraction of free GPU memory; CUDA contexts and other libraries need the rest
 
 
 def usable_gpus() -> list[str]:
-    """GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return the GPUs that this process may use, by their names in ``CUDA_VISIBLE_DEVICES``.
 
-    Empty without GPUs, a driver, CuPy or dask-cuda. No CUDA context is made.
+    Empty without GPUs, a driver, CuPy or dask-cuda. Creates no CUDA context.
     """
     from importlib.util import find_spec
 
@@ -38,14 +38,14 @@ def usable_gpus() -> list[str]:
 
 
 def _visible(setting: str | None, count: int) -> list[str]:
-    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: what follows an invalid number is not seen."""
+    """Parse ``CUDA_VISIBLE_DEVICES`` as CUDA does: an invalid name hides all later ones."""
     if setting is None:
         return [str(index) for index in range(count)]
     names: list[str] = []
     for name in (part.strip() for part in setting.split(",")):
         try:
             valid = 0 <= int(name) < count
-        except ValueError:  # a UUID, of a GPU or of a MIG instance
+        except ValueError:  # UUID of a GPU or a MIG instance
             valid = name.startswith(("GPU-", "MIG-"))
         if not valid:
             break
@@ -54,7 +54,7 @@ def _visible(setting: str | None, count: int) -> list[str]:
 
 
 def device_names(client: Any, kind: Kind) -> list[str]:
-    """Name the GPU ("cupy"), or the processor, of each worker, in the order of their addresses."""
+    """Return the name of each worker's GPU ("cupy") or processor ("numpy"), by address order."""
     names = client.run(lambda: backend_named(kind).device_name())
     return [names[address] for address in sorted(names)]
 
@@ -64,30 +64,29 @@ def local_cluster(
 ) -> LocalCluster:
     """Start a cluster on this machine.
 
-    On GPUs a `dask_cuda.LocalCUDACluster` with one worker a GPU; Dask's own messages go over TCP,
-    which is quicker to schedule than UCX, while blocks move by CUDA IPC; CuPy allocates from an
-    RMM pool whose size is a multiple of 2 MiB. On CPUs a `distributed.LocalCluster` of
-    single-thread worker processes over TCP.
+    On GPUs it is a `dask_cuda.LocalCUDACluster` with one worker for each GPU. Dask's own messages
+    use TCP, which schedules faster than UCX, and blocks move by CUDA IPC. CuPy allocates from an
+    RMM pool whose size is a multiple of 2 MiB. On CPUs it is a `distributed.LocalCluster` of
+    single-threaded worker processes over TCP.
 
     Parameters
     ----------
     n_workers : int, optional
-        By default one for each GPU, or four on CPUs.
+        Number of workers. Default: one for each GPU, or four on CPUs.
     gpus : bool, optional
-        By default whether there is more than one usable GPU.
+        Whether workers use GPUs. Default: True if there is more than one usable GPU.
     **kwargs
-        For the cluster's class; they take precedence over what is chosen here.
+        Arguments for the cluster's class, which override the settings above.
 
     Returns
     -------
     dask_cuda.LocalCUDACluster or distributed.LocalCluster
-        A context manager, as both are.
+        The cluster, which is a context manager.
 
     Raises
     ------
     InputError
-        If `n_workers` is no number of at least 1, or there are fewer GPUs than workers are asked
-        for, or none at all.
+        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers.
     """
     usable = usable_gpus() if gpus is not False else []
     if gpus is None:
@@ -113,7 +112,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
     if not usable or wanted > len(usable):
         raise InputError(
             f"expected {max(wanted, 1)} usable GPU(s), found {len(usable)}. Install "
-            f"dask-p2p[cuda13] or [cuda12], look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
+            f"dask-p2p[cuda13] or [cuda12], check nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
             f"CPU workers with gpus=False."
         )
     from dask_cuda import LocalCUDACluster
@@ -133,7 +132,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:
-    """Memory that is free on each of these GPUs, named as `usable_gpus` names them."""
+    """Return the free memory of each of these GPUs, given by names from `usable_gpus`."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -147,5 +146,5 @@ def free_gpu_bytes(names: Iterable[str]) -> list[int]:
 
 
 def round_down(size_bytes: int) -> int:
-    """Round a size down to what a pool may have."""
+    """Return the largest valid pool size that is not above `size_bytes`."""
     return size_bytes // POOL_GRANULE_BYTES * POOL_GRANULE_BYTES

@@ -1,12 +1,13 @@
-"""`install`: code that uses Dask's own functions uses this package without a change.
+"""`install`: redirects calls of Dask's functions to this package, for unchanged code.
 
 `dask.array.rechunk` chooses between two methods, tasks and the peer-to-peer shuffle, and has no
-place for a third. So the function of the second method is replaced where Dask looks it up. The
-layer that it makes cannot be replaced when a graph is optimised: by then Dask has merged blocks by
-tasks, the dtype is no longer known, and the scheduler would have to import the optimiser of all
-arrays. `map_overlap` is replaced in `dask.array`, and in the module where its methods and Dask's
-other functions look it up. Functions of `dask.array.fft` are replaced there, for arrays that they
-refuse: where an axis to be transformed is cut.
+hook for a third. So `install` replaces the function of the second method where Dask looks it up.
+Replacing its layer during graph optimisation would be too late: by then Dask has merged blocks by
+tasks, and the dtype is lost. The scheduler would also have to import the optimiser of all arrays.
+
+`install` replaces `map_overlap` in `dask.array`, and in the module where array methods and other
+functions of Dask look it up. It replaces functions of `dask.array.fft` for arrays that Dask's
+functions reject: those with several blocks along a transformed axis.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ from dask_p2p.plugins.registration import connection_of, current_client
 from dask_p2p.types import DaskArray
 
 _lock = RLock()
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what it was, what it is
-_lasting = 0  # how many installations no `with` statement ends
-_entered: set[Installation] = set()  # installations whose `with` statements run
-_installations: WeakSet[Installation] = WeakSet()  # all that have not ended and are referred to
-_lacking: WeakSet[Any] = WeakSet()  # connections to schedulers of clusters that cannot take part
+_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
+_lasting = 0  # number of installations without a `with` statement
+_entered: set[Installation] = set()  # installations inside their `with` statements
+_installations: WeakSet[Installation] = WeakSet()  # active installations that are referenced
+_lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
 
 
 class Installation(AbstractContextManager["Installation"]):
-    """What `install` gives. It counts what this package does in Dask's place.
+    """The result of `install`: a context manager that counts the calls this package has taken.
 
-    As a context manager it ends with the `with` statement. Dask does all as before when the last
-    installation of the process has ended.
+    It ends with its `with` statement. When the last installation of the process ends, Dask's
+    functions are restored.
 
     Attributes
     ----------
     counts : Counter
-        How often Dask's functions were replaced, by their names: "rechunk", "map_overlap", "fft".
+        Number of calls taken in place of Dask, by function: "rechunk", "map_overlap", "fft".
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._lasts = False  # whether it is one of `_lasting`
-        self._depth = 0  # of its `with` statements that run
+        self._lasts = False  # whether `_lasting` counts it
+        self._depth = 0  # number of its running `with` statements
 
     @property
     def count(self) -> int:
-        """All of `counts` together."""
+        """Sum of `counts`."""
         return self.counts.total()
 
     def uninstall(self) -> None:
-        """End this installation, and no other. If it has ended, nothing changes."""
+        """End this installation only; no effect if it has ended."""
         global _lasting
         with _lock:
             _lasting -= self._lasts
@@ -96,29 +97,31 @@ class Installation(AbstractContextManager["Installation"]):
 
 
 def install() -> Installation:
-    """Put this package in Dask's place for p2p rechunks, `map_overlap`, and FFTs of cut axes.
+    """Use this package in place of Dask for p2p rechunks, `map_overlap`, and FFTs of split axes.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)``, ``xarray.DataArray.chunk(...)`` or
-    ``x.map_overlap(...)`` stays as it is, and gives arrays of the same values, chunks, dtype and
-    type of blocks. From now on, this package does every rechunk of this process that goes by Dask's
-    method ``p2p``. Dask chooses that where it is named, or with a client above a certain size of
-    the graph. Rechunks by tasks still go by tasks. Functions of ``da.fft`` take axes that are cut.
+    ``x.map_overlap(...)`` needs no change. Its results have the same values, chunks, dtype and
+    block type.
+
+    From now on, this package runs every rechunk of this process that uses Dask's method ``p2p``.
+    Dask uses it if the caller requests it, or with a client if the graph exceeds a certain size.
+    Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks.
 
     Returns
     -------
     Installation
         A context manager that ends this installation. Without a `with` statement the installation
         lasts until its ``uninstall()``, or `dask_p2p.uninstall`. Its ``count`` is the number of
-        calls that this package took since then; its ``counts`` has them by function.
+        calls that this package has taken since then; its ``counts`` has them by function.
 
     Notes
     -----
-    A process counts the installations of all its threads and libraries. Dask does all as before
-    when the last one has ended.
+    A process counts the installations of all its threads and libraries. When the last one ends,
+    Dask's functions are restored.
 
-    Some arrays still go Dask's own way: masked or sparse blocks, NumPy arrays of unknown chunk
-    sizes, and all arrays on a cluster that lacks the package, with one warning. Blocks must have
-    the dtype and the shape of their array; if not, a `BlockMismatchError` names the block.
+    Dask's own functions still handle masked or sparse blocks, NumPy arrays of unknown chunk sizes,
+    and all arrays on a cluster that lacks the package (with one warning). Blocks must have the
+    dtype and the shape of their array; if not, a `BlockMismatchError` names the block.
 
     For programs that cannot be changed, set the options ``p2p.install: true`` and
     ``distributed.client.preload: [dask_p2p.preload]``.
@@ -145,22 +148,22 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """End all installations but those whose `with` statements run.
+    """End all installations except those inside their `with` statements.
 
-    If no such statement runs, Dask does all as before `install`. Arrays that were made in between
-    do not change.
+    If no such statement is running, Dask's functions are restored. Arrays that were made before do
+    not change.
     """
     global _lasting
     with _lock:
         for installation in list(_installations):
             if installation not in _entered:
                 installation.uninstall()
-        _lasting = 0  # others of them are kept by nobody
+        _lasting = 0  # the others have no references any more
         _take_off_unless_needed()
 
 
 def _put_in_place() -> None:
-    """Replace Dask's functions: all of them, or none if there is an error."""
+    """Replace all of Dask's functions, or none if an error occurs."""
     if _replaced:
         return
     try:
@@ -181,10 +184,10 @@ def _replace_all() -> None:
     transforms = import_module("dask.array.fft")
     for name in fft.__all__:
         if not name.endswith(("fft", "fft2", "fftn")):
-            continue  # frequencies, and their order: the same whatever is cut
+            continue  # frequencies and shifts, which Dask supports for all chunks
         _replace(transforms, name, partial(tried, "fft", _transformed, getattr(fft, name)))
     if is_expression:
-        # Imports parts of Dask that are private as yet, so it is itself imported only here.
+        # Imported only here, since it imports parts of Dask that are still private.
         from dask_p2p.tools import expressions
 
         _replace(expressions.ArrayExpr, "rechunk", expressions.rechunked)
@@ -195,19 +198,19 @@ def _take_off_unless_needed() -> None:
     if _lasting or _entered:
         return
     for owner, name, original, replacement in _replaced:
-        if getattr(owner, name) is replacement:  # no other code has replaced it
+        if getattr(owner, name) is replacement:  # not replaced by other code
             setattr(owner, name, original)
     _replaced.clear()
     _lacking.clear()
 
 
 def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
-    """Put a function in the place of Dask's; where it gives None, Dask's is called."""
+    """Replace a function of Dask; if the replacement returns None, Dask's function is called."""
     original = getattr(owner, name)
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        # Others may have wrapped this one, and still call it after `uninstall`.
+        # Other code may have wrapped this function, and still call it after `uninstall`.
         result = make(*args, **kwargs) if _replaced else None
         return original(*args, **kwargs) if result is None else result
 
@@ -216,9 +219,9 @@ def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
 
 
 def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Make an array, and count that by a verb.
+    """Return the array that `make` returns, and count the call under `verb`.
 
-    The result is None if this package does not take the arguments, or cannot be used.
+    None if this package does not support the arguments, or the cluster lacks the package.
     """
     connection = connection_of(current_client())
     if connection in _lacking:
@@ -230,7 +233,7 @@ def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     except RegistrationError as exc:
         if connection is not None:
             _lacking.add(connection)
-        warnings.warn(f"dask_p2p: Dask's own way is used: {exc}", P2PWarning, stacklevel=4)
+        warnings.warn(f"dask_p2p: Dask's own function is used: {exc}", P2PWarning, stacklevel=4)
         return None
     if result is not None:
         with _lock:
@@ -240,9 +243,9 @@ def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
-    """Rechunk an array, in the place of `distributed.shuffle.rechunk_p2p`.
+    """Rechunk an array, in place of `distributed.shuffle.rechunk_p2p`.
 
-    Of its other arguments nothing is needed: they say how Dask merges blocks before.
+    The other arguments are not needed: they control how Dask first merges blocks.
     """
     if has_unknown_chunks(x) and isinstance(x._meta, np.ndarray):
         return None
@@ -260,10 +263,10 @@ def overlapped(
     allow_rechunk: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Map a function over blocks with rims, in the place of `dask.array.map_overlap`.
+    """Map a function over blocks with halos, in place of `dask.array.map_overlap`.
 
-    All other keywords are for the function, or for `dask.array.map_blocks`. Where blocks are
-    smaller than their rims, arrays are cut as Dask cuts them.
+    All other keywords are for the function, or for `dask.array.map_blocks`. If blocks are smaller
+    than their halo, arrays are rechunked as Dask does it.
     """
     return mapped(
         func,
@@ -287,12 +290,12 @@ def _transformed(
     n: Any = None,
     axis: Any = None,
 ) -> Any:
-    """Transform an array along axes of which one is cut; Dask does it where they are whole."""
+    """Transform an array if one of the axes has several blocks; None leaves it to Dask."""
     if not is_dask_array(a):
         return None
     is_along_one = function.__name__.endswith("fft")
     s, axes = s if n is None else n, axes if axis is None else axis
-    if axes is None:  # with lengths Dask takes the first ones, NumPy the last ones
+    if axes is None:  # if lengths are given, Dask takes the first axes, NumPy the last ones
         few = {"t": (-1,), "2": (-2, -1)}.get(function.__name__[-1])
         axes = few or range(a.ndim if s is None else len(s))
     along = tuple(np.atleast_1d(axes))

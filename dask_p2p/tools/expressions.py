@@ -1,7 +1,7 @@
-"""Rechunks of array-expr, which raises NotImplementedError for the method ``p2p``.
+"""Rechunks of array-expr expressions, since Dask's ``p2p`` raises NotImplementedError for them.
 
 Dask chooses a method when it computes, which may be after `uninstall`. So a rechunk that is made
-while this package is installed is one of this package, or chooses by itself.
+after `install` is either this package's or a `LateRechunk`, which handles a later choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ArrayExpr", "Rechunk", "lowered", "rechunked"]
 
 
 class LateRechunk(Rechunk):  # type: ignore[misc]
-    """Rechunk whose method Dask chooses when it computes: ``p2p`` is this package."""
+    """Rechunk whose method Dask chooses when it computes; this package runs ``p2p``."""
 
     @cached_property
     def _name(self) -> str:
@@ -33,7 +33,7 @@ class LateRechunk(Rechunk):  # type: ignore[misc]
 
 
 def rechunked(expr: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rechunk an expression, in the place of `ArrayExpr.rechunk`."""
+    """Rechunk an expression, in place of `ArrayExpr.rechunk`."""
     if expr.ndim and not any(expr.shape):
         return None
     asked = LateRechunk(expr, *args, **kwargs)
@@ -44,9 +44,9 @@ def rechunked(expr: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def lowered(asked: Any) -> Any:
-    """Rechunk an expression by ``p2p`` if that is its method by now, and None if not.
+    """Return this package's rechunk of an expression if its method is now ``p2p``, else None.
 
-    This takes the place of `Rechunk._lower`, which raises NotImplementedError then.
+    It replaces `Rechunk._lower`, which raises NotImplementedError for ``p2p``.
     """
     before, after = asked.array.chunks, asked.chunks
     method = asked.method or _choose_rechunk_method(before, after, threshold=asked.threshold)

@@ -1,4 +1,4 @@
-"""``.npy`` files and Zarr arrays, as lazy Dask arrays and back; workers open them themselves."""
+"""Reads and writes ``.npy`` files and Zarr arrays as lazy Dask arrays; workers open the files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dask_p2p.errors import FileError, P2PError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.types import Array, DaskArray
 
-_NPY_BLOCK_BYTES = 16 << 20  # an .npy file has no chunks: these are enough for many workers
+_NPY_BLOCK_BYTES = 16 << 20  # block size of an .npy file: small enough for many workers
 _POLL_S = 0.02
 
 
 @contextlib.contextmanager
 def _errors(doing: str) -> Iterator[None]:
-    """Turn any error inside into a `FileError` of one line: cannot ``doing`` ..."""
+    """Return a context that turns any error into a one-line `FileError`: cannot ``doing``: ..."""
     try:
         yield
     except P2PError:
@@ -40,7 +40,7 @@ def _errors(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _NpyFile:
-    """An ``.npy`` file; tasks carry it in place of the data."""
+    """An ``.npy`` file; tasks hold this object in place of the data."""
 
     path: str
     shape: tuple[int, ...]
@@ -52,13 +52,14 @@ class _NpyFile:
     def __setitem__(self, place: tuple[slice, ...], block: Array) -> None:
         mapped = open_memmap(self.path, "r+")
         mapped[place] = block
-        mapped.flush()  # else a disk that fails now would go unnoticed
+        mapped.flush()  # raises if the disk fails
 
 
 def opened(name: str) -> DaskArray:
-    """Return the array in an ``.npy`` file, or in the folder of a Zarr array; else a `FileError`.
+    """Return the lazy array in an ``.npy`` file or the folder of a Zarr array.
 
-    Its blocks are a Zarr array's chunks or shards, or about 16 MiB of an ``.npy`` file.
+    Blocks are the shards or chunks of a Zarr array, or about 16 MiB of an ``.npy`` file. Raises
+    `FileError` for anything else.
     """
     with _errors(f"read {name}"):
         path = Path(name).resolve(strict=True)
@@ -70,9 +71,9 @@ def opened(name: str) -> DaskArray:
             array = _NpyFile(str(path), mapped.shape, mapped.dtype)
             chunks = normalize_chunks("auto", array.shape, _NPY_BLOCK_BYTES, array.dtype)
         else:
-            raise FileError(f"{name} is of no known kind: give an .npy file or a Zarr array")
+            raise FileError(f"{name} has an unknown file type: pass an .npy file or a Zarr array")
         meta = np.empty((0,) * len(array.shape), array.dtype)
-        # A name of its own: another run may find other values in the file.
+        # A unique name, since the file may have other values in a later run.
         return da.from_array(array, chunks, name=False, inline_array=True, meta=meta)
 
 
@@ -83,18 +84,23 @@ def _open_zarr(name: str, path: Path) -> Any:
     if isinstance(array, zarr.Group):
         members = array.members(max_depth=None)
         names = sorted(f"{name}/{key}" for key, item in members if isinstance(item, zarr.Array))
-        raise FileError(f"{name} is a Zarr group; give one of its arrays: {', '.join(names)}")
+        raise FileError(f"{name} is a Zarr group; pass one of its arrays: {', '.join(names)}")
     if array.dtype.hasobject:
-        raise FileError(f"{name} holds Python objects or texts of any length; give plain values")
+        raise FileError(
+            f"{name} holds Python objects or variable-length strings; pass an array of numbers"
+        )
     return array
 
 
 @contextlib.contextmanager
 def output(name: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a path to write to. It gets its name at the end, or is removed after an exception."""
+    """Return a context with a temporary path, which is renamed to `name` at the end.
+
+    After an exception the temporary path is removed.
+    """
     final = Path(os.path.realpath(name))
     if final.suffix != ".npy" and all(Path(part).suffix != ".zarr" for part in final.parts):
-        raise FileError(f"{name} is of no known kind: end it in .npy or .zarr")
+        raise FileError(f"{name} has an unknown file type: end the name in .npy or .zarr")
     _check_free(name, final, overwrite)
     with (
         _errors(f"write {name}"),
@@ -103,7 +109,7 @@ def output(name: str, *, overwrite: bool = False) -> Iterator[Path]:
         path = Path(folder, final.name)
         yield path
         for part in filter(Path.is_file, (path, *path.rglob("*"))):
-            with open(part, "rb") as file:  # a crash must not leave the name without the data
+            with open(part, "rb") as file:  # data must reach the disk before the name
                 os.fsync(file.fileno())
         _check_free(name, final, overwrite)
         if final.is_dir():
@@ -115,13 +121,14 @@ def _check_free(name: str, final: Path, overwrite: bool) -> None:
     if final.exists() and not overwrite:
         raise FileError(f"{name} is already there; --overwrite replaces it")
     if final.is_dir():
-        opened(name)  # of folders only an array is replaced
+        opened(name)  # raises for folders that are not arrays: these are never replaced
 
 
 def written(x: DaskArray, path: Path, client: Any, stopped: Callable[[], bool]) -> Iterator[None]:
-    """Write an array, whose blocks but the last of an axis are equal, and yield after each block.
+    """Write an array, and yield after each block; blocks are equal except the last of an axis.
 
-    A `KeyboardInterrupt` comes as soon as ``stopped`` says so; after exceptions no worker writes.
+    Raises `KeyboardInterrupt` as soon as ``stopped()`` is true. After an exception no worker
+    writes any more.
     """
     from distributed import futures_of
 
@@ -152,7 +159,7 @@ def written(x: DaskArray, path: Path, client: Any, stopped: Callable[[], bool]) 
 def _create(path: Path, x: DaskArray) -> Any:
     if path.suffix == ".npy":
         open_memmap(path, "w+", x.dtype, x.shape)
-        with open(path, "r+b") as file:  # a map to a full disk would kill its process
+        with open(path, "r+b") as file:  # a write to a map on a full disk kills the process
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         return _NpyFile(str(path), x.shape, x.dtype)
     import zarr
@@ -162,7 +169,7 @@ def _create(path: Path, x: DaskArray) -> Any:
         shape=x.shape,
         dtype=x.dtype,
         chunks=tuple(max(1, sizes[0]) for sizes in x.chunks),
-        # Version 3 has neither big-endian dtypes nor, in its specification, other kinds.
+        # The specification of version 3 has neither big-endian dtypes nor other kinds.
         zarr_format=3 if x.dtype.kind in "biufc" and x.dtype.isnative else 2,
         config={"write_empty_chunks": True},  # Zarr takes -0j for the fill value 0j
     )
@@ -174,7 +181,7 @@ def _store(block: Array, target: Any, block_info: Any = None) -> Array:
 
 
 async def _wait_for(name: str, dask_worker: Any) -> None:
-    """Wait until no thread of a worker is at a task of this name, which may be cancelled."""
+    """Wait until a worker runs no task of this name, even a cancelled one."""
     for _ in range(1500):  # 30 s
         if any(task.key[0] == name for task in dask_worker.state.executing):
             await asyncio.sleep(_POLL_S)

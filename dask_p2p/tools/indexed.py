@@ -1,4 +1,4 @@
-"""Arrays whose elements state their own position, so that every element can be checked."""
+"""Arrays whose elements encode their position, so that every element can be checked."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from dask_p2p.backends import backend_named
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
-# The largest primes that each kind of number holds exactly, below its limit. Linear indices are
-# taken modulo one of them, so that equal values are never a power of two, or a tile, apart.
+# By item size: the largest prime that the type represents exactly. Values are linear indices modulo
+# a prime, so that equal values are never a power of two, or a tile, apart.
 _PRIMES = {1: 127, 2: 32749, 4: 2147483647, 8: 2305843009213693951}
 _FLOAT_PRIMES = {2: 2039, 4: 16777213, 8: 9007199254740881}
 
 
 def modulus(dtype: DType) -> int:
-    """Modulus of the values in an array of this dtype; `ValueError` if it holds no numbers."""
+    """Return the modulus of values of this dtype; raise `ValueError` if it holds no numbers."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return 2
@@ -46,8 +46,9 @@ def count_wrong(
 ) -> Any:
     """Return the lazy number of elements of `y` that differ from a transposed `indexed_array`.
 
-    That had this shape and, unless it is that of `y`, dtype. Axis ``axes[i]`` of it should be axis
-    ``i``. All elements of a block are wrong if its dtype is another, or its shape not the declared.
+    `shape` and `dtype` are those of the `indexed_array`; by default it has the dtype of `y`. Axis
+    ``i`` of `y` should be its axis ``axes[i]``. All elements of a block count as wrong if the block
+    has another dtype or shape than declared.
     """
     declared = np.dtype(y.dtype if dtype is None else dtype)
     ones, meta = tuple((1,) * count for count in y.numblocks), np.empty((0,) * y.ndim, np.int64)
@@ -77,12 +78,12 @@ def _wrong_in_block(
 def _bands(
     location: Any, shape: Any, axes: Any, kind: Kind, dtype: DType, elements: int = 2**22
 ) -> Iterator[Any]:
-    """Yield rows of a box of the array after, and their values: so temporaries stay small."""
+    """Yield rows of a box of the transposed array with their values, in bands of limited size."""
     module = backend_named(kind).module
     first, last = location[0] if location else (0, 1)
     step = max(1, elements // max(1, prod(stop - start for start, stop in location[1:])))
     for top in range(first, last, step):
-        total = module.zeros((1,) * len(axes), np.int64)  # linear indices in the array before
+        total = module.zeros((1,) * len(axes), np.int64)  # linear indices before the transpose
         bounds = [(top, min(top + step, last)), *location[1:]]
         for place, (axis, (start, stop)) in enumerate(zip(axes, bounds, strict=False)):
             index = module.arange(start, stop, dtype=np.int64) * prod(shape[axis + 1 :])

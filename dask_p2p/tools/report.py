@@ -1,4 +1,4 @@
-"""What `check` found: of each worker, of each pair of workers, and what stands in the way."""
+"""The report of `check`: workers, the links between them, and problems."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from dask_p2p.errors import Obstacle
 from dask_p2p.monitoring.tables import html_table, text_table
 from dask_p2p.types import Kind
 
-#: Obstacles of workers in one process, which pass each other's blocks on as they are.
+#: Obstacles between workers of one process, which share blocks without a transport.
 EXPECTED = ("other-kind", "same-process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What one worker is and has."""
+    """The hardware and software state of one worker."""
 
     address: str
-    host: str  # its name
+    host: str  # host name
     had_plugin: bool  # before `check` registered it
-    kind: Kind  # of the blocks that were moved: "numpy" or "cupy"
-    gpu: str | None = None  # its name
+    kind: Kind  # kind of the measured blocks: "numpy" or "cupy"
+    gpu: str | None = None  # name of the GPU
     mig: bool = False
-    memory_resource: str | None = None  # RMM's, by the name of its class
+    memory_resource: str | None = None  # class name of RMM's memory resource
     pool_bytes: int | None = None  # size of RMM's pool
     cupy_uses_rmm: bool | None = None  # None without CuPy
-    link_gbs: float | None = None  # what the hardware should give, one way; None if unknown
-    host_link: HostLink | None = None  # measured; None without a GPU
-    cannot_pin: str | None = None  # why there is no memory to measure that with
-    leased_bytes: int  # of blocks that are kept for readers
+    link_gbs: float | None = None  # nominal rate of the GPU's NVLinks, one way; None if unknown
+    host_link: HostLink | None = None  # measured rates; None without a GPU
+    cannot_pin: str | None = None  # reason why no host memory could be pinned for `host_link`
+    leased_bytes: int  # size of blocks that are kept for readers
     versions: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How blocks come from one worker to another."""
+    """The measured transfer from one worker to another."""
 
     reader: str  # address
-    holder: str
-    transport: str | None  # that is used; None if nothing works
-    gbs: float  # 1e9 bytes per second, of one large block
-    latency_s: float  # of one small block
-    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # to others, by transport
+    holder: str  # address
+    transport: str | None  # transport in use; None if none works
+    gbs: float  # rate for one large block, in 1e9 bytes per second
+    latency_s: float  # time for one small block
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # by preferred transport
     error: str | None = None
-    quicker: str | None = None  # a later transport that would take less than half the time
+    quicker: str | None = None  # later transport that takes less than half the time
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that makes transfers slow, or another transport be used."""
+    """A cause of slow transfers, or of a preferred transport not being used."""
 
     workers: tuple[str, ...]  # addresses
     what: str
@@ -62,30 +62,30 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class HostPair:
-    """How blocks come from workers of one host to those of another one, or of the same."""
+    """The links from workers of one host to workers of another host or the same host."""
 
-    reader: str  # name of the host
-    holder: str
+    reader: str  # host name
+    holder: str  # host name
     links: tuple[Link, ...]
 
     @property
     def transports(self) -> dict[str, int]:
-        """Pairs of workers that use a transport, by its name; "none" where nothing works."""
+        """Number of worker pairs by transport; "none" for pairs that no transport joins."""
         return dict(Counter(link.transport or "none" for link in self.links).most_common())
 
     @property
     def gbs(self) -> float:
-        """Median of all pairs of workers, 1e9 bytes per second; 0 where nothing works."""
+        """Median rate of all worker pairs, in 1e9 bytes per second; 0 for a pair with an error."""
         return median(link.gbs for link in self.links)
 
     @property
     def latency_s(self) -> float:
-        """Median of all pairs of workers for which something works."""
+        """Median latency of all worker pairs that a transport joins."""
         return median([link.latency_s for link in self.links if link.error is None] or [0.0])
 
     @property
     def in_the_way(self) -> tuple[str, ...]:
-        """Why transports are not used that would be tried first, each reason once."""
+        """Reasons why preferred transports are not used, each once."""
         reasons = [
             f"{transport}: {obstacle.text}"
             for link in self.links
@@ -97,7 +97,7 @@ class HostPair:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What `check` found. Printed it is text, and in a notebook it is tables."""
+    """The result of `check`; it prints as text, and shows as tables in a notebook."""
 
     workers: list[Status]
     links: list[Link]
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def hosts(self) -> list[HostPair]:
-        """How blocks come from host to host, one for each ordered pair that has links."""
+        """Links by pair of hosts, one entry for each ordered pair with links."""
         host_of = {worker.address: worker.host for worker in self.workers}
         pairs: defaultdict[tuple[str, str], list[Link]] = defaultdict(list)
         for link in self.links:
@@ -114,7 +114,7 @@ class Report:
         return [HostPair(*pair, tuple(links)) for pair, links in sorted(pairs.items())]
 
     def _tables(self) -> dict[str, list[tuple[str, ...]]]:
-        """Return rows by title. In matrices each reader has a row, each holder a column."""
+        """Return the rows of tables by title; rows of matrices are readers, columns are holders."""
         tables = {"Workers": _worker_rows(self.workers)}
         if any(worker.host_link for worker in self.workers):
             tables["GB/s between pinned host memory and the GPU"] = _host_link_rows(self.workers)
@@ -139,7 +139,7 @@ class Report:
         return tables
 
     def _lines(self) -> list[str]:
-        """Return what there is to say in words."""
+        """Return the summary: median rate and problems, one line each."""
         lines = []
         good = [link.gbs for link in self.links if link.error is None]
         should = [worker.link_gbs for worker in self.workers if worker.link_gbs]
@@ -154,7 +154,7 @@ class Report:
         if len(self.workers) < 2:
             lines.append("No pair of workers to check: have the others joined?")
         elif not self.problems:
-            lines.append("Nothing is in the way.")
+            lines.append("No problems found.")
         return lines
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ def _worker_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
 
 
 def _host_link_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("worker", "to the GPU", "from it", "both at once")]
+    rows: list[tuple[str, ...]] = [("worker", "to the GPU", "from the GPU", "both directions")]
     for number, worker in enumerate(workers):
         if worker.host_link is not None:
             rows.append((str(number), *(f"{gbs:.3g}" for gbs in worker.host_link)))

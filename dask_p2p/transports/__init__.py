@@ -1,7 +1,7 @@
-"""Transports: how a region of a remote block comes to this worker.
+"""Transports: the ways to move a region of a remote block to this worker.
 
-A new transport is one module with a subclass of `Transport` and one line here; or an entry point of
-the group ``dask_p2p.transports`` in another package.
+A new transport is a module with a subclass of `Transport`, and one line here. In another package,
+an entry point of the group ``dask_p2p.transports`` takes the place of that line.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.pinned import PinnedTransport
 from dask_p2p.transports.packed.ucx import UcxTransport
 
-#: Those of this package, best first.
+#: The transports of this package, best first.
 OWN: tuple[type[Transport], ...] = (
     IpcTransport,
     CmaTransport,
     UcxTransport,
     PinnedTransport,
-    CommTransport,  # works always: the last resort
+    CommTransport,  # works between any two workers: the last resort
 )
 
 
 def all_transports() -> dict[str, type[Transport]]:
-    """Return the classes of all transports by name, best first; other packages' come before ours.
+    """Return the classes of all transports by name, best first. Other packages' classes come first.
 
-    `ConfigError` if an entry point names no transport.
+    Raises `ConfigError` if an entry point names no transport.
     """
     others = [_loaded(entry_point) for entry_point in entry_points(group="dask_p2p.transports")]
     return {transport.name: transport for transport in (*others, *OWN)}
@@ -43,16 +43,16 @@ def _loaded(entry_point: EntryPoint) -> type[Transport]:
         found: type[Transport] = entry_point.load()
         if not issubclass(found, Transport):
             raise TypeError(f"expected a subclass of Transport, got {found}")
-    except Exception as exc:  # whatever another package raises when it is imported
+    except Exception as exc:  # importing another package may raise any error
         raise ConfigError(
-            f"the entry point {entry_point.name} of dask_p2p.transports names no transport, but "
-            f"{entry_point.value}: {type(exc).__name__}: {exc}. Repair or uninstall its package"
+            f"the entry point {entry_point.name} of dask_p2p.transports, {entry_point.value}, is "
+            f"no transport: {type(exc).__name__}: {exc}. Repair or uninstall its package"
         ) from exc
     return found
 
 
 def make_transports(worker: WorkerContext, options: Options) -> dict[str, Transport]:
-    """Make every transport of a worker, by name."""
+    """Return new transports for a worker, by name."""
     transports = {name: make(worker, options) for name, make in transport_classes().items()}
     packed = ByteBudget(options.staging_limit_bytes)
     for transport in transports.values():

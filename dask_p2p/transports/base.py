@@ -1,29 +1,29 @@
-"""What every transport promises.
+"""The contract of transports.
 
-A transport brings regions of blocks that another worker holds to this worker. It knows keys, boxes
-and bytes; not axes, plans or Dask graphs. It has two sides in one object: as *reader* it reads
-blocks of other workers, as *holder* it answers their requests with its `handlers`.
+A transport moves regions of blocks from another worker to this one. It deals with keys, boxes and
+bytes, not with axes, plans or Dask graphs. One object has two sides: as *reader* it reads blocks of
+other workers, as *holder* it answers their requests by its `handlers`.
 
 Requests
-    A reader asks for all that it wants of one holder at once (`Transport.read`), and gets a
-    `Reading`: an iterator of regions on their way. The transport cuts them into parts, asks for
-    several ahead, and keeps below the staging limit.
+    A reader requests all regions of one holder in one call (`Transport.read`), and gets a
+    `Reading`: an iterator of regions in transfer. The transport divides them into parts, requests
+    several ahead, and stays below the staging limit.
 Completion
-    Each region can be waited for. When it is here, its array can be read on this worker: by any
-    thread, or by a kernel on any stream.
-Who may touch what, when
-    An array is read-only. If it lies in the holder's memory (`Transport.in_place`) it is valid
-    until its `Reading` is closed, and the holder's block is *leased* until then: it stays where it
-    is even if Dask spills, cancels or releases it. Close only after all kernels that read are
-    synchronised. Otherwise it is the reader's own: drop it when it has been read.
+    Each region can be awaited. On completion its array can be read on this worker, by any thread
+    or by a kernel on any stream.
+Ownership
+    An array is read-only. With `Transport.in_place` it lies in the holder's memory, and is valid
+    until its `Reading` is closed. Until then the holder's block is *leased*: it stays in place even
+    if Dask spills, cancels or releases it. Close only after all reading kernels are synchronised.
+    Without `in_place` the reader owns the array, and drops it after use.
 Failure
-    `BlockUnavailableError` if the holder lacks a block or is silent, `BlockMismatchError` if a
-    block is not of the declared kind, `TransferError` for anything else; its `scope` says what else
-    will not come. None of them names the transport: whoever reads knows it. A block that fails
-    does not keep the others of its holder from coming. Never wrong data, as far as can be told: a
-    region that comes changed is found where `Options.checksum` asks for it.
+    `BlockUnavailableError` if the holder lacks a block or is silent; `BlockMismatchError` if a
+    block differs from its declaration; `TransferError` for all other failures. The `scope` of an
+    error is the set of reads that fail with it. Messages do not name the transport: callers do. A
+    block's failure does not affect other blocks of its holder. Transports do not deliver wrong
+    data knowingly; with `Options.checksum` the reader detects corrupted regions.
 Threads
-    `read` and a `Reading` are used by task threads, several at a time; handlers run on the worker's
+    Several task threads use `read` and `Reading` objects concurrently. Handlers run on the worker's
     event loop and never block it.
 """
 
@@ -49,29 +49,32 @@ from dask_p2p.transports.replies import Handler, answering
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Array, DType, Key, Kind
 
-LAST_PART_BYTES = 2**24  # which kernels put into place in 10 µs
+LAST_PART_BYTES = 2**24  # written to the output by a kernel in 10 µs
 
-#: Returns a region's array: see `Region.result`, which calls it with the same arguments.
+#: Function that returns a region's array. `Region.result` calls it with the same arguments.
 Bring = Callable[[float | None, Array | None], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted of a block of another worker, which is as the Dask array declares it."""
+    """A request for regions of one block of another worker.
+
+    Shape and dtype are those that the Dask array declares.
+    """
 
     key: Any  # Dask key
-    holder: str  # address of the worker that holds it
+    holder: str  # address of the worker that holds the block
     shape: tuple[int, ...]
     dtype: DType  # numpy.dtype
-    kind: Kind  # that is wanted here: "numpy" or "cupy"
+    kind: Kind  # kind of the arrays on this worker: "numpy" or "cupy"
     boxes: Sequence[Box]
-    fast_axis: int | None = None  # of the block: along which items follow each other in the output
+    fast_axis: int | None = None  # axis of the block that becomes the output's last axis
 
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
 
     def runs(self, box: Box) -> Runs | None:
-        """Of what of a box is put into place at a time: a GPU's kernel writes them."""
+        """Return the runs of a box that a GPU kernel writes at a time; None on a CPU."""
         if self.kind != "cupy" or self.fast_axis is None:
             return None
         partial = (a for a, shape in enumerate(self.shape) if box[a][1] - box[a][0] < shape)
@@ -81,37 +84,37 @@ class Request:
 
 @dataclass(slots=True)
 class Region:
-    """A part of what is requested, small enough to be asked for at once."""
+    """A part of a requested box, small enough for one transfer."""
 
-    request: int  # number among the requests
-    piece: int  # number of the box, among those of the request
+    request: int  # index of the request
+    piece: int  # index of the box in the request
     box: Box
-    bring: Bring | None = None  # once it is asked for
-    done: Callable[[], bool] | None = None  # whether `bring` ends soon; None: it does
-    error: Exception | None = None  # why it will not come
-    prefetched: Any = None  # for the reader: what its queue copies here, if it lies elsewhere
+    bring: Bring | None = None  # function that returns the array; set when requested
+    done: Callable[[], bool] | None = None  # True if `bring` returns soon; None: always
+    error: Exception | None = None  # the error, if the transfer failed
+    prefetched: Any = None  # the reader's local copy, if the array lies elsewhere
 
     def on_its_way(self, bring: Bring, done: Callable[[], bool] | None = None) -> Region:
-        """Return it, now that it is asked for."""
+        """Mark the region as requested, and return it."""
         self.bring, self.done = bring, done
         return self
 
     def failed(self, error: Exception) -> Region:
-        """Return it as one that will not come."""
+        """Mark the region as failed, and return it."""
         self.error = without_frames(error)
         return self
 
     def is_here(self) -> bool:
-        """Return whether nothing has to be waited for: `result` ends soon."""
+        """Return whether `result` returns soon, without waiting for the holder."""
         return self.done is None or self.done()
 
     def result(self, timeout_s: float | None = None, into: Array | None = None) -> Any:
-        """Wait until it is here, and return its array: once. It is the caller's own from here on.
+        """Wait for the region, and return its array, which the caller then owns. Call it once.
 
-        That is `into`, where the region belongs, if the transport can bring it straight there.
+        The array is `into` if the transport can write the region directly into it.
 
-        `TransferError` or `BlockMismatchError` if it will not come, `TimeoutError` if it does not
-        come in time and nobody has noticed.
+        Raises `TransferError` or `BlockMismatchError` if the transfer failed. Raises `TimeoutError`
+        if neither the array nor an error has come in time.
         """
         if self.error is not None:
             raise self.error  # `RemoteSource.give_up` drops the frames that it has then
@@ -120,42 +123,42 @@ class Region:
 
 
 class Reading(ABC):
-    """Regions of one holder's blocks on their way here: iterating asks for one after another."""
+    """Regions of one holder's blocks in transfer. Each step of the iteration requests the next."""
 
     def __init__(self, requests: Sequence[Request], footprint: Footprint, options: Options) -> None:
         self.requests = requests
-        self.part_bytes = footprint.part_bytes  # of the largest; None if there is no limit
-        # A part has one item at least: larger ones go one at a time.
+        self.part_bytes = footprint.part_bytes  # upper bound of a part's size; None: unlimited
+        # A part has at least one item. Items larger than a part are transferred one at a time.
         is_small = self.part_bytes is not None and self.part_bytes < requests[0].dtype.itemsize
         is_alone = is_small or options.mode == "sync"
-        #: Regions that may be asked for while the one before them is put into place.
+        #: Number of regions to request ahead, while the one before them is written to the output.
         self.ahead = 0 if is_alone else footprint.parts_in_flight
         self._dropped: set[int] = set()
 
     @abstractmethod
     def __iter__(self) -> Iterator[Region]:
-        """Ask for the next regions."""
+        """Request and yield one region after another."""
 
     def drop(self, request: int) -> None:
-        """Ask for nothing more of this request, which has failed."""
+        """Stop requesting parts of this request, which has failed."""
         self._dropped.add(request)
 
     def confirm(self) -> None:  # noqa: B027  # optional
-        """Raise `TransferError` if what was read may be wrong, now that all reading is done.
+        """Raise `TransferError` if the data may be wrong. Called after all reading is done.
 
-        That is for transports whose holder can go away under a reader that cannot notice.
+        For transports whose holder may exit during a read without the reader's notice.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all leases. Whatever is still under way is given up. Idempotent."""
+        """End all leases, and cancel unfinished transfers. Idempotent."""
 
     def parts(self, *, is_tapered: bool = False) -> Iterator[Region]:
-        """Cut what is requested into parts, but for what was dropped.
+        """Divide the requested regions into parts, except those of dropped requests.
 
-        They are made as late as may be: a region can have hundreds of parts, and the first should
-        soon be here. With `is_tapered` the last parts are smaller and smaller: nothing comes any
-        more while the end of the last one is put into place.
+        Parts are made lazily: a region can have hundreds, and the first transfer should start
+        early. With `is_tapered` the last parts get smaller and smaller, because no transfer
+        overlaps the writing of the last one.
         """
         last = len(self.requests) - 1
         for number, request in enumerate(self.requests):
@@ -173,38 +176,38 @@ class Reading(ABC):
 
 
 class Transport(ABC):
-    """How regions get from worker to worker."""
+    """A way to move regions from worker to worker."""
 
     name: ClassVar[str]
 
-    #: Of the blocks that it moves.
+    #: Kinds of the blocks that the transport moves.
     kinds: ClassVar[tuple[str, ...]] = ("numpy", "cupy")
-    #: Whether it moves Python objects: all others move bytes.
+    #: True if the transport moves Python objects. All others move bytes only.
     moves_objects: ClassVar[bool] = False
-    #: Whether arrays lie in the holder's memory rather than in a copy of the reader's own. Then
-    #: none has to be waited for.
+    #: True if arrays stay in the holder's memory, so that no transfer has to be awaited. False if
+    #: the reader gets copies of its own.
     in_place: ClassVar[bool] = False
-    #: Whether the reader's own thread, or its GPU, reads memory of this host.
+    #: True if the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
-    #: Of options that it reads.
+    #: Sections of the options that the transport reads.
     sections: ClassVar[tuple[type[Section], ...]] = ()
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
-        self.worker = worker  # that it is on
-        self.options = options  # the worker's own, for what does not depend on a task
-        #: What is packed for readers; the transports of one worker share one.
+        self.worker = worker
+        self.options = options  # the worker's, for settings that do not depend on a task
+        #: Memory of regions packed for readers, one budget for all transports of a worker.
         self.packed = ByteBudget(options.staging_limit_bytes)
-        self.pools: list[Buffers] = []  # those that it has
+        self.pools: list[Buffers] = []  # the transport's buffers
         self.is_closed = False
-        self.serving = 0  # requests; changed on the event loop only
+        self.serving = 0  # number of requests in progress; changed on the event loop only
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
-        """RPC handlers of the holder's side, by the name of their operation."""
+        """Return the RPC handlers of the holder's side, by the name of their operation."""
 
     def obstacle(self, holder: str, kind: Kind, dtype: DType) -> Obstacle | None:
-        """Why blocks of this kind ("numpy", "cupy") cannot come from `holder`; None if they may."""
+        """Return the obstacle to reading blocks of this kind from `holder`; None without one."""
         if kind not in self.kinds:
             titles = " and ".join(backend_named(own).title for own in self.kinds)
             return Obstacle("other-kind", f"{self.name} moves {titles} blocks, not {kind}")
@@ -212,21 +215,24 @@ class Transport(ABC):
             return Obstacle("objects", f"{self.name} moves bytes, not Python objects")
         try:
             return self.holder_obstacle(holder)
-        except TransferError as exc:  # it may answer the next time
+        except TransferError as exc:  # temporary: the next call asks again
             return exc.obstacle or Obstacle("no-answer", str(exc))
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        """Why nothing can come from `holder`; None if blocks may. `TransferError`: nobody knows."""
+        """Return the obstacle to reading any block from `holder`; None without one.
+
+        Raises `TransferError` if the holder did not answer.
+        """
         return None
 
     def boot_id(self, worker: str) -> str | None:
-        """Return what tells the host of a worker, this one or another; None if it is not known."""
+        """Return an identifier of a worker's host (this worker's or another's); None if unknown."""
         return None
 
     def probe(self, holder: str, kind: Kind) -> None:
-        """Bring a small known block from `holder`; raise `TransferError` if that fails.
+        """Read a small known block from `holder`; raise `TransferError` if the read fails.
 
-        What is opened for it stays open.
+        Connections and mappings opened by the probe stay open.
         """
         timeouts = replace(self.options, request_timeout_s=PROBE_TIMEOUT_S)
         whole = ((0, PROBE_BYTES),)
@@ -241,52 +247,55 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[Request], options: Options) -> Reading:
-        """Begin to read blocks of one holder; `TransferError` if nothing of it will come.
+        """Start to read blocks of one holder. Raise `TransferError` if all of them fail.
 
-        What fails for one block only is told by its regions.
+        The failure of a single block is reported by its regions.
         """
 
-    # --- arithmetic, which needs no worker ---
+    # --- arithmetic, without a worker ---
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:
-        """Return whether it is used for blocks of this kind where the order is auto."""
+        """Return whether the order ``auto`` includes this transport for blocks of this kind."""
         return kind in cls.kinds
 
     @classmethod
     @abstractmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return in what parts it asks for regions, and what it holds of them."""
+        """Return the sizes and numbers of parts that the transport requests and holds."""
 
     # --- both sides ---
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of buffers that nobody uses, and that are kept for later."""
+        """Bytes of idle buffers that are kept for reuse."""
         return sum(buffers.idle_bytes for buffers in self.pools)
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:  # noqa: B027  # optional
-        """Note that these blocks of this worker are about to be read by others."""
+        """Prepare these blocks of this worker for reads by other workers."""
 
     def on_released(self, key: Key) -> None:  # noqa: B027  # optional
-        """Note that Dask gave up a block of this worker. Called on the event loop."""
+        """Handle the release of a block by Dask. Called on the event loop."""
 
     def on_worker_left(self, holder: str) -> None:  # noqa: B027  # optional
-        """Note that a worker has left. Called on the event loop."""
+        """Handle the departure of a worker. Called on the event loop."""
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have a thread run a blocking function, and go on. Called on the event loop."""
+        """Run a blocking function on a thread, without waiting. Call it on the event loop."""
         running = asyncio.ensure_future(self.worker.offload(function, *args))
         self._in_background.add(running)  # the loop itself keeps only a weak reference
         running.add_done_callback(self._in_background.discard)
 
     @abstractmethod
     async def close(self) -> None:
-        """Refuse further requests, wait for readers within reason, free everything."""
+        """Reject further requests, wait a limited time for readers, and free all memory."""
 
 
 def answers(handler: Handler) -> Handler:
-    """Have a method of a transport answer requests while it is open: see `answering`."""
+    """Return a method of a transport as an RPC handler that rejects requests after closing.
+
+    See `answering`.
+    """
     answered = answering(handler)
 
     @wraps(handler)

@@ -1,4 +1,4 @@
-"""What transports need of the worker that they are on."""
+"""The interface through which transports use their worker."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _T = TypeVar("_T")
 
 
 class WorkerContext(Protocol):
-    """The worker of a transport.
+    """The worker of a transport, as the transport uses it.
 
-    Coroutines run on the worker's event loop, the rest in any thread.
+    Coroutines run on the worker's event loop, all other methods in any thread.
     """
 
     address: str
     loop: AbstractEventLoop
-    folder: str  # of this worker's own; it goes when the worker goes
-    encrypted_only: bool  # whether nothing may leave this process unencrypted
+    folder: str  # the worker's own directory, removed when it closes
+    encrypted_only: bool  # True if no unencrypted data may leave this process
 
     def block(self, key: Key) -> Any:
-        """Return the block with this key, which may be a probe's; `KeyError` if it is not here.
+        """Return the block with this key, or the probe block. Raises `KeyError` if it is not here.
 
-        It may be read from disk, and so may block: call it from a thread. A CuPy block that is
-        spilled to host memory is a NumPy array there.
+        May read from disk: call it from a thread. A CuPy block that is spilled to host memory is
+        returned as a NumPy array.
         """
 
     def is_on_disk(self, key: Key) -> bool:
-        """Return whether a block is spilled, so that `block` would have to read it."""
+        """Return whether a block is spilled, so that `block` would read it from disk."""
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        """Call the handler `op` of the worker at `address`; `OSError` if it cannot be reached."""
+        """Call the handler `op` of the worker at `address`. Raises `OSError` if unreachable."""
 
     async def offload(
         self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
     ) -> _T:
-        """Run a blocking function on a thread: of these, or of those that answer requests."""
+        """Run a blocking function on one of `threads`; by default on those for requests."""

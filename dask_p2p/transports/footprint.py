@@ -1,8 +1,8 @@
-"""What transports hold in memory beside blocks, and so in what parts regions are asked for.
+"""Memory of transports in addition to blocks, and the sizes of parts that follow from it.
 
-Parts of regions that are on their way to a task stay below `Options.staging_limit_bytes`: they are
-cut to fit. That is arithmetic. What a holder has packed for all of its readers together stays below
-it too: that is reserved, in a `ByteBudget`.
+The regions in transfer to a task stay below `Options.staging_limit_bytes`: the sizes of their parts
+are computed from it. Regions that a holder has packed for all its readers stay below the same
+limit: their memory is reserved in a `ByteBudget`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from dask_p2p.types import Kind
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a transport holds of blocks of one kind, and how it asks for them."""
+    """The sizes and numbers of parts that a transport holds, for blocks of one kind."""
 
-    part_bytes: int | None  # of the largest part; None: of any size, and nothing is held
-    parts_in_flight: int  # asked for while the part before them is put into place
-    parts_held: int = 1  # of one task at a time, at its reader
-    parts_packed: int = 0  # for one task at a time, at its holder
-    parts_idle: int = 0  # kept by a worker for later
-    copies: int = 2  # that there are of a region at most, while it is on its way
-    is_buffered: bool = True  # whether parts lie in buffers, whose sizes are powers of two
-    comes_in_batches: bool = False  # whether small regions share a part
+    part_bytes: int | None  # upper bound of a part; None: no bound, and no memory for parts
+    parts_in_flight: int  # parts requested while the one before them is written to the output
+    parts_held: int = 1  # parts per task at the reader
+    parts_packed: int = 0  # parts per task at the holder
+    parts_idle: int = 0  # buffers that a worker keeps for reuse
+
+    copies: int = 2  # upper bound of the copies of a region in transfer
+    is_buffered: bool = True  # True if parts are in buffers, whose sizes are powers of two
+    comes_in_batches: bool = False  # True if small regions share a part
 
     def task_bytes(self, largest_bytes: int, remote_bytes: int, item_bytes: int) -> int:
-        """Return what one task holds at most; see `staging_bytes`."""
+        """Return the upper bound of one task's memory; see `staging_bytes`."""
         if self.part_bytes is None:
             return 0
         whole_bytes = remote_bytes if self.comes_in_batches else largest_bytes
@@ -44,11 +45,11 @@ class Footprint:
 
     @property
     def each_bytes(self) -> int:
-        """What one part takes at most."""
+        """Upper bound of the memory of one part."""
         return self._size_of(self.part_bytes or 0)
 
     def idle_bytes(self, options: Options) -> int:
-        """Return what a worker with these options keeps at most."""
+        """Return the upper bound of idle buffers of a worker with these options."""
         return min(self.parts_idle * self.each_bytes, options.staging_limit_bytes)
 
     def _size_of(self, part_bytes: int) -> int:
@@ -56,7 +57,7 @@ class Footprint:
 
 
 def part_that_fits(part_bytes: int, most_bytes: int) -> int:
-    """Return a part's size, or where its buffer is larger than that, the power of two below.
+    """Return a part's size; if its buffer does not fit, the largest power of two that fits.
 
     >>> part_that_fits(3000, 4096), part_that_fits(5000, 4097)
     (3000, 4096)
@@ -67,17 +68,17 @@ def part_that_fits(part_bytes: int, most_bytes: int) -> int:
 
 
 def parts_held(in_flight: int, kind: Kind) -> int:
-    """Return how many parts a task holds at a time: those in flight, and those being placed."""
+    """Return the number of parts that a task holds: those in flight, and those being written."""
     return in_flight + 1 + (MOST_UNREAD if backend_named(kind).on_device else 0)
 
 
 def buffered(
     part_bytes: int, in_flight: int, left_bytes: int, held: Callable[[int], int]
 ) -> Footprint:
-    """Return parts of a configured size, or the largest for which there is room, in batches.
+    """Return a footprint with parts of the configured size, or the largest size that fits.
 
-    All may take `left_bytes`, and `held` returns how many there are at a time with so many in
-    flight. They come one after another if there is no room for that many of the smallest.
+    All parts together take at most `left_bytes`. `held` returns the number of parts held for a
+    number of parts in flight. If the smallest parts do not fit, parts come one after another.
     """
     smallest_bytes = buffer_bytes(1)
     if left_bytes // held(in_flight) < smallest_bytes:
@@ -87,14 +88,14 @@ def buffered(
     return Footprint(part_bytes, in_flight, held(in_flight), comes_in_batches=True)
 
 
-#: Gives back what was reserved. Idempotent; called perhaps in the middle of a garbage collection.
+#: Function that releases a reservation. Idempotent; a garbage collection may call it.
 Release: TypeAlias = Callable[[], object]
 
 
 class ByteBudget:
-    """Bytes that several requests may reserve, up to a limit; one for more is let through alone.
+    """A byte budget shared by requests. A request above the limit is admitted alone.
 
-    A request reserves all that it needs at once. So none waits that holds something itself.
+    Each request reserves all its memory in one step, so that no request waits while it holds some.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -104,25 +105,25 @@ class ByteBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """What is reserved now."""
+        """Bytes that are reserved now."""
         return sum(list(self._reserved.values()))
 
     def reserve(self, *sizes: int) -> list[Release] | None:
-        """Reserve memory of these sizes; return what releases each. None: there is no room now."""
+        """Reserve memory of these sizes. Return a release function for each; None if it is full."""
         with self._lock:
             reserved_bytes = self.reserved_bytes
             if reserved_bytes and reserved_bytes + sum(sizes) > self.limit_bytes:
                 return None
             made = [object() for _ in sizes]
             self._reserved.update(zip(made, sizes, strict=True))
-            return [partial(self._reserved.pop, one, None) for one in made]  # which takes no lock
+            return [partial(self._reserved.pop, one, None) for one in made]  # without a lock
 
 
 # --- all transports together ---
 
 
 def _used(options: Options, kind: Kind, within_host: Collection[bool]) -> Iterator[Footprint]:
-    """Return the footprints of the transports that may bring blocks of this kind."""
+    """Return the footprints of the transports that may move blocks of this kind."""
     classes = transport_classes()
     for transport in (classes[name] for name in options.order(kind) if name in classes):
         if kind in transport.kinds and transport.within_host in within_host:
@@ -130,15 +131,15 @@ def _used(options: Options, kind: Kind, within_host: Collection[bool]) -> Iterat
 
 
 def left_bytes(options: Options, kind: Kind) -> int:
-    """Return what parts from other hosts may take, beside those of this one."""
+    """Return the memory that remains for parts from other hosts, beyond those from this host."""
     local = _used(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
-    # The queue's slots are there twice, in host memory and on a GPU.
+    # The queue has its slots twice, in host memory and on a GPU.
     return options.staging_limit_bytes - held_bytes - 2 * _queue_bytes(options, kind)
 
 
 def _queue_bytes(options: Options, kind: Kind) -> int:
-    """Return what the queue of a task takes of the memory where its blocks lie."""
+    """Return the memory of a task's queue, in the kind of memory that holds the blocks."""
     if backend_named(kind).on_device or not is_for_device(options.permute_numpy, sys.maxsize):
         return 0
     return slots_bytes(options.staging_limit_bytes)
@@ -147,19 +148,19 @@ def _queue_bytes(options: Options, kind: Kind) -> int:
 def staging_bytes(
     options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
 ) -> int:
-    """Return what one task holds at most beyond its inputs and its output.
+    """Return the upper bound of one task's memory beyond its inputs and its output.
 
-    It has parts from this host and from others at the same time; but of either it never has parts
-    by two transports. Given are the largest region that it reads from one block, all that comes
-    from other workers, and one element: no part is smaller.
+    A task holds parts from this host and from other hosts at the same time, but in each case from
+    one transport only. The sizes are those of the largest region read from one block, of all
+    regions from other workers, and of one element, the smallest part.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
     return _queue_bytes(options, kind) + brought_bytes(options, kind, wanted)
 
 
-@lru_cache(maxsize=1024)  # each task of an array asks the same, before it does anything else
+@lru_cache(maxsize=1024)  # every task of an array calls it first, with the same arguments
 def brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) -> int:
-    """Return what transports hold, in parts from this host and from others."""
+    """Return the upper bound of the transports' parts, from this host and from others."""
     return sum(
         max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)
@@ -167,9 +168,9 @@ def brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) ->
 
 
 def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) -> int:
-    """Return what one worker has packed at most, for so many tasks that read from it at a time.
+    """Return the upper bound of a worker's packed regions, for a number of concurrent readers.
 
-    `remote_bytes` is all that they ever read from it.
+    `remote_bytes` is the total that the readers read from the worker.
     """
     packing = [used for used in _used(options, kind, [True, False]) if used.parts_packed]
     task_bytes = max((used.parts_packed * used.each_bytes for used in packing), default=0)
@@ -178,5 +179,5 @@ def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) 
 
 
 def idle_bytes(options: Options, kind: Kind) -> int:
-    """Return what all transports keep in buffers for later at most."""
+    """Return the upper bound of all transports' idle buffers."""
     return sum(used.idle_bytes(options) for used in _used(options, kind, [True, False]))

@@ -1,7 +1,7 @@
 """Probe blocks: known bytes that every worker can provide, to prove that a transport works.
 
-A probe block has a key of its own kind, and is made when it is first asked for. What it holds
-follows from its size, so that its reader can tell whether it came unharmed.
+A probe block has a key of its own form, and is made at its first request. Its content follows from
+its size, so that the reader can check the bytes that arrive.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dask_p2p.backends import BACKENDS, backend_for, backend_named
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Array, Key, Kind
 
-PROBE_BYTES = 2**16  # more than UCX sends at once without a rendezvous
+PROBE_BYTES = 2**16  # large enough for a rendezvous of UCX
 PROBE_DTYPE = np.dtype("u1")
-_MOST_OF_MEMORY = 1 / 32  # that one probe block may take
+_MOST_OF_MEMORY = 1 / 32  # upper bound of a probe block, as a fraction of the memory
 _NAME = "dask-p2p-probe"
-_KEPT = 3  # one that proves routes, two by which links are measured
+_KEPT = 3  # one block for probing routes, two for measuring links
 
 
 #: Key of a probe block: a name, the kind "numpy" or "cupy", and the size in bytes.
@@ -33,9 +33,9 @@ def probe_key(kind: Kind, nbytes: int = PROBE_BYTES) -> _Key:
 
 
 def most_probe_bytes(kind: Kind, memory_bytes: int | None) -> int:
-    """Return the size of the largest probe block of a worker with this memory, if it is bounded.
+    """Return the size of the largest probe block of a worker with this memory limit, if any.
 
-    Sizes are powers of two: all that there can be take no more than two of the largest.
+    Sizes are powers of two. All probe blocks together take at most twice the largest size.
     """
     most_bytes = backend_named(kind).most_probe_bytes
     if memory_bytes is not None:
@@ -56,12 +56,12 @@ class Probes:
         self._lock = threading.Lock()
 
     def block(self, key: Key, memory_bytes: int | None = None) -> Any:
-        """Return a probe block of a worker with this memory limit, if it has one.
+        """Return a probe block of a worker with this memory limit, if any.
 
-        It raises `ValueError` if the key asks for what is no probe block, or for too large a one.
+        Raises `ValueError` if the key is invalid, or the block would be too large.
         """
         _, kind, nbytes = cast(tuple[Any, ...], key)
-        if kind not in tuple(BACKENDS):  # it may be of any type, hashable or not
+        if kind not in tuple(BACKENDS):  # a tuple, as `kind` may be unhashable
             raise ValueError(f"expected a probe block of {', '.join(BACKENDS)}, got {key!r}")
         most_bytes = most_probe_bytes(kind, memory_bytes)
         if type(nbytes) is not int or nbytes.bit_count() != 1 or not 0 < nbytes <= most_bytes:
@@ -77,15 +77,15 @@ class Probes:
             return self._blocks[key]
 
     def clear(self) -> list[_Key]:
-        """Drop all of them; return their keys."""
+        """Drop all probe blocks, and return their keys."""
         with self._lock:
             keys = list(self._blocks)
             self._blocks.clear()
         return keys
 
 
-# Nothing here computes with CuPy: it would compile a kernel for each operation, and the first
-# transpose on a machine would wait for that.
+# This code does not compute with CuPy, which would compile a kernel for each operation. The first
+# transpose on a machine would wait for the compiler.
 
 
 def _content(kind: Kind, nbytes: int) -> Any:
@@ -101,20 +101,20 @@ def _content(kind: Kind, nbytes: int) -> Any:
 
 
 def _pattern(nbytes: int) -> np.ndarray[Any, Any]:
-    """Return bytes of a period that is no power of two, so that a shifted copy is seen."""
+    """Return bytes whose period is no power of two, so that a shifted copy is detected."""
     return np.resize(np.arange(251, dtype=PROBE_DTYPE), nbytes)
 
 
 def check_probe(region: Array, start: int = 0) -> None:
-    """Raise `TransferError` unless this is what a probe block holds from this byte on, or a copy.
+    """Raise `TransferError` unless a region has the bytes of a probe block from `start` on.
 
-    It may lie in a peer's memory, and is read by a kernel then, as blocks are: that a copy engine
-    can is not enough.
+    The region may lie in the holder's memory. A kernel then reads it, as kernels read blocks: a
+    copy engine's success would prove too little.
     """
     if not isinstance(region, np.ndarray):
         queue = backend_for(region).queue()
         reversed_copy = queue.scratch(region.shape, region.dtype)
-        queue.permute(reversed_copy, region[::-1], (0,))  # as it is, it would be a copy engine's
+        queue.permute(reversed_copy, region[::-1], (0,))  # unreversed, a copy engine would do it
         region = queue.to_host(reversed_copy)[::-1]
     wrong = int((region != _pattern(start + region.shape[0])[start:]).sum())
     if wrong:

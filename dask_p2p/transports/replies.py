@@ -1,8 +1,8 @@
-"""Asking holders, and answering readers: errors on one side are reported on the other.
+"""Requests to holders and replies to readers, with errors passed from one side to the other.
 
-A holder's answer is plain text and numbers. Its ``"status"`` is ``"ok"``, ``"missing"``,
-``"mismatch"``, ``"unsuitable"``, ``"silent"`` or ``"error"``. The last four come with a
-``"message"``, and an error with the ``"obstacle"`` too, where that is known.
+A reply is plain text and numbers. Its ``"status"`` is ``"ok"``, ``"missing"``, ``"mismatch"``,
+``"unsuitable"``, ``"silent"`` or ``"error"``. The last four have a ``"message"``. An error also has
+its ``"obstacle"``, if it has one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
-#: What a holder answers in the place of these errors; of all others, "error".
+#: Errors of a holder by the status of its reply. For all other errors it is "error".
 _STATUSES: dict[str, tuple[type[Exception], ...]] = {
-    "missing": (KeyError, DeviceLostError),  # with the device its blocks are lost
+    "missing": (KeyError, DeviceLostError),  # a lost device loses its blocks
     "mismatch": (BlockMismatchError, UnsupportedArrayError),
     "unsuitable": (UnsuitableError,),
     "silent": (SilentError,),
@@ -49,10 +49,10 @@ _STATUSES: dict[str, tuple[type[Exception], ...]] = {
 async def ask(
     worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
-    """Call a holder's handler.
+    """Call a holder's handler, and return the reply.
 
-    It raises `UnreachableError` if the holder cannot be reached, or does not answer in time;
-    `TransferError` if its handler raises, or its answer cannot be read.
+    Raises `UnreachableError` if the holder cannot be reached or does not answer in time. Raises
+    `TransferError` if the handler fails or the reply cannot be read.
     """
     try:
         calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
@@ -62,13 +62,13 @@ async def ask(
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         raise UnreachableError(
-            f"no answer of {holder} about {about} within {timeout_s:g} s"
+            f"no answer from {holder} about {about} within {timeout_s:g} s"
         ) from None
-    except OSError as exc:  # connections that break, or cannot be made
-        raise UnreachableError(f"{holder} cannot be reached about {about}: {exc}") from exc
-    except MemoryError:  # for the answer, here
+    except OSError as exc:  # connection failed or refused
+        raise UnreachableError(f"{holder} cannot be reached to ask about {about}: {exc}") from exc
+    except MemoryError:  # no memory for the reply on this worker
         raise
-    except Exception as exc:  # of the holder's, which Dask raises here; or its answer is garbled
+    except Exception as exc:  # the handler's error, raised here by Dask; or an unreadable reply
         why = f"{type(exc).__name__}: {exc}"
         raise TransferError(f"{holder} could not answer about {about}: {why}", why) from exc
 
@@ -76,9 +76,9 @@ async def ask(
 def ask_and_wait(
     worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
-    """Do the same from a task thread.
+    """Call `ask` from a task thread.
 
-    It raises `TransferError`, too, if this worker's event loop does not respond.
+    Raises `TransferError` also if this worker's event loop does not respond.
     """
     asking = ask(worker, holder, op, timeout_s, about, **kwargs)
     try:
@@ -90,18 +90,18 @@ def ask_and_wait(
 
 
 def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error that nobody waits for any longer."""
+    """Retrieve a task's error, so that asyncio does not log it if no caller waits any longer."""
     if not task.cancelled():
         task.exception()
 
 
 def checked_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Return a block as its Dask array declares it; raise `BlockMismatchError` if it is not.
+    """Return a block in its declared dtype. Raise `BlockMismatchError` if it differs otherwise.
 
-    Without a dtype only the shape is compared: NumPy's dtypes do not all survive being sent as
-    text, so a reader compares them itself when it has the data.
+    Without a dtype only the shape is compared. Not all NumPy dtypes can be sent as text, so the
+    reader compares them when it has the data.
     """
-    backend_for(array)  # refuses masked arrays and whatever else has more than its bytes
+    backend_for(array)  # rejects masked arrays, and others that are more than their bytes
     block = array if dtype is None else in_dtype(array, dtype)
     if tuple(array.shape) != tuple(shape) or block is None:
         declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
@@ -110,9 +110,9 @@ def checked_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = N
 
 
 def in_dtype(array: Array, dtype: Any) -> Any:
-    """Return an array in the dtype that is declared; None if they differ in more than byte order.
+    """Return an array in the declared dtype; None if the dtypes differ in more than byte order.
 
-    Dask makes native arrays of the others that a client sends, and declares them as they were.
+    Dask converts arrays that a client sends to the native byte order, but declares the original.
     """
     if array.dtype == dtype:
         return array
@@ -122,15 +122,15 @@ def in_dtype(array: Array, dtype: Any) -> Any:
 
 
 def find_block(worker: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
-    """Return the block that a reader asks for, checked; `KeyError` if it is not here."""
+    """Return the block of a reader's request, checked. Raises `KeyError` if it is not here."""
     return checked_block(as_array(worker.block(key)), key, shape)
 
 
-@lru_cache(maxsize=64)  # NumPy makes the name anew each time, which takes longer than the rest
+@lru_cache(maxsize=64)  # NumPy builds the name at each call, which takes most of the time
 def dtype_text(dtype: Any) -> str:
-    """Return a dtype as text that is the same for equal ones, and for no others.
+    """Return a text for a dtype, equal for equal dtypes and different for all others.
 
-    It is for comparing: NumPy's dtypes cannot all be made from text again.
+    For comparisons only: not all NumPy dtypes can be made from text.
     """
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
@@ -138,16 +138,16 @@ def dtype_text(dtype: Any) -> str:
     text = f"{dtype.name} {dtype.str}"
     if dtype.names is None:
         return text
-    # Of its fields NumPy's own text says no more than how many bytes they are.
+    # NumPy's own text of a structured dtype has only the total size, not the fields.
     fields = ((name, *dtype.fields[name][:2]) for name in dtype.names)
     return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
 
 
 def check_dtype_text(block: Any, declared: str, real: str) -> None:
-    """Raise unless a block is of the declared dtype, for a transport that moves bytes as they are.
+    """Raise unless a block has the declared dtype, for a transport that moves unconverted bytes.
 
-    It raises `UnsuitableError` if only the byte order differs: that is for a transport whose reader
-    converts what comes; else `BlockMismatchError`.
+    Raises `UnsuitableError` if only the byte order differs, as comm can convert the block. Raises
+    `BlockMismatchError` for any other difference.
     """
     if declared == real:
         return
@@ -160,7 +160,7 @@ def check_dtype_text(block: Any, declared: str, real: str) -> None:
 
 
 def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
-    """Return the error for a block that is not what its Dask array declares."""
+    """Return the error for a block that differs from its Dask array's declaration."""
     return BlockMismatchError(
         f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "
         f"where the array is made (map_blocks, from_delayed, ...)."
@@ -168,9 +168,9 @@ def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
 
 
 def answering(handler: Handler) -> Handler:
-    """Have a method answer requests: with what it returns, or why that failed.
+    """Return a method as an RPC handler that replies with the method's result or error.
 
-    A request has its arguments by name, and no others. What they hold is for the method to check.
+    The handler rejects unknown argument names. The method checks the values.
     """
     known = signature(handler).parameters.keys()
 
@@ -186,26 +186,26 @@ def answering(handler: Handler) -> Handler:
 
 
 def refuse(exc: Exception) -> dict[str, Any]:
-    """Turn a holder's error into a reply: plain text, nothing that is unpickled."""
+    """Return the reply for a holder's error, in plain text without pickled objects."""
     for status, errors in _STATUSES.items():
         if isinstance(exc, errors):
             return {"status": status} | ({} if status == "missing" else {"message": str(exc)})
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
-        text = f"out of memory for packing what was asked for ({text})"
+        text = f"out of memory while packing the requested regions ({text})"
     obstacle = getattr(exc, "obstacle", None)
     extra = {} if obstacle is None else {"obstacle": astuple(obstacle)}
     return {"status": "error", "message": text, **extra}
 
 
 def check_reply(reply: Any, block: Request) -> dict[str, Any]:
-    """Return a holder's reply if its status is "ok"; else raise the error that it reports."""
+    """Return a holder's reply if its status is "ok". Otherwise raise the error that it reports."""
     told = reply if isinstance(reply, dict) else {}
     status, message = told.get("status"), told.get("message", reply)
     if status == "ok":
         return dict(told)
     if status == "missing":
-        raise BlockUnavailableError(f"{block} is not there any more")
+        raise BlockUnavailableError(f"{block} is no longer there")
     if status == "mismatch":
         raise BlockMismatchError(f"{message} (held by {block.holder})")
     if status == "unsuitable":

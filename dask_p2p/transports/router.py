@@ -1,4 +1,4 @@
-"""Which routes lead to a block: holders one after another, each by its transports, best first."""
+"""The routes to a block: its holders one after another, each with its transports, best first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route by which a block may come here."""
+    """A holder of a block, and a transport to read the block from it."""
 
     holder: str
     transport: Transport
@@ -32,21 +32,21 @@ class Route:
 
 @dataclass(slots=True)
 class _Proof:
-    """Whether a route was seen to work; one thread tries it while others wait."""
+    """The state of a route's probe. One thread probes while others wait."""
 
     is_given: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Router:
-    """The routes between this worker and all others, and what was learnt about them."""
+    """The routes from all other workers to this one, with their failures and probes."""
 
     def __init__(
         self,
-        transports: Mapping[str, Transport],  # all of this worker, by name
-        warn: Callable[[str], None],  # the user, wherever they are; equal finds in equal words
-        address: str = "this worker",  # for its log
-        #: Told of a holder, and the transport that is given up for it, and why.
+        transports: Mapping[str, Transport],  # the worker's transports, by name
+        warn: Callable[[str], None],  # sends a warning to the user; equal causes get equal texts
+        address: str = "this worker",  # name of the worker in the log
+        #: Callback for a holder, the transport that is given up for it, and the reason.
         on_fallback: Callable[[str, str, Obstacle], None] | None = None,
     ) -> None:
         self._address = address
@@ -55,38 +55,39 @@ class Router:
         self._on_fallback = on_fallback
         self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self.silences = SilenceLog()
-        self._warned: set[str] = set()  # texts
+        self._warned: set[str] = set()  # texts of warnings sent so far
         self._lock = threading.Lock()
-        #: By holder, transport and kind.
+        #: Probes by holder, transport and kind.
         self.proofs: defaultdict[tuple[str, str, str], _Proof] = defaultdict(_Proof)
 
     def routes(
         self, holders: Iterable[str], kind: Kind, dtype: DType, order: tuple[str, ...]
     ) -> list[Route]:
-        """Return the routes by which a block may come here, best first.
+        """Return the usable routes to a block, best first.
 
-        So are the workers that hold it, and the names of transports in `order`.
+        `holders` and `order`, the names of transports, are sorted in the same way.
         """
         routes = []
         for holder in holders:
             all_ = [Route(holder, self.transports[name]) for name in order]
             open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
-            # Where everything has failed before, everything is tried again.
+            # If all routes to a holder have failed before, all are tried again.
             left = [route for route in open_ if not self._is_broken(route)] or open_
-            # Only what will be used is proved: a transport may take long to start.
+            # Routes are probed up to the first that works: starting a transport may take long.
             while len(left) > 1 and not self._works(left[0], kind):
                 left.pop(0)
             routes.extend(left)
         return routes
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
-        """Return a name for the host of each of these workers, the same for those of one host.
+        """Return the host's name for each worker. Workers on one host get the same name.
 
-        Their addresses tell it, unless a transport knows better: a host may have several addresses.
+        Hosts are identified by boot id if a transport has it, since a host may have several
+        addresses. Otherwise they are identified by the workers' addresses.
         """
         boot_ids = {worker: self._boot_id(worker) for worker in workers}
         names = {worker: urlsplit(worker).hostname or known for worker, known in boot_ids.items()}
-        first: dict[str, str] = {}  # of the names of those with one boot id
+        first: dict[str, str] = {}  # first name of a host, by boot id or name
         for worker, name in sorted(names.items()):
             first.setdefault(boot_ids[worker] or name, name)
         return {worker: first[boot_ids[worker] or name] for worker, name in names.items()}
@@ -99,7 +100,7 @@ class Router:
         return (route.holder, route.transport.name) in self.failures
 
     def _works(self, route: Route, kind: Kind) -> bool:
-        """Return whether a route works: the first time by trying it."""
+        """Return whether a route works. The first call probes it."""
         about = (route.holder, route.transport.name, kind)
         if (proof := self.proofs.get(about)) is None:
             with self._lock:
@@ -111,15 +112,15 @@ class Router:
                         route.transport.probe(route.holder, kind)
                         proof.is_given = True
                     except BlockUnavailableError:
-                        return True  # it does not answer: that tells nothing about the route
+                        return True  # a silent holder proves nothing about the route
                     except TransferError as exc:
                         self.record_failure(route, exc, last=False)
         return not self._is_broken(route)
 
     def record_failure(self, route: Route, error: Exception, last: bool) -> None:
-        """Note that a route failed; unless it was the last one, it is not tried again.
+        """Record a route's failure. The route is not used again, except if it was the last one.
 
-        The user is warned the first time that there is this reason.
+        Warns the user once for each reason.
         """
         name = route.transport.name
         with self._lock:
@@ -128,7 +129,7 @@ class Router:
             message = str(error)
             obstacle = getattr(error, "obstacle", None) or Obstacle("failed", message)
             self.failures[route.holder, name] = obstacle
-            # A log may keep what it is given, and the error keeps the frames that it passed.
+            # Log text, not the error: a log may keep it, and an error keeps its frames alive.
             logger.warning(
                 "%s reads from %s by another transport than %s, which failed: %s. %s.",
                 self._address,
@@ -147,13 +148,13 @@ class Router:
         self._warn(text)
 
     def failure(self, holder: str, transport: str) -> Obstacle | None:
-        """Return why a transport is no longer used for a holder; None if it did not fail."""
+        """Return the obstacle that ended the use of a transport for a holder; None without one."""
         return self.failures.get((holder, transport))
 
     def given_up(
         self, holder: str, used: str, order: tuple[str, ...]
     ) -> list[tuple[str, Obstacle]]:
-        """Return the transports that come before the one that was used, and why they failed."""
+        """Return the failed transports that precede the used one in `order`, with the reasons."""
         if not self.failures:
             return []
         better = takewhile(lambda name: name != used, order)
@@ -161,7 +162,7 @@ class Router:
         return [(name, failure) for name, failure in failures if failure is not None]
 
     def on_worker_left(self, holder: str) -> None:
-        """Drop what was learnt about a worker that has left."""
+        """Drop all records of a worker that has left."""
         with self._lock:
             learnt: tuple[dict[Any, Any], ...] = self.failures, self.proofs
             for known in learnt:

@@ -1,6 +1,6 @@
-"""How long other workers are waited for, and which of them are known not to answer.
+"""Timeouts for other workers, and a record of those that do not answer.
 
-All tasks of a worker share what is known of a silent holder: see "Failure" in docs/design.md.
+All tasks of a worker share the record of silent holders: see "Failure" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import NamedTuple
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 
-#: How long to wait for a worker that is asked for the first time.
+#: Timeout of the first request to a worker.
 PROBE_TIMEOUT_S = 10.0
-#: Transports keep their own deadlines. A region that is later than this by so much is given up.
+#: Additional wait after a transport's own deadline. Then the region is given up.
 EVENT_LOOP_GRACE_S = 10.0
-#: How often a holder that answers is asked to publish a block that is gone again by then.
+#: Number of requests to publish a block, if the holder withdraws it again each time.
 PUBLISH_REQUESTS = 3
-#: Between two attempts at a task.
+#: Longest pause between two attempts at a task.
 LONGEST_PAUSE_S = 2.0
 
-_KEPT_S = 3600.0  # what is known of a holder that nobody needs any more
+_KEPT_S = 3600.0  # maximum age of a record
 
 
 def is_given_up(options: Options, silent_s: float) -> bool:
-    """Return whether a holder is given up that was found silent, and so long after once more."""
+    """Return whether a holder that has been silent for this long counts as dead."""
     return silent_s >= (options.attempts - 1) * options.request_timeout_s
 
 
 class _Silence(NamedTuple):
-    """What is known of a holder that does not answer; times by the performance counter."""
+    """The record of a silent holder. Times are of the performance counter."""
 
     error: type[TransferError]
     text: str
-    first_s: float  # when it was found silent
-    last_s: float  # when it was found silent again, by an attempt that began after the time before
+    first_s: float  # first time that an attempt found the holder silent
+    last_s: float  # last time, by an attempt that started after the time before
 
 
 class SilenceLog:
-    """The holders that do not answer one worker, until they do. Any thread may use it.
+    """The holders that currently do not answer a worker. Any thread may use the log.
 
-    It takes attempts at tasks by their start: seconds of the performance counter.
+    Attempts at tasks are identified by their start, in seconds of the performance counter.
     """
 
     def __init__(self) -> None:
-        #: By holder and transport: a holder that cannot be reached (None) is so by each of them.
+        #: By holder and transport. The transport is None for an unreachable holder.
         self.known: dict[tuple[str, str | None], _Silence] = {}
         self._lock = threading.Lock()
 
     def note(
         self, holder: str, transport: str, error: TransferError, start_s: float, options: Options
     ) -> None:
-        """Note how an attempt failed, if that was by a holder that does not answer."""
+        """Record an attempt's error, if a silent holder caused it."""
         if not error.is_silence:
             return
         key = holder, None if error.scope == "holder" else transport
@@ -61,20 +61,20 @@ class SilenceLog:
             last_s = first_s
             if known is not None:
                 if _need_not_ask(known, start_s, options):
-                    return  # it has found nothing out
+                    return  # the attempt did not ask the holder itself
                 if _is_remembered(known, start_s, options):
                     first_s = known.first_s
             self.known = {k: s for k, s in self.known.items() if last_s - s.last_s < _KEPT_S}
             self.known[key] = _Silence(type(error), str(error), first_s, last_s)
 
     def check(self, holder: str, transport: str, start_s: float, options: Options) -> None:
-        """Raise the error that was noted if an attempt need not ask a holder: it is silent."""
+        """Raise the recorded error if the holder is known to be silent for this attempt."""
         for known in self._of(holder, transport):
             if _need_not_ask(known, start_s, options):
                 raise known.error(known.text)
 
     def is_older(self, holder: str, transport: str, start_s: float) -> bool:
-        """Return whether what is known of a holder is older than an attempt."""
+        """Return whether all records of a holder are older than an attempt."""
         return all(known.last_s < start_s for known in self._of(holder, transport))
 
     def _of(self, holder: str, transport: str) -> list[_Silence]:
@@ -82,36 +82,36 @@ class SilenceLog:
         return [known for known in found if known is not None]
 
     def is_silent(self, holder: str, start_s: float, options: Options) -> bool:
-        """Return whether a holder was lately found silent, so that another one is asked first."""
+        """Return whether a holder was recently silent, so that other holders are preferred."""
         known = self.known.get((holder, None))
         return known is not None and _is_remembered(known, start_s, options)
 
     def lasted_s(self, holder: str, transport: str) -> float:
-        """Return for how long a holder has been known to be silent; 0 if it is not."""
+        """Return the time from a holder's first to its last record of silence; 0 without one."""
         silences = self._of(holder, transport)
         return max((known.last_s - known.first_s for known in silences), default=0.0)
 
     def heard(self, holder: str, transport: str | None = None) -> None:
-        """Note that something came from a holder; by default that it answers."""
+        """Record data from a holder by a transport. Without a transport: record any answer."""
         if self.known:
             with self._lock:
                 self.known.pop((holder, transport), None)
 
     def on_worker_left(self, holder: str) -> None:
-        """Drop what is known of a worker that has left."""
+        """Drop all records of a worker that has left."""
         with self._lock:
             self.known = {key: known for key, known in self.known.items() if key[0] != holder}
 
 
 def _is_remembered(known: _Silence, start_s: float, options: Options) -> bool:
-    """Return whether it was lately: after a longer while unasked, the silence begins anew."""
+    """Return whether a silence is recent. An older one does not count: a new one starts."""
     return start_s - known.last_s <= options.request_timeout_s + LONGEST_PAUSE_S
 
 
 def _need_not_ask(known: _Silence, start_s: float, options: Options) -> bool:
-    """Return whether an attempt need not find out for itself that a holder is silent."""
+    """Return whether the holder counts as silent for an attempt, without a new request."""
     if start_s <= known.last_s:
-        return True  # it had begun when that was found out
+        return True  # the attempt started before another one found the holder silent
     if not is_given_up(options, known.last_s - known.first_s):
         return False
     return start_s - known.last_s <= LONGEST_PAUSE_S

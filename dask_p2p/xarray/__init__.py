@@ -1,6 +1,6 @@
-"""Accessors of xarray: ``a.p2p.transpose("y", "x")``, ``a.p2p.chunk({"x": 1000})`` and so on.
+"""The xarray accessor: ``a.p2p.transpose("y", "x")``, ``a.p2p.chunk({"x": 1000})`` and so on.
 
-Importing this module adds them to arrays and datasets:
+Importing this module adds it to arrays and datasets:
 
 >>> import dask.array
 >>> import xarray
@@ -40,15 +40,16 @@ T = TypeVar("T", xr.DataArray, xr.Dataset)
 class P2PAccessor(Generic[T]):
     """Operations of this package by names of dimensions.
 
-    Coordinates that are Dask arrays are moved like the data; those in memory stay there.
+    Coordinates that are Dask arrays are rechunked and transposed like the data. Coordinates in
+    memory stay in memory.
 
-    To type checkers ``a.p2p`` is of any type, since xarray adds it when it runs. The results of
-    ``P2PAccessor(a)``, which does the same, have types.
+    Type checkers see ``a.p2p`` as `Any`, since xarray adds it at run time. Results of
+    ``P2PAccessor(a)``, which is equivalent, have types.
 
     Parameters
     ----------
     given : xarray.DataArray or xarray.Dataset
-        The array or dataset that it is the accessor of.
+        The array or dataset to operate on.
     """
 
     def __init__(self, given: T) -> None:
@@ -60,35 +61,35 @@ class P2PAccessor(Generic[T]):
         Parameters
         ----------
         *dims : hashable or ``...``
-            Names of the dimensions in their new order, ``...`` for all that are not named. By
-            default the order is reversed.
+            Names of the dimensions in their new order. ``...`` stands for all dimensions that are
+            not named. By default the order is reversed.
         chunks : mapping of hashable to int, str, tuple or Resampler, optional
-            Chunks of the result by dimension. By default those of `dask_p2p.transpose`. An array
-            keeps its chunks if its order stays and none of its dimensions is named.
+            Chunks of the result by dimension. The default is that of `dask_p2p.transpose`. An array
+            keeps its chunks if its order does not change and none of its dimensions is named.
 
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            With the coordinates and attributes of the array or dataset given. Encodings lose the
-            chunks of the file that was read, where blocks or the order of dimensions change.
+            The result, with the coordinates and attributes of the input. If blocks or the order of
+            dimensions change, encodings lose the chunks of the file that was read.
 
         Raises
         ------
         AxesError
             If `dims` are not the dimensions.
         ChunksError
-            If `chunks` has a name that is no dimension's, or does not fit.
+            If `chunks` names an unknown dimension, or sizes do not fit.
         UnsupportedArrayError
-            If an array has units, as those of pint have, or is another one around a Dask array; or
-            if blocks are masked, sparse or otherwise more than bytes.
+            If an array has units, such as those of pint, or wraps a Dask array. If blocks are
+            masked, sparse, or have data that are more than plain bytes.
         """
         sizes = self._sizes(chunks or {})
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:
             raise AxesError(
-                f"expected the dimensions {self._dims} in any order, or `...` for those that are "
-                f"not named, got {dims}: {exc}."
+                f"expected the dimensions {self._dims} in any order, with `...` for dimensions "
+                f"that are not named, got {dims}: {exc}."
             ) from exc
 
         def change(before: Any, after: Any, name: Hashable) -> Any:
@@ -103,25 +104,25 @@ class P2PAccessor(Generic[T]):
         return changed(self._given, result, change)
 
     def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> T:
-        """Cut Dask arrays into other chunks by `dask_p2p.rechunk`, and others as xarray does.
+        """Rechunk Dask arrays by `dask_p2p.rechunk`, and arrays in memory as xarray does.
 
         Parameters
         ----------
         chunks : mapping of hashable to int, str, tuple or Resampler; or one for all, optional
             Chunks of the result by dimension. Dimensions that are not named keep their chunks. A
-            resampler, such as `xarray.groupers.TimeResampler`, gives each of its groups a block.
+            resampler, such as `xarray.groupers.TimeResampler`, makes one block of each group.
         **chunks_kwargs
-            The same, by keywords.
+            The same, as keywords.
 
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            As of `transpose`.
+            As for `transpose`.
 
         Raises
         ------
         ChunksError, UnsupportedArrayError
-            As of `transpose`.
+            As for `transpose`.
         """
         sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
 
@@ -145,34 +146,33 @@ class P2PAccessor(Generic[T]):
         boundary: Any = None,
         **kwargs: Any,
     ) -> T:
-        """Map a function over blocks with rims of their neighbours, by `dask_p2p.map_overlap`.
+        """Map a function over blocks with halos, by `dask_p2p.map_overlap`.
 
-        Arrays in memory are taken as one block. Arrays of a dataset that have no dimension with
-        rims stay as they are, and so do coordinates.
+        An array in memory is one block. Coordinates do not change, nor do arrays of a dataset
+        without a dimension in `depth`.
 
         Parameters
         ----------
         func : callable
-            Takes a block with its rims, and returns an array of its shape.
+            A function of a block with its halo. It returns an array of the same shape.
         depth : mapping of hashable to int or pair; or int for all
-            Widths of the rims by dimension, in elements. Dimensions that are not named have none.
+            Widths of the halo by dimension, in elements. Dimensions that are not named have none.
         boundary : mapping of hashable to str or scalar; or one for all, optional
-            What lies beyond the ends, by dimension: see `dask_p2p.map_overlap`.
+            Values beyond the ends by dimension: see `dask_p2p.map_overlap`.
         **kwargs
-            Of `dask_p2p.map_overlap`, and of `func`.
+            Keywords of `dask_p2p.map_overlap` and of `func`.
 
         Returns
         -------
         xarray.DataArray or xarray.Dataset
-            As of `transpose`.
+            As for `transpose`.
 
         Raises
         ------
         InputError
-            If `depth` or `boundary` has a name that is no dimension's, or a rim is wider than the
-            array.
+            If `depth` or `boundary` names an unknown dimension, or a halo is wider than the array.
         UnsupportedArrayError
-            As of `transpose`.
+            As for `transpose`.
         """
         widths = by_dimension(self._dims, "depth", depth)
         kinds = by_dimension(self._dims, "boundary", boundary)
@@ -186,7 +186,7 @@ class P2PAccessor(Generic[T]):
                 x = as_dask(before, name)
                 y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
-            after.encoding = {}  # of other values
+            after.encoding = {}  # the encoding belongs to other values
             return after
 
         return with_data(self._given, self._given, change)
@@ -227,42 +227,42 @@ class P2PAccessor(Generic[T]):
         constants: Any = (),
         **kwargs: Any,
     ) -> Any:
-        """Apply a function of blocks with rims again and again, by `dask_p2p.iterate`.
+        """Apply a function of blocks with halos repeatedly, by `dask_p2p.iterate`.
 
-        Arrays in memory are taken as one block.
+        An array in memory is one block.
 
         Parameters
         ----------
         func : callable
-            ``func(*fields, *constants, out=out)``, of NumPy arrays with the order of dimensions of
-            the newest field: see `dask_p2p.iterate`.
+            A function that is called as ``func(*fields, *constants, out=out)``. The arrays have the
+            order of dimensions of the newest field: see `dask_p2p.iterate`.
         depth : mapping of hashable to int or pair; or int for all; or list of these
-            Widths of the rims by dimension, in elements; in a list for each field. Dimensions that
-            are not named have none.
+            Widths of the halo by dimension, in elements. A list has one entry for each field.
+            Dimensions that are not named have no halo.
         steps : int
-            How often `func` is applied, at most.
+            The largest number of steps.
         fields : sequence, optional
-            Levels of time, the newest first. Of a dataset: the names of its arrays. Of an array,
-            which is the newest itself: those before it, as DataArrays.
+            Time levels, the newest first. For a dataset: names of its arrays. For an array, which
+            is the newest level itself: the earlier levels, as DataArrays.
         boundary : mapping of hashable to str or scalar; or one for all, optional
-            What lies beyond the ends, by dimension. Those that are not named have "none".
+            Values beyond the ends by dimension. Dimensions that are not named have "none".
         constants : sequence, optional
-            What `func` reads in each step: names of the dataset's variables, or of the array's
-            coordinates; DataArrays; or values, which are given as they are. DataArrays are
-            repeated along dimensions that they lack.
+            Further arguments that `func` reads in each step: names of the dataset's variables or of
+            the array's coordinates, DataArrays, or values. DataArrays are repeated along dimensions
+            that they lack. Values are passed unchanged.
         **kwargs
-            Of `dask_p2p.iterate`, and of `func`.
+            Keywords of `dask_p2p.iterate` and of `func`.
 
         Returns
         -------
         xarray.DataArray, tuple of them or xarray.Dataset
-            With the coordinates and attributes of what was given. A dataset has the fields
-            replaced; of an array with `fields` there is one for each.
+            The result, with the coordinates and attributes of the input. In a dataset it replaces
+            the fields. For an array with `fields` it is a tuple of all time levels.
 
         Raises
         ------
         InputError
-            If a name is no dimension's, or no variable's, or labels of dimensions differ.
+            If a name is of no dimension or variable, or if labels of dimensions differ.
         ChunksError, UnsupportedArrayError, BlockMismatchError, SectionError
             As `dask_p2p.iterate` raises them.
 
@@ -291,39 +291,40 @@ class P2PAccessor(Generic[T]):
     ) -> xr.DataArray:
         """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
 
-        Where a coordinate descends, the array is turned round first: the order of its elements
-        makes no difference.
+        If a coordinate descends, the array is reversed first. So the direction of a coordinate
+        does not change the result.
 
         Parameters
         ----------
         dim : hashable or sequence of hashable, optional
-            The dimensions. By default all.
+            Dimensions to transform. By default all.
         real_dim : hashable, optional
-            Along this one real numbers are transformed to half as many complex ones.
+            Dimension for a transform of real numbers, which returns half of the frequencies.
         shift : bool, optional
-            Whether frequencies are in ascending order. If not, those of `fft` stay, and less moves.
+            Whether to sort frequencies in ascending order. Without it they keep the order of
+            `numpy.fft.fft`, and less data moves.
         true_phase : bool, optional
-            Whether phases are those at the origin of coordinates, not at the first element. Times,
-            those of cftime too, count in seconds, and the first one is their origin.
+            Whether phases refer to the origin of the coordinates, and not to the first element.
+            Times, also those of cftime, count in seconds, and the first one is their origin.
         true_amplitude : bool, optional
-            Whether sums are multiplied by distances of elements: an integral.
+            Whether to multiply sums by the spacing, as in an integral.
         prefix : str, optional
-            Of the new dimensions' names.
+            Prefix of the new dimensions' names.
 
         Returns
         -------
         xarray.DataArray
-            Its frequencies have the attributes `spacing`, and `direct_lag`: the middle of the
-            coordinate that was transformed.
+            The spectrum. Its frequencies have the attributes `spacing` and `direct_lag`, the middle
+            of the transformed coordinate.
 
         Raises
         ------
         AxesError
-            If there is no such dimension.
+            If a dimension does not exist.
         InputError
             If a coordinate is not evenly spaced, or has neither numbers nor times.
         UnsupportedArrayError
-            If it is no array, or none of numbers, or has units as those of pint have.
+            If the input is not an array of numbers, or has units, such as those of pint.
 
         Examples
         --------
@@ -343,11 +344,11 @@ class P2PAccessor(Generic[T]):
         true_amplitude: bool = True,
         prefix: str = "freq_",
     ) -> xr.DataArray:
-        """Undo `fft`. Dimensions are those of the spectrum, by default all that have the prefix.
+        """Invert `fft` along dimensions of the spectrum, by default all that have the prefix.
 
-        Along `real_dim` there comes an even number of elements. Coordinates lie about the attribute
-        `direct_lag` of the frequencies, or about zero; times are seconds. For other parameters
-        and errors see `fft`.
+        The result has an even number of elements along `real_dim`. Its coordinates are centred on
+        the attribute `direct_lag` of the frequencies, or on zero. Times are in seconds. For other
+        parameters and errors see `fft`.
         """
         return undone(self._given, dim, real_dim, true_phase, true_amplitude, prefix)
 

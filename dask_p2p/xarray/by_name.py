@@ -1,4 +1,4 @@
-"""Dimensions by their names, as xarray has them: what is given by name, errors, and `iterate`."""
+"""Arguments and errors by names of dimensions, and `iterate` of arrays and datasets of xarray."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_me
 def by_dimension(
     dims: Sequence[Hashable], what: str, given: Any, error: type[InputError] = InputError
 ) -> Mapping[Any, Any]:
-    """Return what is given by dimension, or once for all of them."""
+    """Return values by dimension, from a mapping or from one value for all dimensions."""
     if not isinstance(given, (Mapping, tuple, list)):
         return dict.fromkeys(dims, given)
     if not isinstance(given, Mapping) or any(name not in dims for name in given):
         raise error(
-            f"expected {what} of the dimensions {tuple(dims)}, got {given!r}. Give them by the "
-            f"names of dimensions, like {{{next(iter(dims), 'x')!r}: ...}}."
+            f"expected {what} of the dimensions {tuple(dims)}, got {given!r}. Use names "
+            f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
         )
     return given
 
 
 @contextmanager
 def named_in_errors(dims: Sequence[Hashable], *given: Mapping[int, Any]) -> Iterator[None]:
-    """Have errors speak of dimensions by their names, in the place of numbers of axes."""
+    """Replace numbers of axes in errors by names of dimensions."""
     try:
         yield
     except InputError as exc:
@@ -61,7 +61,8 @@ def iterated(
     for level in levels[1:]:
         if set(level.dims) != set(dims):
             raise InputError(
-                f"fields: expected the dimensions of the newest, {dims}, for all, got {level.dims}."
+                f"fields: expected the newest field's dimensions {dims} for all, got {level.dims}. "
+                "Give all fields the same dimensions."
             )
         _check_coordinates(first, level, "fields")
         data = as_dask(level.variable.transpose(*dims), level.name)
@@ -84,7 +85,7 @@ def iterated(
     for level, data in zip(levels, made, strict=True):
         turned = level.transpose(*dims)
         result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
-        result.encoding = {}  # of other values
+        result.encoding = {}  # the encoding belongs to other values
         changed.append(result)
     if isinstance(given, xr.Dataset):
         return given.assign(dict(zip(_listed(fields), changed, strict=True)))
@@ -92,27 +93,27 @@ def iterated(
 
 
 def _levels(given: Any, fields: Any) -> list[Any]:
-    """Return the levels of time, the newest first, as arrays of xarray."""
+    """Return the time levels as DataArrays, the newest first."""
     if isinstance(given, xr.Dataset):
         names = [] if fields is None else _listed(fields)
         if not names or not all(isinstance(n, Hashable) and n in given.data_vars for n in names):
             raise InputError(
                 f"fields: expected names of the dataset's arrays, {tuple(given.data_vars)}, the "
-                f"newest level of time first, got {fields!r}."
+                f"newest time level first, got {fields!r}."
             )
         return [given[name] for name in names]
     others = [] if fields is None else _listed(fields)
     for other in others:
         if not isinstance(other, xr.DataArray):
             raise InputError(
-                f"fields: expected DataArrays, the levels of time before this array, got "
-                f"{type(other).__name__}. Names are for those of a dataset."
+                f"fields: expected the time levels before this array, as DataArrays, got "
+                f"{type(other).__name__}. Use names only for fields of a dataset."
             )
     return [given, *others]
 
 
 def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
-    """Return what the function reads beside the fields: along the field's dimensions, or as is."""
+    """Return a constant with the dimensions of the field; values that are no arrays unchanged."""
     if isinstance(constant, str):
         known = given.variables if isinstance(given, xr.Dataset) else given.coords
         if constant not in known:
@@ -128,19 +129,19 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
         return constant.values[()]
     if not set(constant.dims) <= set(field.dims):
         raise InputError(
-            f"constants: expected dimensions out of those of the fields, {field.dims}, got one "
-            f"with {constant.dims}. Give constant.values, if all members are to have the whole."
+            f"constants: expected only dimensions of the fields, {field.dims}, got an array with "
+            f"{constant.dims}. Pass constant.values to give the whole array to all ranks."
         )
     _check_coordinates(field, constant, "constants")
     along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
-    # Cut before it is repeated along the other dimensions.
+    # Rechunk before the array is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
     whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
     return whole.data
 
 
 def _check_coordinates(field: Any, other: Any, what: str) -> None:
-    """Refuse arrays whose labels differ: elements of the same place would not belong together."""
+    """Refuse arrays with different labels: elements with the same index would not correspond."""
     try:
         xr.align(field, other, join="exact", copy=False)
     except ValueError as exc:

@@ -1,7 +1,7 @@
-"""Fourier transforms of xarray's arrays, with coordinates: what ``a.p2p.fft`` and ``ifft`` do.
+"""Fourier transforms of DataArrays with their coordinates: ``a.p2p.fft`` and ``ifft``.
 
-Names, order, spacing and attributes of coordinates are those of xrft: `docs/coming-from.md` tells
-what differs.
+Names, order, spacing and attributes of coordinates are those of xrft. `docs/coming-from.md` lists
+the differences.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.xarray.variables import as_dask, check_data
 
-_EVEN = 1e-3  # how much distances of coordinates may differ, relative to their mean
+_EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """A dimension that is transformed; times are in seconds."""
+    """A transformed dimension; times are in seconds."""
 
-    name: Hashable  # of the result's dimension
+    name: Hashable  # name of the result's dimension
     number: int
-    values: Any  # its coordinate in the result
-    factor: Any  # of elements beside each of these, or of the input's if it is undone
+    values: Any  # coordinate of the result
+    factor: Any  # factors of the spectrum's elements along this dimension
     attrs: dict[str, float]
 
 
@@ -97,7 +97,7 @@ def undone(
 
 
 def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
-    """Return the dimensions to transform; that of real numbers is the last."""
+    """Return the dimensions to transform; the one of real numbers is last."""
     if not isinstance(a, xr.DataArray):
         raise UnsupportedArrayError(
             f"expected a DataArray, got {type(a).__name__}. Transform its arrays one by one."
@@ -113,28 +113,31 @@ def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Ha
 
 
 def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
-    """Turn an array round where its coordinates descend, as latitudes often do."""
+    """Reverse an array along descending coordinates, as latitudes often are."""
     every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
     turned = [name for name, values in every.items() if values[-1] < values[0]]
     return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
 def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
-    """Return frequencies, and whether they ascend; zero is at this place among those that do."""
+    """Return frequencies, and whether they ascend. `zero` is the index of 0 in ascending order."""
     n, values = a.sizes[name], _numbers(a, name)
     in_order = bool(n) and values[0] < values[-1]
     first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
     if abs(first + zero * step) > _EVEN * step:
-        raise InputError(f"expected frequencies with zero in their place along {name!r}.")
+        raise InputError(
+            f"expected frequencies along {name!r} with 0 at index {zero} in ascending order, got "
+            f"{a[name].values[:4]}... Use the frequencies of a.p2p.fft."
+        )
     frequencies = step * (np.arange(n) - zero)
     return frequencies if in_order else np.fft.ifftshift(frequencies), in_order
 
 
 def _even(values: Any, coordinate: Any) -> tuple[float, float]:
-    """Return the first number of a coordinate, and the mean distance of one to the next."""
+    """Return the first number of a coordinate, and its mean spacing."""
     given, name = coordinate.values, coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
-    # Rounded numbers are not exactly even.
+    # Rounded numbers are not exactly evenly spaced.
     rounding = np.spacing(abs(given).max()) if given.dtype.kind == "f" and given.size else 0
     steps = np.diff(values)
     if not step > 0 or not (steps > 0).all() or abs(steps - step).max() > _EVEN * step + rounding:
@@ -146,8 +149,8 @@ def _even(values: Any, coordinate: Any) -> tuple[float, float]:
 
 
 def _numbers(a: Any, name: Hashable) -> Any:
-    """Return a coordinate as numbers of float64; times as seconds after the first of them."""
-    if not isinstance(a[name].variable, xr.IndexVariable):  # whose values pandas has
+    """Return a coordinate as float64; times as seconds after the first one."""
+    if not isinstance(a[name].variable, xr.IndexVariable):  # an index holds plain values
         check_data(a[name].variable.data, name)
     values = a[name].values
     kind = values.dtype.kind
@@ -161,7 +164,7 @@ def _numbers(a: Any, name: Hashable) -> Any:
     if kind not in "iuf":
         raise InputError(
             f"expected a coordinate {name!r} of numbers or times, got {values[:4]} of "
-            f"{values.dtype}. Drop it, a.drop_vars({name!r}), or give its places as numbers."
+            f"{values.dtype}. Drop it, a.drop_vars({name!r}), or convert it to numbers."
         )
     return values.astype(float)
 
@@ -179,7 +182,7 @@ def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:
 
 
 def _made(a: Any, y: Any, axes: Sequence[_Axis]) -> Any:
-    """Return an array with the coordinates of the one given, but for those of axes."""
+    """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
     kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}
     new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}

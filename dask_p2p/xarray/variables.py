@@ -1,4 +1,4 @@
-"""Variables of xarray: the arrays in them, sizes of their chunks, and chunks in their encodings."""
+"""Variables of xarray: their arrays, chunk sizes, and the chunks in their encodings."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dask_p2p.backends import backend_for
 from dask_p2p.errors import ChunksError, UnsupportedArrayError
 from dask_p2p.ops.arguments import is_dask_array
 
-# Chunks of a file: of Zarr, of its shards, of both and netCDF as read, of netCDF.
+# Encoding keys for chunks of a file: Zarr chunks, Zarr shards, chunks as read, netCDF chunks.
 _CHUNKS_OF_FILES = frozenset({"chunks", "shards", "preferred_chunks", "chunksizes"})
 
-# Arrays that add a meaning to other arrays, by package: how to get at an array without it.
+# By package of arrays with a meaning beyond their values: how to get the plain array.
 _WITHOUT_MEANING = {
-    "pint": "Call .pint.dequantify() first, which makes the units an attribute, and "
+    "pint": "Call .pint.dequantify() first, which turns the units into an attribute, and "
     ".pint.quantify() on the result",
 }
-_PLAIN = "Give the Dask array in it as the data: a.copy(data=...)"
+_PLAIN = "Use the Dask array inside it as the data: a.copy(data=...)"
 
-#: Returns a variable in the place of one, given as it was and as xarray has made it, and its name.
+#: Function of a variable before, the same after xarray's operation, and its name: the new variable.
 Change: TypeAlias = Callable[[Any, Any, Hashable], Any]
 
 
 def in_memory(variable: Any) -> bool:
-    """Return whether a variable has no Dask array, and none within another array."""
+    """Return whether a variable has no Dask array, also not inside another array."""
     return variable.chunks is None and not is_dask_collection(variable)
 
 
 def as_dask(variable: Any, name: Hashable) -> Any:
     """Return the data of a variable as a Dask array, in one block if in memory.
 
-    `UnsupportedArrayError` if it is another array around a Dask array, or has units.
+    Raises `UnsupportedArrayError` if the data wrap a Dask array, or have units.
     """
     if in_memory(variable):
         variable = variable.chunk()
@@ -45,9 +45,10 @@ def as_dask(variable: Any, name: Hashable) -> Any:
 
 
 def chunked(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
-    """Return a variable that is in memory as one of a Dask array, with chunks by dimension.
+    """Return a variable in memory as one with a Dask array, with chunks by dimension.
 
-    One with units stays as it is if there are no chunks for it; else `UnsupportedArrayError`.
+    Returns a variable with units unchanged if `sizes` is empty. Otherwise raises
+    `UnsupportedArrayError`.
     """
     result = variable.chunk(sizes)
     if not sizes and _remedy(result.data) is not None:
@@ -57,7 +58,7 @@ def chunked(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
 
 
 def _remedy(data: Any) -> str | None:
-    """Return how to get at the values of an array that is more than these; None if it is not."""
+    """Return how to get the plain values of an array that is more; None for plain arrays."""
     kind = type(data._meta if is_dask_array(data) else data)
     remedy = _WITHOUT_MEANING.get(kind.__module__.partition(".")[0])
     if remedy is None and not is_dask_array(data):
@@ -69,10 +70,10 @@ def _remedy(data: Any) -> str | None:
 
 
 def check_data(data: Any, name: Hashable) -> None:
-    """Refuse arrays that are more than their values, such as those with units.
+    """Refuse arrays that are more than their values, such as arrays with units.
 
-    `UnsupportedArrayError` if `data`, or a block of it, is such an array. Operations check the
-    blocks of other Dask arrays themselves.
+    Raises `UnsupportedArrayError` if `data`, or a block of it, is such an array. Operations check
+    the blocks of other Dask arrays themselves.
     """
     remedy = _remedy(data)
     if remedy is None:
@@ -81,12 +82,12 @@ def check_data(data: Any, name: Hashable) -> None:
     of = "the data" if name is None else f"{name!r}"
     raise UnsupportedArrayError(
         f"{of}: expected an array of NumPy, CuPy or Dask, got {kind.__module__}."
-        f"{kind.__qualname__}, which the result would lose. {remedy}."
+        f"{kind.__qualname__}. The result would not keep that type. {remedy}."
     )
 
 
 def sizes_by_name(chunks: Mapping[Any, Any], given: Any) -> dict[Hashable, Any]:
-    """Return chunks by dimension; in the place of a resampler the sizes of its groups."""
+    """Return chunks by dimension, with each resampler replaced by the sizes of its groups."""
     return {
         dim: _sizes_of_groups(given[dim], size) if isinstance(size, Resampler) else size
         for dim, size in chunks.items()
@@ -101,20 +102,20 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
         sizes: tuple[int, ...] = along.chunk({name: resampler}).chunks[0]
     except Exception as exc:  # each kind of resampler has errors of its own
         raise ChunksError(
-            f"expected a coordinate {name!r} that {resampler!r:.100} divides, got values of "
+            f"expected a coordinate {name!r} that {resampler!r:.100} can group, got values of "
             f"{coordinate.dtype}: {exc}. Give sizes in place of the resampler."
         ) from exc
     return sizes
 
 
 def changed(given: Any, result: Any, change: Change) -> Any:
-    """Return `result` with its variables changed; coordinates in memory are not."""
+    """Return `result` with its variables changed, except coordinates in memory."""
     result = result.assign_coords(changed_coords(given, result, change))
     return with_data(given, result, change)
 
 
 def with_data(given: Any, result: Any, change: Change) -> Any:
-    """Return `result` with its variables changed that are no coordinates."""
+    """Return `result` with its variables changed, except coordinates."""
 
     def changed_variable(before: Any, after: Any) -> Any:
         variable = change(before.variable, after.variable, before.name)
@@ -132,7 +133,7 @@ def with_data(given: Any, result: Any, change: Change) -> Any:
 def changed_coords(given: Any, result: Any, change: Change | None = None) -> dict[Hashable, Any]:
     """Return the coordinates of `result` that differ from those of `given`.
 
-    `change` is applied to those of Dask arrays. Those in memory may have been transposed.
+    `change` applies to coordinates with Dask arrays. Coordinates in memory may be transposed.
     """
     coords = {}
     for name, coordinate in given.coords.items():
@@ -145,9 +146,9 @@ def changed_coords(given: Any, result: Any, change: Change | None = None) -> dic
 
 
 def without_old_chunks(before: Any, after: Any) -> Any:
-    """Return a variable without the chunks of the file that it came from, if it has others now.
+    """Return `after` without the chunks of its file in the encoding, if the blocks have changed.
 
-    Files are written with the chunks in the encoding, which may not fit the blocks.
+    xarray writes files with the chunks in the encoding, which may not fit the new blocks.
     """
     if after.dims == before.dims and after.chunks == before.chunks:
         return after

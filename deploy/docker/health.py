@@ -1,4 +1,4 @@
-"""Ends with 0 if the scheduler or the worker of this container answers, else with 1."""
+"""Exits with 0 if the container's scheduler or worker answers, else with 1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 try:
-    # Where both serve their dashboards.
+    # The dashboard port of both scheduler and worker.
     with urlopen(f"http://127.0.0.1:{os.environ.get('HEALTH_PORT', '8787')}/health", timeout=4):
         pass
 except URLError as exc:
-    sys.exit(f"expected an answer of the dashboard's port, got: {exc.reason}")
+    sys.exit(f"expected an answer from the dashboard's port, got: {exc.reason}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints a Secret with a new certificate authority, and a certificate and key for all of a cluster.
+# Prints a Secret with a new certificate authority, and one certificate and key for the cluster.
 #   ./certificates.sh | kubectl apply -f -
 set -euo pipefail
 

@@ -1,4 +1,4 @@
-"""A cluster of this machine's CPUs, and one transpose on it. Run it: python cpu.py."""
+"""One transpose on a cluster of this machine's CPUs. Run it: python cpu.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import dask_p2p
 
 if __name__ == "__main__":
     with (
-        # Processes, not threads: blocks move between processes. TCP, since inproc moves nothing.
+        # Processes, not threads: blocks move between processes. TCP, because inproc moves no data.
         LocalCluster(n_workers=4, threads_per_worker=1, protocol="tcp://") as cluster,
         Client(cluster) as client,
     ):

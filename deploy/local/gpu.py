@@ -1,4 +1,4 @@
-"""A cluster of this machine's GPUs, one worker each, and one transpose. Run it: python gpu.py."""
+"""One transpose on a cluster of this machine's GPUs, one worker each. Run it: python gpu.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import dask_p2p
 if __name__ == "__main__":
     with (
         LocalCUDACluster(
-            # Dask's own messages; it is quicker to schedule than UCX. Blocks go over NVLink anyway.
+            # For Dask's own messages: faster than UCX for scheduling. Blocks use NVLink regardless.
             protocol="tcp",
-            # A multiple of 2 MiB, or others map the pool in seconds instead of milliseconds.
+            # A multiple of 2 MiB: workers map other pools in seconds instead of milliseconds.
             rmm_pool_size="60GiB",
-            # Else CuPy's own pool competes with RMM's for the memory.
+            # Otherwise CuPy's own pool competes with RMM's for the memory.
             rmm_allocator_external_lib_list=["cupy"],
         ) as cluster,
         Client(cluster) as client,

@@ -1,6 +1,6 @@
-"""Jobs that come and go with their cluster, by dask-jobqueue: python cluster.py --help.
+"""A cluster of dask-jobqueue jobs that start and end with it: python cluster.py --help.
 
-This program runs where jobs are submitted, and the scheduler runs in it.
+This program runs where jobs are submitted, and contains the scheduler.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import dask_p2p
 
 
 def arguments() -> argparse.Namespace:
-    """Return what is on the command line."""
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(
-        description="Transpose on jobs of Slurm.",
+        description="Transpose a matrix on Slurm jobs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--gpus", action="store_true", help="workers have a GPU each")
-    parser.add_argument("--nodes", type=int, default=2, help="jobs, of a node each")
-    parser.add_argument("--workers", type=int, default=8, help="of a node: its processors, or GPUs")
-    parser.add_argument("--memory", default="8GiB", help="of a worker")
-    parser.add_argument("--time", default="00:30:00", help="that a job may take")
-    parser.add_argument("--pool", default="60GiB", help="of a GPU, a multiple of 2 MiB")
-    parser.add_argument("--interface", help="of the fast network; without, Dask's choice")
+    parser.add_argument("--gpus", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--nodes", type=int, default=2, help="number of jobs, with one node each")
+    parser.add_argument("--workers", type=int, default=8, help="workers a node: its CPUs or GPUs")
+    parser.add_argument("--memory", default="8GiB", help="memory of a worker")
+    parser.add_argument("--time", default="00:30:00", help="time limit of a job")
+    parser.add_argument("--pool", default="60GiB", help="pool of a GPU, a multiple of 2 MiB")
+    parser.add_argument("--interface", help="interface of the fast network; else Dask's choice")
     return parser.parse_args()
 
 
 def cpu_cluster(args: argparse.Namespace) -> SLURMCluster:
-    """Return a cluster whose jobs have a node's processors, with one worker each."""
+    """Return a cluster whose jobs have one worker for each CPU of a node."""
     return SLURMCluster(
         cores=args.workers,
         processes=args.workers,
@@ -46,10 +46,10 @@ def cpu_cluster(args: argparse.Namespace) -> SLURMCluster:
 
 
 def gpu_cluster(args: argparse.Namespace) -> SLURMCluster:
-    """Return a cluster whose jobs have a node's GPUs, with one worker each."""
+    """Return a cluster whose jobs have one worker for each GPU of a node."""
     node_bytes = args.workers * parse_bytes(args.memory)
     return SLURMCluster(
-        # Of each worker; dask-cuda starts one for each GPU of the job.
+        # For one worker; dask-cuda starts a worker for each GPU of the job.
         cores=1,
         processes=1,
         memory=args.memory,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A Dask cluster within one job of several nodes, and a program on it: sbatch [FLAGS] job.sh
-# These are defaults; flags of sbatch come before them.
+# Defaults; flags of sbatch override them.
 #SBATCH --job-name=dask-p2p
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -9,16 +9,16 @@
 # On GPUs also --gpus-per-node=8.
 set -euo pipefail
 
-here=${DASK_P2P_DEPLOY:-$SLURM_SUBMIT_DIR} # where transpose.py is
-interface=()                               # of the fast network; Dask's choice if not given
+here=${DASK_P2P_DEPLOY:-$SLURM_SUBMIT_DIR} # the folder of transpose.py
+interface=()                               # of the fast network; empty: Dask's choice
 [ -z "${INTERFACE:-}" ] || interface=(--interface "$INTERFACE")
 pool=${POOL:-60GiB}                      # of each GPU, a multiple of 2 MiB
-run=$SLURM_SUBMIT_DIR/dask-$SLURM_JOB_ID # on a file system that all nodes see
+run=$SLURM_SUBMIT_DIR/dask-$SLURM_JOB_ID # on a file system that all nodes share
 file=$run/scheduler.json
-scratch=${TMPDIR:-/tmp} # on a disk of each node's own
+scratch=${TMPDIR:-/tmp} # on a local disk of each node
 
 mkdir -p "$run"
-# The scheduler puts the plugins on all workers.
+# The scheduler registers the plugins on all workers.
 export DASK_DISTRIBUTED__SCHEDULER__PRELOAD='["dask_p2p.preload"]'
 
 if [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ]; then
@@ -29,29 +29,29 @@ else
   each=$SLURM_CPUS_PER_TASK
   worker=(dask worker --nworkers "$each" --nthreads 1)
 fi
-if [ "${SLURM_MEM_PER_NODE:-0}" -gt 0 ]; then # MiB, of --mem; else workers share the node's
+if [ "${SLURM_MEM_PER_NODE:-0}" -gt 0 ]; then # MiB, from --mem; else workers share the node's memory
   worker+=(--memory-limit "$((SLURM_MEM_PER_NODE / each))MiB")
 fi
 
 srun --overlap --nodes=1 --ntasks=1 \
   dask scheduler --no-jupyter "${interface[@]}" --port 0 --dashboard-address :0 \
   --scheduler-file "$file" >"$run/scheduler.log" 2>&1 &
-# Since 22.05 srun does not take the processors of a task from sbatch.
+# Since 22.05 srun does not inherit --cpus-per-task from sbatch.
 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
   --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   "${worker[@]}" "${interface[@]}" --scheduler-file "$file" \
   --local-directory "$scratch" >"$run/workers.log" 2>&1 &
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
-# Your program in the place of this one.
+# Replace this program with yours.
 python "$here/transpose.py" "$file" "$((each * SLURM_JOB_NUM_NODES))" &
 program=$!
 
-# It ends first, unless scheduler or workers cannot go on. Then it would wait for them in vain.
+# The program ends first, unless the scheduler or the workers fail and it would wait for ever.
 status=0
 wait -n || status=$?
 if kill -0 "$program" 2>/dev/null; then
-  echo "The scheduler or the workers ended before the program. The last of what they said:" >&2
+  echo "The scheduler or the workers ended before the program. The ends of their logs:" >&2
   tail -n 20 "$run"/*.log >&2
   exit 1
 fi

@@ -1,4 +1,4 @@
-"""Workers on machines that ssh reaches: python cluster.py [--gpus] SCHEDULER HOST [HOST ...]."""
+"""Workers on hosts with ssh access: python cluster.py [--gpus] SCHEDULER HOST [HOST ...]."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ GPU = {"rmm_pool_size": "60GiB", "rmm_allocator_external_lib_list": ["cupy"]}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", action="store_true", help="one worker for each GPU of a host")
-    parser.add_argument("--each", type=int, default=4, help="workers, or GPUs, of a host")
-    parser.add_argument("--port", type=int, default=22, help="of the ssh servers")
-    parser.add_argument("--python", help="on the hosts; by default what runs this")
-    parser.add_argument("hosts", nargs="+", help="the scheduler's, then the workers'")
+    parser.add_argument("--each", type=int, default=4, help="workers, or GPUs, a host")
+    parser.add_argument("--port", type=int, default=22, help="port of the ssh servers")
+    parser.add_argument("--python", help="Python on the hosts; default: the one that runs this")
+    parser.add_argument("hosts", nargs="+", help="the scheduler's host, then the workers' hosts")
     args = parser.parse_args()
 
     cluster = SSHCluster(

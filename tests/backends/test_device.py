@@ -142,7 +142,7 @@ def test_a_capture_that_does_not_end_is_named(runtime, device, monkeypatch):
 def test_whatever_fails_on_a_lost_device_the_loss_is_named(runtime, device, status):
     runtime.status["memGetInfo"] = status
     with (
-        pytest.raises(DeviceLostError, match=f"error {status}.*new process"),
+        pytest.raises(DeviceLostError, match=f"error {status}.*Restart the process"),
         device.device_work(),
     ):
         raise RuntimeError("RMM: cudaErrorIllegalAddress")

@@ -147,7 +147,7 @@ def test_without_memory_of_the_device_the_cpu_does_it(gpu):
     said = []
     np.testing.assert_array_equal(*assembled(gpu, said=said, by_gpu=False))
     (words,) = said
-    assert words[0] == "no memory of its GPU is left"
+    assert words[0] == "its GPU is out of memory"
     assert words[2] == "Its CPU permutes NumPy blocks."
     assert gpu.pinned == {}
 

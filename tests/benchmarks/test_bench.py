@@ -71,7 +71,7 @@ def test_a_cluster_that_is_there(cluster):
     result = CliRunner().invoke(command.bench, [*arguments, "--rivals"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"4 workers of {cluster.scheduler_address}" in fact(result.stdout, "devices")
-    assert "What needs no Dask is left out" in result.stdout
+    assert "Rivals without Dask are omitted" in result.stdout
     assert "All 4800 elements are where they belong." in result.stdout
     assert "failed" not in result.stdout
     result = CliRunner().invoke(command.bench, [*arguments, "--workers", "2"])
@@ -252,7 +252,7 @@ def test_wrong_elements_are_status_1(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--shape", "7"], "cannot be cut into 8 slabs"),
+        (["--shape", "7"], "cannot be split into 8 slabs"),
         (["--shape", "7x9", "--axes", "0,1,2"], "in any order"),
         (["--mode", "fast"], "'fast' is not one of"),
         (["--repeats", "0"], "0 is not in the range"),
@@ -289,7 +289,7 @@ def test_fields_on_gpus():
     case = report.slabs(spec, (768, 1024), np.dtype("f4"), (1, 0), "--shape")
     found = dict(command.summary_rows(case))
     assert found["tile"] == "16 of 192 x 256"
-    assert tables.devices_text(spec, ["H200"] * 4) == "4 workers, one a GPU: 4 x H200"
+    assert tables.devices_text(spec, ["H200"] * 4) == "4 workers, one per GPU: 4 x H200"
 
 
 def test_transports_of_pairs():

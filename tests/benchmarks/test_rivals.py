@@ -195,6 +195,6 @@ def test_reasons():
     said = "Traceback\n  File\ntorch.OutOfMemoryError: too much\n[W] a farewell\n\n"
     assert why(said) == "torch.OutOfMemoryError: too much"
     assert why("expected 4 GPUs\n") == "expected 4 GPUs"
-    assert why(" \n") == "it ended without a word"
+    assert why(" \n") == "it ended without a message"
     options = Namespace(dtype="int8", gpus=2)
     assert [made["size"] for made in rivals.failed("JAX", options, [8, 16], "x")] == [8, 16]

@@ -43,4 +43,4 @@ def test_what_is_not_gone_is_told(client):
 def test_transforms_that_do_not_come_back_are_told(monkeypatch, capsys, client):
     monkeypatch.setattr(sections_calls, "_TOLERANCE", 0)
     assert sections_calls.transforms_of(client, 8, 1, False, 30) == {}
-    assert capsys.readouterr().out.count("after their way back") == 2
+    assert capsys.readouterr().out.count("after a round trip") == 2

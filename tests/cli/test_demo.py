@@ -106,7 +106,7 @@ def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
     [
         (["--size", "0"], "0 is not in the range"),
         (["--workers", "0"], "0 is not in the range"),
-        (["--size", "3"], "cannot be cut into 4 slabs"),
+        (["--size", "3"], "cannot be split into 4 slabs"),
         (["--size", "100000000"], "are free"),
     ],
 )
@@ -165,5 +165,5 @@ def test_on_gpus():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 workers, one a GPU" in done.stdout
+    assert "2 workers, one per GPU" in done.stdout
     assert [wrong_of(done.stdout, way) for way in ("dask_p2p", "dask tasks")] == ["0", "0"]

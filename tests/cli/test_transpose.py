@@ -98,7 +98,7 @@ def test_trouble_is_one_line(dask):
     one_line(dask("in.npy", "in.npy"), "already there")
     one_line(dask("in.npy", "no/out.npy"), "cannot write no/out.npy", "No such file")
     one_line(dask("in.npy", "out.npy", "--axes", "0,1"), "permutation of the 3 axes")
-    one_line(dask("in.npy", "out.zarr", "--chunks", "0"), "0 is no size")
+    one_line(dask("in.npy", "out.zarr", "--chunks", "0"), "0 is not a valid size")
     one_line(dask("in.npy", "out.zarr", "--chunks", "5,5"), "shape (3, 512, 512)", "chunks=(5, 5)")
     assert sorted(os.listdir()) == ["folder", "in.npy", "in.npz"]
 

@@ -1,4 +1,4 @@
-"""What all folders of deploy/ have in common."""
+"""Properties of all folders of deploy/."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.deploy.support import DEPLOY
 
 WAYS = sorted(path.name for path in DEPLOY.iterdir() if path.is_dir())
 HEADINGS = [
-    "What you need",
-    "What to type",
-    "What you should see",
-    "What goes wrong",
-    "What was run where",
+    "Requirements",
+    "Commands",
+    "Expected output",
+    "Troubleshooting",
+    "Tested setups",
 ]
 OPTIONS = (Path(__file__).parent / "schemas" / "dask-cuda-worker.txt").read_text().split()
 TEXTS = {

@@ -246,7 +246,7 @@ def test_the_own_host_is_read_while_others_are_waited_for(
     timeout_s = 1.0 if mode == "sync" else 60.0
     made = assembly(peers, ("far", "b", "c"), mode=mode, request_timeout_s=timeout_s)
     if mode == "sync":
-        with pytest.raises(TransferError, match="no answer of far"):
+        with pytest.raises(TransferError, match="no answer from far"):
             made.run()
         kinds = [entry[1] for entry in log if entry[0] == "open"]
         assert kinds[0] == "quick"
@@ -394,7 +394,8 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
         said = peers.router.failure(holder, "quick").text
-        assert said == f"no answer of {holder} in time, and the worker's event loop did not respond"
+        loop = "the worker's event loop did not respond"
+        assert said == f"no answer from {holder} in time, and {loop}"
 
 
 def test_an_obstacle_is_no_failure(peers, log):
@@ -425,9 +426,9 @@ def test_a_block_that_nobody_has(quick, peers):
 @pytest.mark.parametrize("late", [False, True])
 def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
     quick = peers.router.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
-    quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer of c")
+    quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer from c")
     quick.late = {("x", 0, 0)} if late else set()
-    with pytest.raises(UnreachableError, match="no answer of c"):
+    with pytest.raises(UnreachableError, match="no answer from c"):
         assembly(peers, ("c", "b", "c")).run()
     assert opened(log) == [("quick", "c")]
     assert quick.open_now == []
@@ -469,7 +470,7 @@ def test_an_old_silence_is_not_to_blame_for_another_failure(quick, peers, monkey
 
 
 def test_a_holder_that_was_silent_is_asked_last(quick, peers, log):
-    quick.fails["c", ("x", 2, 0)] = UnreachableError("no answer of c")
+    quick.fails["c", ("x", 2, 0)] = UnreachableError("no answer from c")
     for asked in (["c", "d"], ["d"]):
         log.clear()
         check(assembly(peers, ("a", "b", ("c", "d"))).run())

@@ -173,7 +173,7 @@ def test_no_more_memory_is_asked_for_than_for_one_block():
     store.memory = 2 * 216
     check(assembly(store).run())
     store.memory -= 1
-    with pytest.raises(MemoryLimitError, match="216 B for the blocks here"):
+    with pytest.raises(MemoryLimitError, match="216 B for this worker's input blocks"):
         assembly(store).run()
     store = Store(blocks=BLOCKS, spilled=KEYS[1:])
     store.memory = 3 * 216  # beside one that is there

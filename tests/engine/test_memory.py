@@ -123,7 +123,7 @@ def test_what_is_done_to_the_block_afterwards_counts(peers):
     made = assembly(peers)
     made.output = replace(made.output, post=Post())
     peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
-    with pytest.raises(MemoryLimitError, match="way, or after that 500 B to transform it"):
+    with pytest.raises(MemoryLimitError, match="transfer, or afterwards 500 B to transform it"):
         made.run()
     peers.memory += 1
     check(made.run())

@@ -178,7 +178,7 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
     for _ in range(2):
         check(assembly(worker, permute_numpy="gpu").run())
     (said,) = worker.warnings
-    assert said.startswith("dask_p2p: worker b: no memory of its GPU is left (MemoryError: ")
+    assert said.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
     assert parts == []
 
 

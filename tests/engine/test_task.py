@@ -88,7 +88,8 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
         assert max(pauses_s) <= 2.0
         assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
         with pytest.raises(
-            TransferError, match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. See"
+            TransferError,
+            match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
         ):
             module.try_again("key", error, runtime, chosen)
         pauses_s.clear()
@@ -98,7 +99,7 @@ def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch)
     monkeypatch.setattr(module, "time", Clock())
     chosen = replace(options(), attempts=4, request_timeout_s=30.0)
     runtime = AttemptLog("tcp://here")
-    error = TransferError("comm: no answer of tcp://there")
+    error = TransferError("comm: no answer from tcp://there")
     error.silent_s = 89.9
     with pytest.raises(Reschedule):
         module.try_again("key", error, runtime, chosen)

@@ -96,7 +96,7 @@ def known(prefix, dask_scheduler):
     ("how", "cause"),
     [
         ("refuses", r"could not send block .*: trouble no\. {}"),
-        ("lacks the block", "is not there any more"),
+        ("lacks the block", "is no longer there"),
         ("crashes", r"trouble no\. {}"),
         ("drops the connection", "cannot be reached"),
         ("answers nonsense", "sent str instead of"),

@@ -123,7 +123,7 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     said = str(caught.value)
     for words in (
         f"block ('{x.name}', 3, 0)",
-        f"no answer of {holder}",
+        f"no answer from {holder}",
         f"{used}: ",
         "p2p.timeouts",
     ):
@@ -143,7 +143,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     with halted(client, holder):
         start_s = time.monotonic()
         y = client.compute(dask_p2p.transpose(x, chunks=(512, -1))[:512], workers=[reader])
-        with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*no answer of"):
+        with pytest.raises(TransferError, match=f"failed 2 times on {reader}.*no answer from"):
             y.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < 32 * DEADLINE_S, "it is not 32 deadlines twice"
     del y
@@ -180,7 +180,7 @@ def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(cl
     with halted(client, holder):
         start_s = time.monotonic()
         y = client.compute(y, workers=[reader])
-        with pytest.raises(TransferError, match=f"on {reader}: .*no answer of {holder}"):
+        with pytest.raises(TransferError, match=f"on {reader}: .*no answer from {holder}"):
             y.result(timeout=BOUND_S)
         took_s = time.monotonic() - start_s
     assert 4 * DEADLINE_S <= took_s < 32 * DEADLINE_S, "it is not 32 times four deadlines"

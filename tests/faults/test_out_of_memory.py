@@ -156,7 +156,8 @@ def test_a_holder_that_packs_runs_out(pair, x):
     reader, holder = addresses(pair)
     pair.run(run_out, "kernel", 1, workers=[holder])
     future = pair.compute(dask_p2p.transpose(x)[:192], workers=[reader])
-    with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory for packing"):
+    expected = f"{holder} could not send .*out of memory while packing"
+    with pytest.raises(TransferError, match=expected):
         future.result(timeout=BOUND_S)
     pair.run(have_enough, "kernel", workers=[holder])
     forget(pair, future)
@@ -183,7 +184,7 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
         client.run(have_enough, "buffer", workers=[holder])
     said = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
     assert len(said) == 1
-    assert "out of memory for packing" in said[0]
+    assert "out of memory while packing" in said[0]
 
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):

@@ -40,8 +40,11 @@ def test_check_finds_nothing_in_the_way(client):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rmm_pool_size": 2**30 + 256}, "no multiple of 2 MiB"),
-        ({"rmm_pool_size": 2**30, "rmm_allocator_external_lib_list": None}, "another pool"),
+        ({"rmm_pool_size": 2**30 + 256}, "not a multiple of 2 MiB"),
+        (
+            {"rmm_pool_size": 2**30, "rmm_allocator_external_lib_list": None},
+            "not allocate from RMM's pool",
+        ),
         ({"rmm_async": True, "rmm_allocator_external_lib_list": ["cupy"]}, "cannot share memory"),
         ({"rmm_managed_memory": True}, "cannot share memory"),
     ],

@@ -568,7 +568,7 @@ def test_calls_that_differ(client, way):
         ctx.barrier() if ctx.rank else ctx.halo(p)
         return x
 
-    with pytest.raises(SectionError, match="expected the same calls of all members"):
+    with pytest.raises(SectionError, match="expected the same calls on all ranks"):
         spmd(differs, on_gpu(X, (48, 70))).compute()
     nothing_is_left(client)
 

@@ -238,7 +238,7 @@ def test_endpoints_to_processes_that_have_ended_are_dropped(pair):
 
 def test_endpoints_that_cannot_have_been_are_not_made(pair):
     here, there = pair
-    with pytest.raises(TransferError, match="has closed endpoint 2147483648"):
+    with pytest.raises(TransferError, match="reports 2147483648 closed endpoints"):
         here.renew(there.address, 2**31)
     assert not here.endpoints
 

@@ -117,7 +117,7 @@ def test_records_of_another_version_are_refused(monkeypatch):
     monkeypatch.setattr(records, "own_version", lambda: "9.9")
     sent = packed([FULL])
     monkeypatch.undo()
-    with pytest.raises(VersionError, match=r"got those of dask_p2p 9\.9"):
+    with pytest.raises(VersionError, match=r"got values of dask_p2p 9\.9"):
         unpacked(sent)
 
 

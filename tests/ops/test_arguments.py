@@ -33,16 +33,16 @@ def test_names_of_axes(axes):
     [
         (((1, 1), (9,)), "do not add up"),
         (((2, 2), (-1, 3)), "do not add up"),
-        (((4, -1), (2,)), "not negative"),
+        (((4, -1), (2,)), "must not be negative"),
         (((1.5, 1.5), (2,)), "differ from the shape"),
         ((3,), "same length"),
-        ({5: 1}, "5 is no axis"),
-        ({"x": 3}, "'x' is no axis, which are numbered from 0 to 1"),
+        ({5: 1}, "5 is not an axis"),
+        ({"x": 3}, "'x' is not an axis: axes are numbered from 0 to 1"),
         ("enormous", "Could not interpret 'enormous'"),
-        (0, "0 is no size"),
-        ((0, 3), "0 is no size"),
-        ({1: 0}, "0 is no size"),
-        ((-2, 3), "-2 is no size: give at least 1, or -1 for the whole axis"),
+        (0, "0 is not a valid size"),
+        ((0, 3), "0 is not a valid size"),
+        ({1: 0}, "0 is not a valid size"),
+        ((-2, 3), "-2 is not a valid size: pass 1 or more, or -1 for all"),
         (2.5, "only contain integers"),
         (object(), "no len"),
         ({0: object()}, "unsupported operand"),
@@ -61,7 +61,7 @@ def test_wrong_chunks(chunks, reason):
     )
     assert f"got chunks={chunks!r}: " in message
     assert reason in message
-    assert "Give a size like" in message
+    assert "Pass a size like" in message
     assert message.count("\n") == 0
 
 

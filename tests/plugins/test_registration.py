@@ -158,7 +158,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
         (warning,) = [w for w in caught if w.category is P2PWarning]
         assert str(warning.message).startswith(
             "1 of 2 workers have not answered the registration for 5 s: they are busy or suspended "
-            f"({still}). Tasks sent there wait until they answer; close a worker"
+            f"({still}). Tasks sent there wait until they answer. Close workers"
         )
         assert warning.filename == __file__, "the user's line"
     finally:

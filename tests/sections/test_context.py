@@ -70,7 +70,7 @@ def test_masks_are_not_lost(alone, name, call):
 
 @pytest.mark.parametrize("step", ["a", 2.5, None, -1])
 def test_checkpoints_are_made_after_steps(alone, step):
-    with pytest.raises(InputError, match=f"step: expected how many steps .* got {step!r}"):
+    with pytest.raises(InputError, match=f"step: expected the number of steps done.* got {step!r}"):
         alone.checkpoint(step, np.zeros(3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from math import inf
 
 import dask
 import dask.array as da
@@ -126,7 +127,7 @@ def turns(ctx, x):
 def test_redistributions(gpu, client, monkeypatch, order, fails):
     monkeypatch.setattr(devices, "_LINGER_S", 0.05)
     left_bytes = []
-    for _ in range(2):
+    for _ in range(3):
         here["to fail"] = fails
         with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
             y, downs = spmd(turns, array(), per_member=[0], cut=(0,))
@@ -140,9 +141,14 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
         drop_queue_slots()
         # Workers drop blocks later than the client does.
         wait_until(lambda: not any(client.run(blocks_here).values()))
-        gc.collect()
-        left_bytes.append(gpu.live_bytes)
-    assert len(set(left_bytes)) == 1
+        # Frames of a run that failed are dropped on the event loop, perhaps after the first look.
+        wait_until(lambda: live_bytes(gpu) <= min(left_bytes, default=inf))
+        left_bytes.append(live_bytes(gpu))
+
+
+def live_bytes(gpu):
+    gc.collect()
+    return gpu.live_bytes
 
 
 def finds_no_values(ctx, x):

@@ -507,7 +507,7 @@ def test_calls_that_differ_are_found(gpu):
         order = ["pairwise", "diagonal"][ctx.rank]
         ctx.redistribute(filled(gpu, own), (1,), exchange=order)
 
-    with pytest.raises(SectionError, match=r"member 0 called redistribute\(\).*pairwise"):
+    with pytest.raises(SectionError, match=r"rank 0 called redistribute\(\).*pairwise"):
         run(gpu, PAIR, differing)
 
 

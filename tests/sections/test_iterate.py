@@ -241,7 +241,8 @@ def test_dtypes(client):
     assert y.dtype == "f4"
     assert np.array_equal(y.compute(), (counts / 4).astype("f4"))
     y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, members=4)
-    with pytest.raises(BlockMismatchError, match="expected an array that becomes int64"):
+    expected = "expected an array from the function that can be converted to int64 without loss"
+    with pytest.raises(BlockMismatchError, match=expected):
         y.compute()
 
 
@@ -256,7 +257,7 @@ def test_fields_are_not_narrowed_to_the_first_one(first, second):
 
 def test_a_wrong_result_is_named(client):
     y = iterate(lambda u: u[1:], array(), 1, 2, members=2)
-    with pytest.raises(BlockMismatchError, match=r"expected an array of shape .*, or .* with rims"):
+    with pytest.raises(BlockMismatchError, match=r"expected an array of shape .*, or .* with halo"):
         y.compute()
 
 
@@ -287,7 +288,7 @@ def test_wrong_arguments_are_refused():
 
     for wrong, match in (
         ((array(), func, 1, 2), "expected a function of fields with a halo"),
-        ((func, array(), -1, 2), "expected a width of rims"),
+        ((func, array(), -1, 2), "expected a halo width"),
         ((func, array(), 25, 2), "no wider than the array"),
         ((func, array(), 1, -1), "number of steps, at least 0, got steps=-1. Give an integer"),
         ((func, (), 1, 1), "at least one Dask array"),

@@ -271,7 +271,7 @@ def test_different_calls_are_named(gang):
     named = [each for each in raised if isinstance(each, SectionError)]
     assert named
     for each in named:
-        assert "member 1 called that as number 1" in str(each)
+        assert "rank 1 called that as number 1" in str(each)
         assert "called this as number 1" in str(each)
     assert all(isinstance(each, AttemptEndedError) for each in raised if each not in named)
 
@@ -337,7 +337,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
 
     error = gang.begin(exchange)[0].exception(BOUND_S)
     assert isinstance(error, AttemptEndedError)
-    assert "the link to member 1 on worker broke" in str(error)
+    assert "the connection to rank 1 on worker broke" in str(error)
 
 
 @UNLINKED
@@ -392,7 +392,7 @@ def test_a_failure_that_a_function_catches_is_raised_again(gang):
         return links.exchange("second", {}, {2: None})
 
     error = gang.begin(lambda rank, links: rank or exchange(rank, links))[0].exception(BOUND_S)
-    assert "the link to member 1 on worker broke" in str(error)
+    assert "the connection to rank 1 on worker broke" in str(error)
 
 
 @given(said=st.binary(max_size=100))

@@ -79,8 +79,8 @@ def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, se
     assert any(isinstance(each, SectionError) for each in raised)
     for each in raised:
         if isinstance(each, SectionError):
-            assert f"member {returns} called nothing more: its function has returned" in str(each)
-            assert f"member {waits} called x as number 1" in str(each)
+            assert f"rank {returns} called finalize() at the return of its function" in str(each)
+            assert f"rank {waits} called x as number 1" in str(each)
         else:
             assert isinstance(each, AttemptEndedError)
 

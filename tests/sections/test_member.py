@@ -55,7 +55,7 @@ def raising(ctx, x, what):
 def test_all_see_by_name_what_one_raises(client, what):
     workers = {*client.run(os.getpid).values()}
     x = da.ones((4, 2), chunks=(1, 2))
-    with pytest.raises(SectionError, match=rf"the function raised {what}.* on member 3"):
+    with pytest.raises(SectionError, match=rf"the function raised {what}.* on rank 3"):
         spmd(raising, x, members=4, what=what).compute()
     nothing_is_left(client)
     assert {*client.run(os.getpid).values()} == workers
@@ -63,7 +63,7 @@ def test_all_see_by_name_what_one_raises(client, what):
 
 def test_one_member_alone_ends_no_worker_either():
     x = da.ones((4, 2), chunks=(1, 2))
-    with pytest.raises(SectionError, match="the function raised SystemExit: 3 on member 0"):
+    with pytest.raises(SectionError, match="the function raised SystemExit: 3 on rank 0"):
         spmd(raising, x, members=1, what="SystemExit: 3").compute(scheduler="sync")
     with pytest.raises(ValueError, match="xxx"):
         spmd(raising, x, members=1, what="ValueError: xxxxxxxxxx").compute(scheduler="sync")

@@ -176,7 +176,7 @@ def test_numbers_without_until_are_refused():
         return 1.0
 
     for function in (returning, filling):
-        with pytest.raises(BlockMismatchError, match=r"got 1 more value\. Name .*until="):
+        with pytest.raises(BlockMismatchError, match=r"got 1 more value\. Give .*until="):
             computed(iterate(function, array(FLOATS), 0, 2, members=1))
         y = iterate(function, array(FLOATS), 0, 2, members=1, until=lambda number: False)
         assert np.array_equal(computed(y), FLOATS)
@@ -225,7 +225,7 @@ def test_fractions_in_fields_of_integers_are_refused(dtype):
 
     for function in (whole, in_parts, elements, of_views):
         y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1)
-        with pytest.raises(BlockMismatchError, match=rf"becomes {x.dtype} .*dtype="):
+        with pytest.raises(BlockMismatchError, match=rf"converted to {x.dtype} without .*dtype="):
             computed(y)
         y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1, dtype=float)
         assert np.array_equal(computed(y), reference_of(function, x.astype(float), 3))
@@ -266,7 +266,7 @@ def test_imaginary_parts_in_real_fields_are_refused():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(BlockMismatchError, match=r"becomes float64 .* got complex128"):
+        with pytest.raises(BlockMismatchError, match=r"to float64 without loss, got complex128"):
             computed(iterate(turned, array(FLOATS), 0, 3, members=1))
     y = iterate(turned, array(FLOATS), 0, 2, members=1, dtype=complex)
     assert np.array_equal(computed(y), -FLOATS)

@@ -140,7 +140,7 @@ def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
         raise OSError("no such process")
 
     monkeypatch.setattr(regions.process_memory, "read_into", gone)
-    with pytest.raises(AttemptEndedError, match=r"memory of member \d cannot be read"):
+    with pytest.raises(AttemptEndedError, match=r"memory of rank \d cannot be read"):
         run_gang(SLABS, to_columns)
 
 
@@ -232,8 +232,8 @@ def test_what_is_wrong_is_named():
         ({"out": np.empty((3, 4))}, r"out: expected an array of shape \(4, 3\) and dtype float64"),
         ({"out": np.empty((4, 3), "f4")}, "out: .*got \\(4, 3\\) and float32"),
         ({"out": [1]}, "out: .*got list and no dtype"),
-        ({"out": x}, "out: expected an array that can be written, and shares no memory"),
-        ({"out": np.broadcast_to(1.0, (4, 3))}, "out: expected an array that can be written"),
+        ({"out": x}, "out: expected a writable array that shares no memory"),
+        ({"out": np.broadcast_to(1.0, (4, 3))}, "out: expected a writable array"),
     ):
         with pytest.raises(InputError, match=match):
             ctx.redistribute(x, **wrong)

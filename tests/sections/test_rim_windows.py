@@ -135,7 +135,7 @@ def test_calls_that_differ_are_found(gpu):
             else:
                 ctx.halo(p)
 
-    with pytest.raises(SectionError, match=r"member 0 called halo\(\).* and member 1 called barr"):
+    with pytest.raises(SectionError, match=r"rank 0 called halo\(\).* and rank 1 called barr"):
         run_gang(members, function, device=Gpu)
 
 

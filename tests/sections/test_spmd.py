@@ -147,7 +147,7 @@ def test_members_may_return_values_of_their_own_alone(client):
 
 def test_examples_of_what_members_return_are_numbers():
     for wrong in ({}, array(), "text", b"text"):
-        with pytest.raises(InputError, match="per_member: expected numbers or arrays of NumPy"):
+        with pytest.raises(InputError, match="per_member: expected numbers or NumPy arrays"):
             spmd(normalized, array(), per_member=(wrong,))
     with pytest.raises(InputError, match=r"per_member: expected a list .* got 0.0. Give one as"):
         spmd(normalized, array(), per_member=0.0)
@@ -230,21 +230,21 @@ def test_different_calls_are_an_error_of_all(client):
     y = spmd(differing, array(), members=4)
     raised = client.compute(y).exception(timeout=BOUND_S)  # that is, nobody waits
     assert isinstance(raised, SectionError)
-    assert re.search(r"member \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised))
-    assert "member 1 called barrier() as number 1" in str(raised)
+    assert re.search(r"rank \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised))
+    assert "rank 1 called barrier() as number 1" in str(raised)
 
     def returning_early(ctx, x):
         if ctx.rank != 1:
             ctx.barrier()
         return x
 
-    with pytest.raises(SectionError, match="member 1 called nothing more"):
+    with pytest.raises(SectionError, match="rank 1 called finalize"):
         spmd(returning_early, array(), members=4).compute()
 
     def of_other_shapes(ctx, x):
         return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
 
-    with pytest.raises(SectionError, match=r"member 0 called allreduce\('sum'\) of <f8 \(1,\)"):
+    with pytest.raises(SectionError, match=r"rank 0 called allreduce\('sum'\) of <f8 \(1,\)"):
         spmd(of_other_shapes, array(), members=2).compute()
     nothing_is_left(client)
 
@@ -309,7 +309,7 @@ def test_gangs_take_turns_beside_other_tasks(client):
 def test_without_a_cluster_there_is_one_member(scheduler):
     with dask.config.set(scheduler=scheduler):
         np.testing.assert_allclose(spmd(normalized, array(), members=1).compute(), expected())
-        with pytest.raises(InputError, match="expected a cluster for 4 members"):
+        with pytest.raises(InputError, match="expected a cluster for 4 ranks"):
             spmd(normalized, array(), members=4).compute()
 
 

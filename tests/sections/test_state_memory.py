@@ -99,7 +99,7 @@ def test_arrays_that_were_not_kept():
     def run(rank, links):
         Checkpoints(0, "a", links, States(kept, "x", None, (), none)).save(5, [np.zeros(3)])
         states = States(kept, "x", 5, (0,), none)
-        with pytest.raises(InputError, match=r"of 24 bytes, got some of 16.*the same arrays"):
+        with pytest.raises(InputError, match=r"of 24 bytes, got arrays of 16 .*the same arrays"):
             Checkpoints(0, "a", links, states).restore([np.zeros(2)])
 
     with Gang(1) as gang:

@@ -97,7 +97,7 @@ def test_too_many_open_files_are_an_error_of_this_process(door, number):
 
 @pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM, errno.EBADF, errno.EINVAL])
 def test_other_errors_that_last_are_not_passed_over(door, number):
-    with pytest.raises(SectionError, match="cannot take connections"):
+    with pytest.raises(SectionError, match="cannot accept connections"):
         door.accepted(OSError(number, ""))
 
 

@@ -109,7 +109,7 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
 )
 def test_clients_are_told_who_is_missing_and_where(caplog, missing, why):
     text = (
-        "dask_p2p: x has waited for 1 s: of its 2 members are missing member 1, whose task is "
+        "dask_p2p: x has waited for 1 s: of its 2 ranks, these are missing: rank 1, whose task is "
         f"{why}."
     )
     assert told(Scheduler([task("processing"), missing])) == [text]
@@ -123,8 +123,8 @@ def test_while_inputs_are_made_only_the_log_tells(caplog):
 
 def test_the_first_ones_are_named():
     (text,) = told(Scheduler([task("processing"), *[task("queued")] * 6]))
-    assert "member 4" in text
-    assert "member 5" not in text
+    assert "rank 4" in text
+    assert "rank 5" not in text
     assert text.endswith("; and 2 more.")
 
 

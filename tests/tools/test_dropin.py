@@ -66,7 +66,7 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
         asked.append(client.scheduler_comm)
         raise RegistrationError("no dask_p2p there")
 
-    with pytest.warns(P2PWarning, match="Dask's own way is used"):
+    with pytest.warns(P2PWarning, match="Dask's own function is used"):
         assert dropin.tried("rechunk", make) is None
     assert dropin.tried("rechunk", make) is None, "without a second warning"
     client.scheduler_comm = second

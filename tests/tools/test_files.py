@@ -182,7 +182,7 @@ def test_npy_files_that_cannot_be_read(tmp_path):
     (tmp_path / "text.npy").write_text("hello, this is no array")
     cannot_open(tmp_path / "text.npy", "magic string")
     np.savez(tmp_path / "in.npz", a=np.zeros(3))
-    cannot_open(tmp_path / "in.npz", "no known kind", ".npy", "Zarr")
+    cannot_open(tmp_path / "in.npz", "unknown file type", ".npy", "Zarr")
 
 
 def test_folders_that_cannot_be_read(tmp_path):
@@ -192,7 +192,7 @@ def test_folders_that_cannot_be_read(tmp_path):
     group.create_array("deep/b", shape=3, dtype="i4")
     cannot_open(tmp_path / "g.zarr", f"{tmp_path}/g.zarr/a, {tmp_path}/g.zarr/deep/b")
     zarr.create_array(tmp_path / "text.zarr", shape=3, dtype=str)
-    cannot_open(tmp_path / "text.zarr", "texts of any length")
+    cannot_open(tmp_path / "text.zarr", "variable-length strings")
     (put(tmp_path / "in.zarr", np.zeros(3)) / "zarr.json").write_text("{")
     cannot_open(tmp_path / "in.zarr", "cannot read")
 
@@ -227,7 +227,7 @@ def cannot_write(path, *words, **options):
 
 
 def test_names_that_cannot_be_written(tmp_path):
-    refused(lambda: cannot_write(tmp_path / "out.tif"), "no known kind", ".npy or .zarr")
+    refused(lambda: cannot_write(tmp_path / "out.tif"), "unknown file type", ".npy or .zarr")
     refused(lambda: cannot_write(tmp_path / "no" / "out.npy"), "cannot write", "No such file")
     (tmp_path / "out.npy").write_text("mine")
     refused(lambda: cannot_write(tmp_path / "out.npy"), "already there; --overwrite replaces it")

@@ -102,7 +102,7 @@ def test_text_of_dtypes_tells_them_apart(one, other):
 @pytest.mark.parametrize(
     ("raised", "error", "words"),
     [
-        (KeyError("x"), BlockUnavailableError, "block 'x' of there is not there any more"),
+        (KeyError("x"), BlockUnavailableError, "block 'x' of there is no longer there"),
         (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)"),
         (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there"),
         (MemoryError("1 GiB"), TransferError, "there could not send .*out of memory .*1 GiB"),

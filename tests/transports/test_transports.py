@@ -57,7 +57,7 @@ def test_it_can_be_named_and_comes_first(pigeon):
 def test_what_is_not_installed_cannot_be_named():
     with (
         dask.config.set({"p2p.transports.order": ["pigeon"]}),
-        pytest.raises(ConfigError, match="out of ipc, cma, ucx, pinned, comm"),
+        pytest.raises(ConfigError, match="from ipc, cma, ucx, pinned, comm"),
     ):
         options()
 
@@ -86,5 +86,5 @@ def test_each_worker_has_one(pigeon, loop, tmp_path):
 @pytest.mark.parametrize("name", ["NotThere", "MIB", "LoopbackHost"])
 def test_an_entry_point_that_names_no_transport(install, name):
     install(name)
-    with pytest.raises(ConfigError, match=rf"entry point pigeon .* no transport, but .*:{name}"):
+    with pytest.raises(ConfigError, match=rf"entry point pigeon .*:{name}, is no transport: "):
         options()

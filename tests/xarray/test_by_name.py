@@ -116,13 +116,13 @@ def test_wrong_names(array, dataset):
     for fields in (None, ["u", "v"], [dataset.u], ()):
         with pytest.raises(InputError, match=r"names of the dataset's arrays, \('u', 'before', "):
             dataset.p2p.iterate(spread, {"x": 1}, 1, fields=fields)
-    with pytest.raises(InputError, match=r"fields: expected DataArrays, .* got str"):
+    with pytest.raises(InputError, match=r"fields: expected .* as DataArrays, got str"):
         array.p2p.iterate(spread, {"x": 1}, 1, fields="u")
-    with pytest.raises(InputError, match=r"fields: expected the dimensions .*got \('y', 'x'\)"):
+    with pytest.raises(InputError, match=r"fields: .*field's dimensions .*got \('y', 'x'\)"):
         array.p2p.iterate(spread, {"x": 1}, 1, fields=[dataset.u])
     with pytest.raises(InputError, match=r"constants: expected the name of .*'before'.* got 'v'"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=["v"])
-    with pytest.raises(InputError, match="constants: expected dimensions out of those"):
+    with pytest.raises(InputError, match="constants: expected only dimensions of the fields"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=[array])
 
 

@@ -145,7 +145,7 @@ def test_wrong_names(kind, request):
     ):
         with pytest.raises(ChunksError, match=r"got chunks={'x': \(2, 2\)}: .*by dimension\.$"):
             call()
-    with pytest.raises(ChunksError, match=r"of the dimensions .*got \(1, 2\)\. Give .* {'t': "):
+    with pytest.raises(ChunksError, match=r"of the dimensions .*got \(1, 2\)\. Use .* {'t': "):
         given.p2p.chunk((1, 2))
 
 

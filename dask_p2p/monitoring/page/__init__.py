@@ -1,7 +1,7 @@
-"""The page /p2p of Dask's dashboard, and its plots each as a page.
+"""The page /p2p of Dask's dashboard, and a page for each of its plots.
 
-`charts` has what is drawn, `feed` when it is asked for, `plots` bokeh's models. Dask has no public
-way to add pages to a scheduler that runs: `dashboard` has what is used of its own.
+`charts` computes the data, `feed` requests records from workers, and `plots` has the bokeh models.
+Dask has no public interface to add pages to a running scheduler: `dashboard` uses private ones.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 
 from dask_p2p.monitoring.page.feed import Feed
 
-logger = logging.getLogger("distributed.scheduler")  # Dask's own, which has the page's address
+logger = logging.getLogger("distributed.scheduler")  # Dask's logger, which logs the page's address
 
 
 def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
-    """Put the pages on a scheduler's dashboard, once; return whether they are there.
+    """Add the pages to a scheduler's dashboard, once. Return whether they are there.
 
-    If not, the log says why, unless there is no dashboard. `feed` returns what to show, or None.
+    Logs the reason if the pages cannot be added, except without a dashboard. `feed` returns the
+    data source of the pages, or None.
     """
     if importlib.util.find_spec("bokeh") is None:
         logger.info("dask_p2p: no page /p2p on the dashboard, which needs bokeh")
         return False
     try:
-        if not scheduler.http_application.applications:  # what follows takes time to import
+        if not scheduler.http_application.applications:  # before the slow import
             return False
         from dask_p2p.monitoring.page.dashboard import connect
 
         return connect(scheduler, feed)
-    except Exception as exc:  # nothing that moves data depends on it
+    except Exception as exc:  # data transfers do not depend on the pages
         logger.warning("dask_p2p: no page /p2p on the dashboard: %s", exc, exc_info=True)
         return False

@@ -1,6 +1,6 @@
-"""What the page draws, as plain columns: a matrix of links, and the newest runs as bars over time.
+"""The page's data as plain columns: a matrix of links, and the newest runs as bars over time.
 
-Nothing here needs bokeh.
+This module does not need bokeh.
 """
 
 from __future__ import annotations
@@ -21,65 +21,65 @@ from dask_p2p.monitoring.trace import in_lanes
 Columns: TypeAlias = dict[str, list[Any]]
 _Stages: TypeAlias = dict[str, list[Stage]]  # by transport
 
-#: What a bar may be: a whole task, or what it did for one holder.
+#: Kinds of bars: a whole task, or its activities for one holder.
 PARTS = ("task", "waiting", "transfer", "kernel")
 
-_MOST_WORKERS = 64  # of a chart: those that move most
+_MOST_WORKERS = 64  # workers in a chart: those that move most bytes
 _MOST_BARS = 4000
-_REASONS = 3  # of fallbacks, that a cell tells
+_REASONS = 3  # reasons of fallbacks in a cell
 
 
 class Chart(NamedTuple):
-    """What is drawn."""
+    """The data of one chart."""
 
     title: str
-    workers: list[str]  # in their order, by short names
+    workers: list[str]  # short names, in the order of the chart
     columns: Columns
 
 
 class Cell(NamedTuple):
-    """What one worker read from another."""
+    """The reads of one worker from another."""
 
     reader: str
     holder: str
-    transport: str  # that brought most
-    gbs: float  # GB (1e9 bytes) a second by it; nan where nothing was timed
-    share: float  # of the best link of the same transport: 0 to 1, or nan
-    nbytes: int  # by all transports
+    transport: str  # transport of most bytes
+    gbs: float  # speed of this transport in GB/s (1e9 bytes); nan if not measured
+    share: float  # `gbs` as a fraction of this transport's fastest link; may be nan
+    nbytes: int  # bytes by all transports
     tasks: int
-    text: str  # bytes by each transport
-    waited_s: float  # for which tasks of the reader stood still
-    fallback: str  # empty, or which transports failed and why
+    text: str  # bytes by transport, as text
+    waited_s: float  # seconds that the reader's tasks waited
+    fallback: str  # failed transports with reasons; empty if none failed
 
 
 class Bar(NamedTuple):
-    """A task, or what it did for one holder."""
+    """A task, or its activity for one holder."""
 
     part: str  # one of `PARTS`
     left: float  # seconds since the first task shown
     right: float
-    bottom: float  # the last worker's row is from 0 to 1, those of the others are above it
+    bottom: float  # from 0 to 1 in the last worker's row, from 1 to 2 in the row above
     top: float
     worker: str
     holder: str
     transport: str
     nbytes: int
     seconds: float
-    name: str  # of the output array
+    name: str  # name of the output array
     block: str
     error: str
-    stop_s: float  # of the task, since the epoch
+    stop_s: float  # end of the task, since the epoch
 
 
 def as_columns(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Columns:
-    """Return a table, given by rows, by columns of these names."""
+    """Return rows as columns with these names."""
     return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
-    """Return a matrix of workers, also of `workers` that moved nothing: a `Cell` for each pair."""
+    """Return the matrix of links, a `Cell` for each pair. Includes all of `workers`."""
     read: defaultdict[tuple[str, str], _Stages] = defaultdict(lambda: defaultdict(list))
-    failed: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # why, by transport
+    failed: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # reasons
     moved = Counter(dict.fromkeys(workers, 0))
     for record in records:
         for stage in record.stages:
@@ -91,7 +91,7 @@ def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
     best: defaultdict[str, float] = defaultdict(float)
     for by_transport in read.values():
         for transport, stages in by_transport.items():
-            best[transport] = max(best[transport], _gbs(stages))  # nan is never more
+            best[transport] = max(best[transport], _gbs(stages))  # nan is never the maximum
     shown, note = _busiest(moved)
     names = _short_names(shown)
     found = [
@@ -112,7 +112,7 @@ def _gbs(stages: Iterable[Stage]) -> float:
 def _figures(
     by_transport: _Stages, failed: Mapping[str, str], best: Mapping[str, float]
 ) -> tuple[Any, ...]:
-    """Return a `Cell` but for its reader and holder."""
+    """Return the fields of a `Cell` after reader and holder."""
     nbytes = Counter({name: sum(s.nbytes for s in those) for name, those in by_transport.items()})
     ((transport, _),) = nbytes.most_common(1)
     gbs = _gbs(by_transport[transport])
@@ -126,9 +126,10 @@ def _figures(
 
 
 def bars(runs: Sequence[Run]) -> Chart:
-    """Return the newest runs, which come first, as bars over time: a row a worker.
+    """Return the newest of the runs as bars over time, with a row for each worker.
 
-    Where the bars of a few tasks would be too many, a task has one stage for all its holders.
+    `runs` is sorted with the newest run first. If a few tasks have too many bars already, each task
+    is drawn with a single stage for all its holders.
     """
     records = sorted((r for run in _newest(runs) for r in run.records), key=lambda r: -r.start_s)
     moved: Counter[str] = Counter()
@@ -147,14 +148,14 @@ def bars(runs: Sequence[Run]) -> Chart:
         for record, top, height in _in_row(row, (r for r in kept if r.worker == worker))
         for bar in _bars_of(record, begun_s, top, height, names)
     ]
-    drawn.sort(key=lambda bar: PARTS.index(bar.part))  # tasks behind what they did
+    drawn.sort(key=lambda bar: PARTS.index(bar.part))  # tasks behind their activities
     when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ": no runs yet"
     shown = [names[worker] for worker in workers]
     return Chart(f"Stages{when}{note}", shown, as_columns(drawn, Bar._fields))
 
 
 def _in_row(row: int, records: Iterable[Record]) -> Iterator[tuple[Record, float, float]]:
-    """Yield a worker's tasks with the top and the height of each: some may run at once."""
+    """Yield a worker's tasks with the top and the height of each. Some may run concurrently."""
     lanes = in_lanes(records)
     height = 0.9 / max(1, len(lanes))
     for lane, of_lane in enumerate(lanes):
@@ -165,7 +166,7 @@ def _in_row(row: int, records: Iterable[Record]) -> Iterator[tuple[Record, float
 def _bars_of(
     record: Record, begun_s: float, top: float, height: float, names: Mapping[str, str]
 ) -> Iterator[Bar]:
-    """Yield a task's bars: waiting, transfer and kernels one below the other, in front of it."""
+    """Yield a task's bar, and in front of it those of waiting, transfer and kernels."""
     third = height / 3
     task = record.name, record.block, record.error, record.stop_s
     for part, left_s, seconds, of in _parts_of(record):
@@ -178,10 +179,10 @@ def _bars_of(
 
 
 def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:
-    """Yield a task and what it did: the part, when it began, its seconds, and for whom it was.
+    """Yield a task and its activities: the part, its start, its seconds, and its stage.
 
-    ``waiting`` begins where reading began, ``kernel`` ends where the stage ends: the pieces of
-    which they are made lie between.
+    Each activity has many short intervals during a stage, drawn as one. ``waiting`` is drawn from
+    the start of the stage, ``kernel`` up to the end.
     """
     start_s, own = record.start_s, Stage("itself", "", 0)
     yield "task", start_s, record.stop_s - start_s, _all_of(record)
@@ -198,14 +199,14 @@ def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:
 
 
 def _first(records: list[Record]) -> list[Record]:
-    """Return as many as there may be bars."""
-    most = len(PARTS) - 1  # of a stage, or of all parts through a GPU
+    """Return the first records, up to the maximum number of bars."""
+    most = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
     ends = accumulate(1 + most * (len(r.stages) + bool(r.parts)) for r in records)
     return [r for r, end in zip(records, ends, strict=True) if end <= _MOST_BARS]
 
 
 def _all_of(record: Record) -> Stage:
-    """Return all that came to a task as if it had been one stage."""
+    """Return all stages of a task merged into one."""
     stages = record.stages
     if len(stages) == 1:
         return stages[0]
@@ -220,7 +221,7 @@ def _all_of(record: Record) -> Stage:
 
 
 def _newest(runs: Sequence[Run]) -> Iterator[Run]:
-    """Yield the runs back to a pause longer than a second, and than all that comes after it."""
+    """Yield the runs back to a long pause: longer than a second, and than all runs after it."""
     first_s, last_s = inf, -inf
     for run in runs:
         if first_s - run.stop_s > max(1.0, last_s - first_s) and first_s < inf:
@@ -230,14 +231,14 @@ def _newest(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def _busiest(moved: Counter[str]) -> tuple[list[str], str]:
-    """Return the workers to show, in their order, and what a title has to say of it."""
+    """Return the workers to show, in order, and a note for the title if some are left out."""
     most = [worker for worker, _ in moved.most_common(_MOST_WORKERS)]
     note = f": the busiest {len(most)} of {len(moved)} workers" if len(most) < len(moved) else ""
     return sorted(most, key=natural_sort_key), note
 
 
 def _short_names(workers: Iterable[str]) -> dict[str, str]:
-    """Return addresses as people read them: without the protocol, where all have the same."""
+    """Return short names by address: without the protocol, if it is the same for all."""
     parted = {worker: worker.rpartition("://") for worker in workers}
     is_one = len({protocol for protocol, mark, _ in parted.values() if mark}) < 2
     return {worker: short if is_one else worker for worker, (*_, short) in parted.items()}

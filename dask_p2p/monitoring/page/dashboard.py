@@ -17,7 +17,7 @@ from dask_p2p.monitoring.page.plots import LinksPlot, Page, RunsTable, StagesPlo
 
 _PAGE, _PLOT = "p2p", "individual-p2p-"
 _PLOTS = {"links": LinksPlot, "runs": RunsTable, "stages": StagesPlot}
-_LOOK_MS = 250  # between two looks of a page: half of what is between two questions to a worker
+_LOOK_MS = 250  # period of a page's updates: half of `feed.INTERVAL_S`
 
 _HEAD = """
 <style>
@@ -45,7 +45,7 @@ _PLOT_TEMPLATE = "{% block postamble %}" + _HEAD + "{% endblock %}"
 
 
 def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
-    """Put the pages on a scheduler's dashboard, unless they are there; return whether they are."""
+    """Add the pages to a scheduler's dashboard, once. Return whether they are there."""
     applications = scheduler.http_application.applications
     dashboards = [app for app in applications if isinstance(app, BokehTornado)]
     if not dashboards:
@@ -60,7 +60,7 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     scheduler.http_application.add_application(own)
     own.initialize(IOLoop.current())
     own.start()
-    dashboard._applications |= own._applications  # which /individual-plots.json lists
+    dashboard._applications |= own._applications  # for the list in /individual-plots.json
     shared["pages"].append(_PAGE)
     shared["plots"] += [{"url": _PLOT + name, "name": f"P2P {name.title()}"} for name in _PLOTS]
     shared["plots"].sort(key=lambda plot: plot["name"])
@@ -68,7 +68,7 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
 
 
 def _fill(feed: Callable[[], Feed | None], kind: Any, scheduler: Any, extra: Any, doc: Any) -> None:
-    """Fill a document, which was asked for, with one of the plots or all of them."""
+    """Fill a requested document with one of the plots, or with all of them."""
     asked = doc.session_context.request.arguments.get("theme")
     theme, other = ("dark", "light") if asked == [b"dark"] else ("light", "dark")
     doc.title = "Dask: P2P"
@@ -81,7 +81,7 @@ def _fill(feed: Callable[[], Feed | None], kind: Any, scheduler: Any, extra: Any
     plot.draw(shown)
 
     def look() -> None:
-        """Draw what is new while a browser is connected; nothing once the plugin was taken off."""
+        """Draw new data while a browser is connected and the plugin is registered."""
         nonlocal shown
         session, source = doc.session_context.session, feed()
         if source is not None and session is not None and session.connection_count:

@@ -1,6 +1,6 @@
-"""What pages show, and how it comes to the scheduler: asked for while somebody looks.
+"""The data of the pages. The scheduler requests it from workers while a page is open.
 
-Nothing here needs bokeh. Any number of pages share one feed, and each of its pictures.
+This module does not need bokeh. All pages share one feed and its pictures.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from dask_p2p.monitoring.records import Record, RecordStore
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.monitoring.tables import cells
 
-#: Between two questions to a worker, at least.
+#: Shortest interval between two requests to a worker.
 INTERVAL_S = 0.5
-#: Columns of the table of runs that are shown. It has ``name`` and ``state`` as well.
+#: Visible columns of the table of runs. It also has ``name`` and ``state``.
 TABLE = (
     *("start", "operation", "shape", "dtype", "blocks", "axes", "progress", "moved", "least"),
     *("exchange", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
     "overlap",
 )
 
-_S_PER_WORKER = 2e-3  # between two rounds: asking one takes the scheduler about a quarter of that
-_FORGET_S = 10.0  # after which a page that is opened does not show what was under way
-_SIZE = 10_000  # records and their stages in a picture
+_S_PER_WORKER = 2e-3  # interval per worker; a request takes the scheduler a quarter of it
+_FORGET_S = 10.0  # maximum age of the records of running tasks
+_SIZE = 10_000  # number of records and stages in a picture
 _MOST_RUNS = 100
 
 
 class Tasks(NamedTuple):
-    """The tasks of an output array that the scheduler knows."""
+    """The numbers of an output array's tasks on the scheduler."""
 
     total: int = 0
-    left: int = 0  # those that have still to end
+    left: int = 0  # unfinished tasks
 
 
 class Picture(NamedTuple):
-    """All that a page shows at a moment."""
+    """The content of a page at a moment."""
 
     links: Chart
     stages: Chart
@@ -51,26 +51,29 @@ class Picture(NamedTuple):
 
 
 class Feed:
-    """Asks the workers twice a second while somebody looks; all on the scheduler's event loop."""
+    """The source of the pages' data: it requests records twice a second while a page is open.
+
+    All methods run on the scheduler's event loop.
+    """
 
     def __init__(
         self,
-        records: RecordStore,  # of the scheduler: what workers have told
-        workers: Callable[[], Iterable[str]],  # addresses of those that may be asked
-        ask: Callable[[str], Awaitable[list[Record] | None]],  # a worker; returns those under way
-        tasks: Callable[[str], Tasks],  # of an output array, by its name
+        records: RecordStore,  # the scheduler's
+        workers: Callable[[], Iterable[str]],  # returns the addresses of reachable workers
+        ask: Callable[[str], Awaitable[list[Record] | None]],  # returns records of running tasks
+        tasks: Callable[[str], Tasks],  # returns the tasks of an output array, by its name
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records, self.ask, self._clock = records, ask, clock
         self._workers, self._tasks = workers, tasks
         self._under_way: dict[str, list[Record]] = {}
-        self._asked: dict[str, asyncio.Future[None]] = {}  # that have not answered
-        self.last_round_s = 0.0  # when questions were asked last, by the clock
-        self._inputs: Any = None  # of the newest picture
+        self._asked: dict[str, asyncio.Future[None]] = {}  # pending requests, by worker
+        self.last_round_s = 0.0  # time of the last requests, by the clock
+        self._inputs: Any = None  # inputs of the newest picture
         self._picture = picture([])
 
     def look(self) -> Picture:
-        """Return what there is to show, and ask for more. Call it while somebody can see it."""
+        """Return the current picture, and request new records. Call it while a page is open."""
         workers = [*self._workers()]
         since_s = self._clock() - self.last_round_s
         if since_s >= max(INTERVAL_S, _S_PER_WORKER * len(workers)):
@@ -78,12 +81,12 @@ class Feed:
                 self._under_way.clear()
             self.last_round_s += since_s
             for worker in workers:
-                if worker not in self._asked:  # one that stands still is asked once
+                if worker not in self._asked:  # one pending request per worker
                     self._asked[worker] = asyncio.ensure_future(self._ask_one(worker))
         return self.picture()
 
     def picture(self) -> Picture:
-        """Return what there is to show: the same object as before where nothing has changed."""
+        """Return the current picture, the same object as before if it has not changed."""
         count, workers = self.records.count, sorted(self._workers())
         _, last = self.records.since(count - 1)
         under_way = [record for some in self._under_way.values() for record in some]
@@ -98,19 +101,19 @@ class Feed:
         return self._picture
 
     def forget(self, worker: str) -> None:
-        """Forget a worker that has left; its records stay."""
+        """Drop the state of a worker that has left. Its records stay."""
         self._under_way.pop(worker, None)
         if asked := self._asked.pop(worker, None):
             asked.cancel()
 
     def close(self) -> None:
-        """Wait for no more answers."""
+        """Cancel all pending requests."""
         for worker in [*self._asked]:
             self.forget(worker)
 
     async def _ask_one(self, worker: str) -> None:
         try:
-            with suppress(Exception):  # the page goes on with what the others tell
+            with suppress(Exception):  # the page shows the records of the other workers
                 self._under_way[worker] = await self.ask(worker) or []
         finally:
             self._asked.pop(worker, None)
@@ -123,16 +126,16 @@ def picture(
     *,
     is_cut: bool = False,
 ) -> Picture:
-    """Return what a page shows of records, also of those under way.
+    """Return the picture of records, including those of running tasks.
 
-    `workers` are the addresses in the cluster; `tasks` are known by the name of the output array,
-    for those that may have some left; `is_cut` says that there were older records, perhaps of the
-    oldest run.
+    `workers` are the addresses in the cluster. `tasks` are the tasks of output arrays by name, for
+    arrays with unfinished tasks. `is_cut` is true if older records are missing; the oldest run may
+    then be incomplete.
     """
     found = runs_of(records)
     runs = found[:-1] if is_cut and len(found) > 1 else found
     known, left = [], dict(tasks or {})
-    for run in runs:  # only the newest of an array may have tasks left, unless it has made all
+    for run in runs:  # unfinished tasks belong to an array's newest run, unless it is complete
         of_array = left.pop(run.name, Tasks())
         known.append((run, of_array if len(run.made) < of_array.total else Tasks()))
     running = frozenset(run.name for run, of in known if run.under_way or of.left)
@@ -142,7 +145,7 @@ def picture(
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
-    """Return a row of the table; progress is 0 to 1."""
+    """Return a row of the table. Progress is a number from 0 to 1."""
     failed = {record.key for record in run.records if record.error}
     state = "failed" if failed - {record.key for record in run.made} else "done"
     row: dict[str, Any] = cells(run) | {"progress": 1.0}

@@ -1,6 +1,6 @@
-"""The plots and the table, as bokeh's models. Only `dashboard` imports this.
+"""The plots and the table, as bokeh models. Only `dashboard` imports this module.
 
-What they have of colours suits light pages and dark ones; bokeh's theme and the page have the rest.
+The colours suit light and dark pages. All other styles come from bokeh's theme and the page.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bokeh.transform import factor_cmap, linear_cmap
 from dask_p2p.monitoring.page.charts import PARTS, Columns
 from dask_p2p.monitoring.page.feed import TABLE, Picture
 
-_PALETTE = Viridis256[48:]  # what is darker than that is lost on a dark page
+_PALETTE = Viridis256[48:]  # without the darkest colours, invisible on a dark page
 _FAINT = "#80808040"
 _FELL_BACK = "#e8553d"
-_PARTS = (_FAINT, "#e69f00", "#3d8fd1", "#1fa37a")  # told apart by all
-_MOST_LABELLED = 16  # workers whose cells have room for a number, and whose bars for outlines
+_PARTS = (_FAINT, "#e69f00", "#3d8fd1", "#1fa37a")  # distinct also for colour-blind readers
+_MOST_LABELLED = 16  # most workers for labels of cells, and for outlines of bars
 _LINK_TIPS = {
     "reader": "@reader",
     "holder": "@holder",
@@ -55,7 +55,7 @@ _WIDTHS["steps"] = 170
 
 
 def _figure(name: str, tips: dict[str, str], **more: Any) -> Any:
-    """Return a plot with a row for each worker."""
+    """Return a bokeh figure with a row for each worker."""
     more |= {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"}
     clear = {"background_fill_color": None, "border_fill_color": None}
     root = figure(name=name, tooltips=[*tips.items()], **clear, **more)
@@ -102,7 +102,7 @@ class LinksPlot:
 
 
 class StagesPlot:
-    """Bars over time, a row a worker."""
+    """Bars over time, with a row for each worker."""
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-stages")
@@ -124,7 +124,7 @@ class StagesPlot:
         self.root.title.text = chart.title
         self.root.y_range.factors = chart.workers[::-1]
         self._bars.glyph.line_alpha = 1.0 if len(chart.workers) <= _MOST_LABELLED else 0.0
-        if self._source.data != chart.columns:  # or what is zoomed stays so
+        if self._source.data != chart.columns:  # unchanged data keep the user's zoom
             self.root.x_range.update(start=0, end=max(chart.columns["right"], default=1))
             self._source.data = chart.columns
 
@@ -155,7 +155,7 @@ class RunsTable:
 
 
 class Page:
-    """All of them."""
+    """The page with all plots."""
 
     def __init__(self) -> None:
         self._parts = links, stages, runs = LinksPlot(), StagesPlot(), RunsTable()

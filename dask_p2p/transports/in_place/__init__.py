@@ -1,1 +1,1 @@
-"""Transports by which a reader reads a holder's memory itself: both are of one host."""
+"""Transports whose reader reads the holder's memory itself, on one host."""

@@ -1,8 +1,8 @@
-"""``cma``: regions of NumPy blocks, read out of another process of this host.
+"""``cma``: regions of NumPy blocks, read from the memory of another process on this host.
 
-By cross-memory attach (see `process_memory`), as MPI libraries and UCX do between processes of one
-host. A descriptor holds a block's address. A reader copies parts of the block that fit into a
-processor's cache, and permutes each from there. The holder packs and sends nothing.
+It uses cross-memory attach (see `process_memory`), as MPI libraries and UCX do between processes of
+one host. A descriptor holds a block's address. The reader copies parts of the block that fit into
+a processor's cache, and permutes each from there. The holder neither packs nor sends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LET_READ = (
     "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
     "forbids it"
 )
-# The kernel takes as long for a run of bytes as for 150 bytes more, and comm four times as long as
-# cma for each byte.
+# A run costs the kernel as much as 150 additional bytes. Per byte, comm takes four times as long
+# as cma.
 _SHORT_RUN_BYTES = 128
 _MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
-_MOST_SHORT_RUNS = 2**14  # below, comm takes longer to ask and to be answered
+_MOST_SHORT_RUNS = 2**14  # up to this number, a request of comm takes longer
 
 
 @section("transports.cma")
@@ -49,10 +49,10 @@ class CmaOptions(Section):
 
 
 class CmaTransport(SameHostTransport):
-    """NumPy blocks of other processes of this host.
+    """Transport of NumPy blocks between processes of one host.
 
-    `Peer.memory_proof` is the address and the value of a random token, both in hex. A reader that
-    finds the token there has the right process, and may read it.
+    `Peer.memory_proof` is the address and the value of a random token, both in hex. If a reader
+    finds the token at the address, it has the right process and may read its memory.
     """
 
     name: ClassVar[str] = "cma"
@@ -61,15 +61,15 @@ class CmaTransport(SameHostTransport):
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:
-        # Between processes of one host with two cores and NumPy blocks Dask's own TCP takes twice
-        # as long. Where checksums are asked for, cma is not used: it has none.
+        # For NumPy blocks on a host with two cores, Dask's own TCP takes twice as long. With
+        # checksums, cma is not used: it has none.
         return kind == "numpy" and not options.checksum
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts that are read one at a time: the reader's own thread does it."""
+        """Return a footprint with one part at a time, read by the reader's own thread."""
         part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
-        most_bytes = max(1, options.staging_limit_bytes // 2)  # the rest is for other hosts' parts
+        most_bytes = max(1, options.staging_limit_bytes // 2)  # rest: parts from other hosts
         return Footprint(part_that_fits(part_bytes, most_bytes), 0, parts_idle=2)
 
     # --- both sides ---
@@ -115,7 +115,7 @@ class CmaTransport(SameHostTransport):
             region = self._copied(reading, wanted, address, descriptor.strides, box, into)
             unread -= _weight(box)
             if not unread:
-                # All that is wanted is here: the holder need not keep its block any longer.
+                # All regions have been read: the holder need not keep its block any longer.
                 reading.confirm()
                 reading.end(number)
             return region
@@ -141,7 +141,7 @@ class CmaTransport(SameHostTransport):
                 return into
             memory = self.buffers.take((len(runs.addresses) * runs.run_bytes,), np.uint8)
             region = process_memory.read(pid, runs, wanted.dtype, memory)
-        except (OSError, OverflowError) as exc:  # the latter for places outside of any memory
+        except (OSError, OverflowError) as exc:  # OverflowError: address outside of any memory
             reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
@@ -151,17 +151,17 @@ class CmaTransport(SameHostTransport):
 
 
 def _weight(box: Box) -> int:
-    """Return what a region counts among those still to be read: empty ones come, too."""
+    """Return a region's weight in the count of unread elements. Empty regions count as 1."""
     return max(1, box_size(box))
 
 
 def _check_runs(block: Request, descriptor: Descriptor) -> None:
-    """Refuse a block whose elements, as far as they are wanted, lie too far apart."""
+    """Raise `UnsuitableError` if the requested elements are in too many short runs of memory."""
     itemsize = block.dtype.itemsize
     largest = box_shape(max(block.boxes, key=box_size))
     run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
         raise UnsuitableError(
-            f"what is wanted of {block} lies in memory in runs of {run_bytes} bytes"
+            f"the requested regions of {block} lie in memory in runs of {run_bytes} bytes"
         )

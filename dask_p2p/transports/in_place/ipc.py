@@ -1,8 +1,8 @@
-"""``ipc``: regions read in place, between GPUs of one host, through CUDA IPC.
+"""``ipc``: regions read in place between GPUs of one host, by CUDA IPC.
 
-A descriptor holds the handle of the allocation that a block lies in, and its place there. A reader
-maps the allocation into its own process (once: mappings are kept) and hands out arrays that lie in
-the holder's memory. The reader's queue fetches them over NVLink or PCIe, part by part.
+A descriptor holds the IPC handle of a block's allocation, and the block's offset in it. A reader
+maps the allocation into its own process once, and keeps the mapping. Its regions are arrays in the
+holder's memory. The reader's queue copies them over NVLink or PCIe, part by part.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-_SMALLEST_SLOT_BYTES = 2**16  # below, a copy engine takes longer to start than a kernel to read
+_SMALLEST_SLOT_BYTES = 2**16  # for less, a kernel reads faster than a copy engine starts
 
 
-# From the departure of a worker until its process ends, if it does, and its mappings are closed.
-# Until then that could wait for a GPU which waits for the process.
+# Delay between a worker's departure and the closing of its mappings, so that its process can exit.
+# Earlier, closing could wait for a GPU that waits for the process.
 _ENDING_S = 1.0
 
 
@@ -48,7 +48,10 @@ class IpcOptions(Section):
 
 
 class IpcTransport(SameHostTransport):
-    """Blocks of GPUs of this host, mapped by CUDA IPC. `Peer.memory_proof` is the GPU's UUID."""
+    """Transport of CuPy blocks between GPUs of one host, mapped by CUDA IPC.
+
+    `Peer.memory_proof` is the GPU's UUID.
+    """
 
     name: ClassVar[str] = "ipc"
     kinds: ClassVar[tuple[str, ...]] = ("cupy",)
@@ -57,8 +60,8 @@ class IpcTransport(SameHostTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts as large as a slot of the queue: a copy into each may be queued."""
-        # Half at most, for what comes from other hosts too.
+        """Return a footprint with one part for each slot of the queue."""
+        # At most half of the limit: the rest is for parts from other hosts.
         slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
         part_bytes = slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
         return Footprint(part_bytes, SLOTS - 1, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
@@ -76,7 +79,7 @@ class IpcTransport(SameHostTransport):
         if not local.memory_proof or not remote.memory_proof:
             return Obstacle(
                 "no-gpu",
-                "one of the two has no GPU, or no cuda-bindings that tell which it is",
+                "one of the two has no GPU, or no cuda-bindings to identify it",
                 "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
             )
         return cuda_ipc.peer_obstacle(remote.memory_proof)
@@ -113,11 +116,11 @@ class IpcTransport(SameHostTransport):
 
     async def close(self) -> None:
         await super().close()
-        with suppress(DeviceLostError):  # what was mapped is gone with it
+        with suppress(DeviceLostError):  # the mappings are gone with the device
             await self.worker.offload(self.mappings.close)
 
 
-@lru_cache(maxsize=1024)  # tasks of a worker read the same blocks, one task after the other
+@lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
 def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
     place = cuda_ipc.Place(**dict(fields))
     bytes.fromhex(place.handle)

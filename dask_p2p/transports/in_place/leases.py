@@ -1,32 +1,33 @@
-"""Leases on blocks of other processes of this host, which the kernel ends if a reader dies.
+"""Leases on blocks of other processes of this host. The kernel ends them if a reader dies.
 
 A holder *publishes* a block: it writes a descriptor into a slot of its file, enters the slot into
-the index, and keeps the block referenced. A reader *takes* a lease without asking anybody: it finds
-the entry, locks it, and looks again. To give a block up, the holder first clears the entry and then
-looks at the lock::
+the index, and keeps the block referenced. A reader *takes* a lease without a request: it finds the
+entry, locks it, and checks it again. To withdraw a block, the holder first clears the entry and
+then checks the lock::
 
     holder                                   reader
     publish: write descriptor, then entry    take: find entry, lock it (shared),
                                                    is it still the key's?  -> lease is valid
-    withdraw: clear entry, then look               else                    -> let go, ask again
+    withdraw: clear entry, then check lock         else                    -> unlock, request
       entry is free   -> drop block
-      entry is locked -> keep block, look again later
+      entry is locked -> keep block, check again later
 
-A reader that locks after the withdrawal no longer finds the key. One that locked before is seen by
-the holder. So no reader has a valid lease on a dropped block, and no slot is written while it is
-read. While the holder lives it keeps the file's last byte locked: readers look at that.
+A reader that locks after the withdrawal no longer finds the key. If it locked before, the holder
+finds the lock. So no reader has a valid lease on a dropped block, and no slot is written while it
+is read. A holder keeps the file's last byte locked as long as it lives, and readers check this.
 
-The file is sparse: an index of 65,536 entries of 16 bytes, and as many slots of 2 KiB. The digest
-of a key selects a bucket of 64 entries, and any of them may be the key's. Nobody maps the file: a
-full disk is an error, and not a signal. Locks belong to the open file (``F_OFD_SETLK``, see
-fcntl(2)), not to the process. So a reader opens the file once for all that it reads of a holder,
-and closing it ends all leases. A forked child would share and keep them, so it closes the files.
-This costs:
+The file is sparse: an index of 65,536 entries of 16 bytes, and 65,536 slots of 2 KiB. The digest of
+a key selects a bucket of 64 entries, and the key may be in any of them. The file is not mapped into
+memory, so a full disk causes an error and not a signal. Locks belong to the open file
+(``F_OFD_SETLK``, see fcntl(2)), not to the process. A reader therefore opens the file once per task
+and holder, and closing it ends all leases. A forked child would share them, so it closes the files.
+The costs are:
 
-- one open file for each task and holder of this host that it is reading from,
-- above about 40,000 published blocks of a worker, a few find no entry: they come another way,
-- 129 MiB of apparent size; on the disk 1 MiB, and 2 KiB a block. Making the file writes its last
-  byte: that fails on a full disk, and writes all 129 MiB where there are no sparse files.
+- one open file per task and holder on this host,
+- above about 40,000 published blocks of a worker, no entry for a few of them: other transports
+  read these,
+- 129 MiB of apparent size; on the disk 1 MiB, and 2 KiB per block. The holder writes the last byte
+  of the file at the start. This fails on a full disk, and without sparse files it writes 129 MiB.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ _ENTRY_BYTES = 16  # the digest of a key, or zeros
 _BUCKET_BYTES = 64 * _ENTRY_BYTES
 INDEX_BYTES = 2**10 * _BUCKET_BYTES
 _SLOT_BYTES = 2**11
-_LENGTH_BYTES = 2  # before a descriptor
-DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # of the longest one
+_LENGTH_BYTES = 2  # size of the length in front of a descriptor
+DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # length of the longest descriptor
 OWNER = INDEX_BYTES + INDEX_BYTES // _ENTRY_BYTES * _SLOT_BYTES  # locked while the holder lives
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
-CLOSED = 2**31 - 1  # no open file has this number: whatever is done with it fails
+CLOSED = 2**31 - 1  # never the number of an open file: all operations on it fail
 _LINGER_S = 0.1
 
 
 class _LockFile:
-    """An open file, closed with `close_file` (idempotent) or when nobody refers to it."""
+    """An open file, closed by `close_file` (idempotent) or when no reference is left."""
 
     fd = CLOSED
 
@@ -76,17 +77,17 @@ class _LockFile:
         _files.add(self)
 
     def lock(self, byte: int, kind: int = fcntl.F_RDLCK) -> None:
-        """Lock a byte, or unlock it; `BlockingIOError` if another's lock is in the way."""
+        """Lock a byte, or unlock it. Raises `BlockingIOError` if another lock conflicts."""
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
     def is_locked(self, byte: int) -> bool:
-        """Whether anybody else has locked a byte."""
+        """Return whether a byte is locked through another open file."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close_file(self) -> None:
-        """Close it, which ends its locks, unless a forked child has the file, too."""
+        """Close the file. This ends its locks, unless a forked child also has the file open."""
         fd, self.fd = self.fd, CLOSED
         if fd != CLOSED:
             os.close(fd)
@@ -99,17 +100,17 @@ os.register_at_fork(after_in_child=lambda: [*map(_LockFile.close_file, list(_fil
 
 
 class Leases(_LockFile):
-    """A reader's leases on blocks of one holder, until closed. Not for several threads at a time.
+    """A reader's leases on blocks of one holder, until closed. Not thread-safe.
 
-    Where the folder of `PublishedBlocks` is gone or cannot be read, all of it raises `OSError`.
+    All methods raise `OSError` if the folder of `PublishedBlocks` is gone or cannot be read.
     """
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, os.O_RDONLY)
-        self.held: defaultdict[int, int] = defaultdict(int)  # leases by entry, which share a lock
+        self.held: defaultdict[int, int] = defaultdict(int)  # number of leases, by entry
 
     def take(self, key: Key) -> tuple[int, bytes] | None:
-        """Take a lease on a block; return its entry and descriptor, or None if there is none."""
+        """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
         bucket = bucket_of(digest := digest_of(key))
         place = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
         if place < 0 or place % _ENTRY_BYTES:
@@ -128,56 +129,64 @@ class Leases(_LockFile):
         """End one lease on a block."""
         self.held[entry] -= 1
         if self.held[entry] == 0 and self.fd != CLOSED:
-            with suppress(OSError):  # where the kernel has no memory for it, it ends with the file
+            with suppress(OSError):  # the kernel has no memory for it: the lock ends with the file
                 self.lock(entry, fcntl.F_UNLCK)
 
     def holder_lives(self) -> bool:
-        """Return whether the process that published the blocks is alive. It opens no file."""
+        """Return whether the process that published the blocks is alive. Opens no file."""
         return self.is_locked(OWNER)
 
-    close = _LockFile.close_file  # which ends all leases
+    close = _LockFile.close_file  # ends all leases
 
 
 @dataclass(slots=True)
 class _Published:
     """A published block."""
 
-    entry: int  # where it is in the file
-    block: Any  # whose memory is kept alive
-    touched_s: float  # monotonic; when last published
+    entry: int  # offset of the entry in the file
+    block: Any  # reference that keeps the memory alive
+    touched_s: float  # time of the last publication (`time.monotonic`)
 
 
 class PublishedBlocks(_LockFile):
-    """The holder's side. It makes a folder in `parent`, which only this user can enter."""
+    """A holder's published blocks, in a new folder in `parent` that only this user can enter."""
 
     def __init__(self, parent: str) -> None:
-        self.folder = ""  # if it could not be made
-        self.refusal: str | None = None  # why nothing can be published
+        self.folder = ""  # path of the folder; empty if it could not be made
+        self.refusal: str | None = None  # reason why no block can be published
+
         self.published: dict[Any, _Published] = {}  # by key
-        self.withdrawn: list[_Published] = []  # still leased when last looked at
-        self.coming: dict[object, Key] = {}  # what is being published, and not withdrawn since
-        self._used: set[int] = set()  # entries
+        self.withdrawn: list[_Published] = []  # withdrawn blocks, leased at the last check
+        self.coming: dict[object, Key] = {}  # publications in progress that are not withdrawn
+        self._used: set[int] = set()  # offsets of used entries
         self._lock = threading.RLock()
         try:
             self.folder = tempfile.mkdtemp(prefix="p2p-", dir=parent)  # mode 0o700
             super().__init__(self.folder, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             self.lock(OWNER, fcntl.F_WRLCK)
             self._write(b"\0", OWNER)
-        except (OSError, AttributeError) as exc:  # the latter where there are no such locks
+        except (OSError, AttributeError) as exc:  # AttributeError: the system has no such locks
             self.close()
             self.folder = ""
             logger.warning("descriptors cannot be published in %s: %s", parent, exc)
-            # The same text on all workers, so that the user sees one warning.
+            # The text is the same on all workers, so that the user sees one warning.
             reason = getattr(exc, "strerror", None) or exc
             self.refusal = f"its folder for descriptors cannot be set up: {reason}"
 
     def publish(self, key: Key, find: Callable[[], Any], describe: Callable[[Any], bytes]) -> None:
-        """Publish a block in the place of an earlier one with its key, or touch it if it is there.
+        """Publish a block, or touch it if it is published. Replaces an earlier block of the key.
 
-        `find` returns the block, which is referenced until it is withdrawn and no lease is left;
-        `describe` its descriptor, once all its values are there. It raises `KeyError` if the key
-        was withdrawn meanwhile, `UnsuitableError` if the descriptor is too long or no entry is
-        free, `ValueError` or `OSError` if nothing can be published or written.
+        `find` returns the block, which stays referenced until it is withdrawn and no lease is left.
+        `describe` waits for the block's values, and returns its descriptor.
+
+        Raises
+        ------
+        KeyError
+            The key was withdrawn during the publication.
+        UnsuitableError
+            The descriptor is too long, or no entry is free.
+        ValueError, OSError
+            No block can be published, or the file cannot be written.
         """
         coming, replaced = object(), None
         with self._lock:
@@ -202,22 +211,22 @@ class PublishedBlocks(_LockFile):
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
         digest, replaced = digest_of(key), self.published.pop(key, None)
         try:
-            if len(text) > DESCRIPTOR_BYTES:  # its key is long, or its dtype has many fields
+            if len(text) > DESCRIPTOR_BYTES:  # a long key, or a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise UnsuitableError(message)
             entry = self._reserve(digest)
             self.published[key] = _Published(entry, block, time.monotonic())
             self._write(len(text).to_bytes(_LENGTH_BYTES) + text, slot_of(entry))
-            self._write(digest, entry)  # last: a reader that finds it finds the rest
+            self._write(digest, entry)  # last: readers that find the entry find a valid slot
         except BaseException:
             self._withdraw(self.published.pop(key, None))
             raise
-        finally:  # not before: readers find the one or the other at any time
+        finally:  # last: readers find one of the two at any time
             self._withdraw(replaced)
         return replaced
 
     def touch(self, key: Key, block: Any) -> bool:
-        """Keep a block published for longer; False if it is not, or an earlier one is."""
+        """Extend a block's publication. Return False if this block is not published."""
         with self._lock:
             published = self.published.get(key)
             if published is None or published.block is not block:
@@ -226,21 +235,21 @@ class PublishedBlocks(_LockFile):
             return True
 
     def withdraw(self, key: Key) -> None:
-        """Withdraw a block; it is dropped as soon as no lease is left."""
+        """Withdraw a block. Its memory is freed as soon as no lease is left."""
         with self._lock:
             for coming in [coming for coming, of in self.coming.items() if of == key]:
                 del self.coming[coming]
             dropped = self._withdraw(self.published.pop(key, None))
-        del dropped  # freeing a GPU's memory may wait for it: nobody should wait for that lock
+        del dropped  # outside of the lock, since freeing GPU memory may wait for the GPU
 
     def retire(self, key: Key) -> None:
-        """Withdraw a block as it is now; one that is being published for a reader stays."""
+        """Withdraw a published block. A publication in progress is not affected."""
         with self._lock:
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # see `withdraw`
 
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
-        """Withdraw what is older, or spilled; drop what nobody reads; return how many are left."""
+        """Withdraw old and spilled blocks. Drop unleased ones. Return the number of those left."""
         with self._lock:
             oldest_s = time.monotonic() - ttl_s
             due = [k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)]
@@ -251,12 +260,12 @@ class PublishedBlocks(_LockFile):
         return remaining
 
     def close(self) -> int:
-        """Withdraw everything, refuse further blocks; return how many are still leased."""
+        """Withdraw all blocks and reject further ones. Return the number of leased blocks."""
         with self._lock:
             self.refusal = self.refusal or "the directory is closed"
         remaining = self.expire(float("-inf"))
         with self._lock:
-            # Not before the last reader is done, who would think that the holder was killed.
+            # Only after the last read: to a reader, the unlocked file means a dead holder.
             if not remaining and self.folder:
                 for remove, name in (os.unlink, FILE), (os.rmdir, ""):
                     with suppress(OSError):  # already removed, together with the parent
@@ -265,18 +274,18 @@ class PublishedBlocks(_LockFile):
         return remaining
 
     def linger(self) -> None:
-        """Close, in a thread of its own, as soon as the last reader is done."""
+        """Start a thread that closes the directory as soon as the last reader is done."""
         RepeatingTimer(_LINGER_S, lambda: self.close() > 0).start()
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of the blocks that are kept alive."""
+        """Bytes of all blocks that are kept alive."""
         with self._lock:
             kept = [*self.published.values(), *self.withdrawn]
         return sum(getattr(published.block, "nbytes", 0) for published in kept)
 
     def __len__(self) -> int:
-        """Blocks that are kept alive."""
+        """Return the number of blocks that are kept alive."""
         return len(self.published) + len(self.withdrawn)
 
     def _reserve(self, digest: bytes) -> int:
@@ -285,7 +294,7 @@ class PublishedBlocks(_LockFile):
             if entry not in self._used:
                 self._used.add(entry)
                 return entry
-        raise UnsuitableError("there are too many published blocks: no entry is free for it")
+        raise UnsuitableError("too many blocks are published: no entry is free for this one")
 
     def _write(self, data: bytes, start: int) -> None:
         if os.pwrite(self.fd, data, start) != len(data):
@@ -297,27 +306,27 @@ class PublishedBlocks(_LockFile):
         return published
 
     def _is_kept(self, published: _Published) -> bool:
-        """Withdraw a descriptor; return whether its block must stay, since somebody may read it."""
+        """Clear a block's entry. Return whether a reader may still have a lease on the block."""
         try:
             self._write(bytes(_ENTRY_BYTES), published.entry)
             if self.is_locked(published.entry):
                 return True
-        except (OSError, MemoryError):  # nobody knows: it is tried again
+        except (OSError, MemoryError):  # unknown: checked again later
             return True
         self._used.discard(published.entry)
         return False
 
 
 def digest_of(key: Key) -> bytes:
-    """Return the digest by which a key's descriptor is found."""
+    """Return a key's digest, the index of its descriptor."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 
 
 def bucket_of(digest: bytes) -> int:
-    """Return where the bucket of a digest begins in the file."""
+    """Return the offset of a digest's bucket in the file."""
     return int.from_bytes(digest[:4]) * _BUCKET_BYTES % INDEX_BYTES
 
 
 def slot_of(entry: int) -> int:
-    """Return where the slot of an entry begins in the file."""
+    """Return the offset of an entry's slot in the file."""
     return INDEX_BYTES + entry // _ENTRY_BYTES * _SLOT_BYTES

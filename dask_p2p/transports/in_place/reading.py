@@ -1,6 +1,6 @@
-"""Blocks of another process that are read where they lie, each under a lease.
+"""Blocks of another process, read in place, each under a lease.
 
-Where a block lies a holder publishes as its `Descriptor`.
+A holder publishes each block's address, shape and dtype as its `Descriptor`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
 _POLL_S = 20e-6
-_MOST_PUBLISHED = 10_000  # by one request
+_MOST_PUBLISHED = 10_000  # blocks in one request to publish
 
-#: Returns a region of an open block; the rest is that of `Region.result`.
+#: Function that returns a region of an open block; other arguments as for `Region.result`.
 Regions = Callable[[Box, float | None, Array | None], Any]
 
 
@@ -51,21 +51,21 @@ class DirectoryOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where a block is, and what it is."""
+    """The address and the layout of a published block."""
 
-    key: str  # its repr
+    key: str  # repr of the key
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: str
-    place: Mapping[str, Any]  # where it is, as the transport describes it
+    place: Mapping[str, Any]  # address of the block, in the transport's terms
 
     def text(self) -> bytes:
-        # Not by `asdict`, which copies all that there is in the fields.
+        # Not by `asdict`, which makes deep copies.
         return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
 
     @classmethod
     def parse(cls, text: bytes, block: Request) -> Descriptor:
-        """Read a descriptor; refuse one that does not describe the block."""
+        """Return a descriptor, checked against the request for its block."""
         try:
             descriptor = _read(text)
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
@@ -79,7 +79,7 @@ class Descriptor:
         return descriptor
 
 
-@lru_cache(maxsize=1024)  # the tasks of a worker read the same blocks, one task after the other
+@lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
 def _read(text: bytes) -> Descriptor:
     fields = json.loads(text)
     shape = checked_shape(fields["shape"])
@@ -89,12 +89,12 @@ def _read(text: bytes) -> Descriptor:
 
 
 def regions_of(array: Array) -> Regions:
-    """Return what gives regions of an array that is in this process, mapped or empty."""
+    """Return the `Regions` function of an array in this process, mapped or empty."""
     return lambda box, *_: array[box_slices(box)]
 
 
 class SameHostReading(Reading):
-    """Blocks of one process, opened one after another, each when its first part is wanted."""
+    """The reading of blocks of one process. Each block is opened for its first part."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class SameHostReading(Reading):
     ) -> None:
         super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self.peer = peer
-        #: By the number of its request, what ends the lease on a block, and closes the block.
+        #: By number of the request: closes the block, and ends the lease on it.
         self.ending: dict[int, ExitStack] = {}
         self._transport = transport
         self._options = options
@@ -117,7 +117,7 @@ class SameHostReading(Reading):
             number = part.request
             wanted = self.requests[number]
             try:
-                if number not in self._regions and 0 in wanted.shape:  # there is nothing to lease
+                if number not in self._regions and 0 in wanted.shape:  # no memory to lease
                     empty = backend_named(wanted.kind).empty(wanted.shape, wanted.dtype)
                     self._regions[number] = regions_of(empty)
                 elif number not in self._regions:
@@ -132,9 +132,9 @@ class SameHostReading(Reading):
                 yield part.on_its_way(partial(self._regions[number], part.box))
 
     def _lease(self, number: int) -> bytes:
-        """Lease the block of a request; return its descriptor.
+        """Lease the block of a request, and return its descriptor.
 
-        If the holder does not publish the block by itself, it is asked to.
+        Requests the publication if the holder does not publish the block on its own.
         """
         wanted, asked = self.requests[number], 0
         deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
@@ -150,7 +150,7 @@ class SameHostReading(Reading):
                 if not asked and time.monotonic() <= deadline_s:
                     time.sleep(_POLL_S)
                     continue
-                # It may be gone again: moved and back, or one of many that were on disk.
+                # The block may be withdrawn again: moved and back, or one of many on disk.
                 if asked == PUBLISH_REQUESTS:
                     break
                 asked += 1
@@ -161,7 +161,7 @@ class SameHostReading(Reading):
         raise TransferError(f"{wanted.holder} published and withdrew {wanted} {asked} times")
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
-        """Have the holder publish the first of these blocks, and the others while it is at it."""
+        """Request the publication of the first block, and of all others that are in memory."""
         wanted, host, op = requests[0], self._transport.worker, self._transport.publish_op
         blocks, about = [(other.key, other.shape) for other in requests], f"block {wanted.key!r}"
         timeout_s = self._options.request_timeout_s
@@ -169,22 +169,22 @@ class SameHostReading(Reading):
         check_reply(reply, wanted)
 
     def confirm(self) -> None:
-        # All blocks are of one process. What is no longer leased was confirmed before.
+        # All blocks are of one process. Blocks without a lease were confirmed before.
         leases = self._leases if self.ending else None
         wanted = self.requests[next(iter(self.ending), 0)]
         try:
             lives = leases is None or leases.holder_lives()
         except OSError as exc:
-            raise TransferError(f"cannot find out whether {wanted.holder} is alive: {exc}") from exc
+            raise TransferError(f"cannot check that {wanted.holder} is alive: {exc}") from exc
         if not lives:
             raise BlockUnavailableError(f"{wanted.holder} ended while {wanted} was read")
 
     def end(self, number: int) -> None:
-        """End the lease on a block, once all that reads the block has been synchronised."""
+        """End the lease on a block. Call only after all reads of the block are synchronised."""
         self.ending.pop(number).close()
 
     def close(self) -> None:
-        with ExitStack() as ending:  # each, whatever becomes of the others
+        with ExitStack() as ending:  # ends each lease, even if ending another one fails
             if self._leases is not None:
                 ending.callback(self._leases.close)
             while self.ending:

@@ -1,12 +1,12 @@
-"""The base of transports by which a reader reads a holder's memory itself.
+"""The base of transports whose reader reads the holder's memory itself.
 
-A holder publishes descriptors of its blocks (`dask_p2p.transports.in_place.leases`). A reader of
-the same host takes a lease on a block, and reads what it wants, as its transport can. The holder
-takes no part in that.
+A holder publishes descriptors of its blocks (`dask_p2p.transports.in_place.leases`). A reader on
+the same host takes a lease on a block, and reads regions of it by its transport, without the holder
+taking part.
 
-Descriptors need not be asked for: a worker that runs an assembling task publishes its own blocks
-first, since the others are about to read them. A reader that finds no descriptor asks the holder to
-publish.
+Usually a reader finds the descriptors without a request: a worker that runs an assembling task
+first publishes its own blocks for the other workers. A reader that finds no descriptor requests the
+publication from the holder.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from dask_p2p.types import Array, Key
 logger = logging.getLogger(__name__)
 
 _EXPIRE_S = 0.1
-_CLOSE_S = 5.0  # how long closing waits for readers
-_MOST_FROM_DISK = 2
+_CLOSE_S = 5.0  # longest wait of `close` for readers
+_MOST_FROM_DISK = 2  # spilled blocks that are published at a time
 
 
 class SameHostTransport(Transport):
-    """Blocks of other processes of this host, found among what they have published."""
+    """Transport of published blocks between processes of one host."""
 
     within_host: ClassVar[bool] = True
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         super().__init__(worker, options)
         self.directory = PublishedBlocks(worker.folder)
-        self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with the obstacle
+        self._peers: dict[str, tuple[Peer, Obstacle | None]] = {}  # by holder, with its obstacle
         self.expiring: asyncio.TimerHandle | None = None
         self._from_disk: deque[Any] = deque()  # keys of published blocks that are spilled
         self._peer_op = f"p2p_{self.name}_peer"
         self.publish_op = f"p2p_{self.name}_publish"
 
-    # --- what differs between them ---
+    # --- parts that subclasses implement ---
 
     @abstractmethod
     def memory_proof(self) -> str:
@@ -71,17 +71,17 @@ class SameHostTransport(Transport):
 
     @abstractmethod
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
-        """Say what keeps a process of this host and user from being read; None if it can be."""
+        """Return the obstacle to reading a process of this host and user; None without one."""
 
     @abstractmethod
     def place_of(self, block: Array) -> dict[str, Any]:
-        """Return where a block is, for `Descriptor.place`, once all its values are there."""
+        """Wait for a block's values, and return its address for `Descriptor.place`."""
 
     @abstractmethod
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
-        """Return what gives regions of the block of a request, which is leased.
+        """Return the `Regions` function of the leased block of a request.
 
-        What it opens for that it leaves to `reading.ending` to close.
+        `reading.ending` closes all mappings and files that this method opens.
         """
 
     # --- the reader's side, in task threads ---
@@ -103,23 +103,23 @@ class SameHostTransport(Transport):
         return SameHostReading(self, requests, peer, options)
 
     def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
-        """Return where a worker runs, and what keeps its memory from being read.
+        """Return a worker's process, and the obstacle to reading its memory, if any.
 
-        It is asked once. If it does not answer that is not noted: it may the next time.
+        Asks the worker once. A missing answer is not recorded, so the next call asks again.
         """
         known = self._peers.get(holder)
         if known is None:
-            about = "where it runs"
+            about = "its process"
             reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
             try:
                 peer = Peer.parse(reply["peer"])
             except (TypeError, ValueError, KeyError) as exc:
-                message = f"{holder} does not say where it runs: {reply}"
+                message = f"{holder} sent no valid description of its process: {reply}"
                 raise TransferError(message) from exc
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
-                message = f"this worker cannot find out where it runs: {exc}"
+                message = f"this worker cannot describe its own process: {exc}"
                 raise TransferError(message) from exc
         return known
 
@@ -134,14 +134,14 @@ class SameHostTransport(Transport):
 
     @property
     def refusal(self) -> Obstacle | None:
-        """Why nobody can read this worker's blocks by this transport; None if others may."""
+        """The obstacle to reading this worker's blocks by this transport; None without one."""
         text = self.directory.refusal
         return None if text is None else no_directory(text)
 
     def publish(self, blocks: Mapping[Any, Any]) -> None:
         if self.is_closed:
             return
-        # What is held by now is published: the task may have been cancelled, its block released.
+        # Only blocks still held are published: a cancelled task's block may have been released.
         self._publish_ahead(
             (key, block.shape)
             for key, block in blocks.items()
@@ -149,7 +149,7 @@ class SameHostTransport(Transport):
         )
 
     def _publish_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
-        """Publish what is in memory. Readers ask for what is not, and are told why."""
+        """Publish the blocks that are in memory, without errors. Readers request the others."""
         for key, shape in blocks:
             try:
                 if not self.worker.is_on_disk(key):
@@ -161,7 +161,7 @@ class SameHostTransport(Transport):
         self.directory.withdraw(key)
 
     def on_spilled(self, key: Key) -> None:
-        """Withdraw a block that is spilled, so that its memory is free. Any thread may call it."""
+        """Withdraw a spilled block, which frees its memory. Any thread may call this."""
         self.directory.retire(key)
 
     def on_worker_left(self, holder: str) -> None:
@@ -198,7 +198,7 @@ class SameHostTransport(Transport):
 
     @answers
     async def _answer_publish(self, *, blocks: Any) -> dict[str, Any]:
-        """Publish the first of these blocks, and of the others those that are in memory."""
+        """Publish the first of these blocks, and all others that are in memory."""
         asked = checked_blocks(blocks)
         if not asked:
             raise MalformedRequestError("blocks: expected at least one")
@@ -212,22 +212,22 @@ class SameHostTransport(Transport):
         try:
             self.directory.publish(key, find, partial(self._describe_block, key))
         finally:
-            if self.expiring is None:  # else what is due then sees this block too
+            if self.expiring is None:  # a timer that is already set covers this block too
                 self.worker.loop.call_soon_threadsafe(self._expire_later)
         if was_on_disk and key not in self._from_disk:
             self._from_disk.append(key)
-            # Of these only the last stay in memory, and those that are read right now.
+            # Only the latest of these stay in memory, and those with a lease.
             while len(self._from_disk) > _MOST_FROM_DISK:
                 self.directory.withdraw(self._from_disk.popleft())
 
     def _find(self, key: Key, shape: Any) -> Any:
         block = find_block(self.worker, key, shape)
-        if (kind := backend_for(block).name) not in self.kinds:  # spilled to host memory, perhaps
-            raise UnsuitableError(f"it lies where arrays of {kind} do")
+        if (kind := backend_for(block).name) not in self.kinds:  # perhaps spilled to host memory
+            raise UnsuitableError(f"the block is in memory of {kind} arrays")
         return block
 
     def _describe_block(self, key: Key, block: Array) -> bytes:
-        """Return a block's descriptor, once all its values are there."""
+        """Wait for a block's values, and return its descriptor."""
         return Descriptor(
             key=repr(key),
             shape=tuple(block.shape),
@@ -242,7 +242,7 @@ class SameHostTransport(Transport):
 
     def _expire(self) -> None:
         self.expiring = None
-        # What is spilled is withdrawn too: Dask wants its memory back.
+        # Spilled blocks are withdrawn too, to free the memory that Dask reclaims.
         if self.directory.expire(
             DirectoryOptions.of(self.options).retain_s, self.worker.is_on_disk
         ):

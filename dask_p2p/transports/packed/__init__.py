@@ -1,1 +1,1 @@
-"""Transports whose holder packs: they differ in where the bytes land."""
+"""Transports whose holder packs regions. They differ in the memory that receives the bytes."""

@@ -1,16 +1,16 @@
-"""What transports have in common whose holders pack: all but where the bytes land.
+"""The base of transports whose holder packs regions. They differ in the receiving memory.
 
-A reader asks a holder by one RPC for a batch of regions, of any of its blocks. The holder packs
-each into contiguous memory::
+A reader requests a batch of regions, of any blocks of a holder, by one RPC. The holder packs each
+into contiguous memory::
 
     reader                                        holder
-      makes room for the regions (`Landing`)
-      --- RPC: keys, boxes, dtype, where ------>  packs the regions there (`Target`)
-      <-- answer: done, or why not, for each ---
+      allocates memory (`Landing`)
+      --- RPC: keys, boxes, dtype, where ------>  packs the regions (`Target`)
+      <-- reply: ok or an error, for each ------
 
-Several calls are under way at a time, so the next batch is packed while the one before is sent. So
-control and errors go over Dask's connections, encrypted where those are; the bytes go where the
-transport says. With ``p2p.checksum`` an answer holds checksums too, of the packed bytes.
+Several calls are in progress at a time, so that a batch is packed while the one before is sent.
+Requests and errors use Dask's connections, encrypted if those are. The packed bytes use the
+transport's own path. With ``p2p.checksum`` a reply also has checksums of the packed bytes.
 """
 
 from __future__ import annotations
@@ -53,61 +53,61 @@ from dask_p2p.transports.replies import (
 from dask_p2p.types import Array, Key
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
-PAUSE_S = 1e-3  # while the limit is reached
+PAUSE_S = 1e-3  # between checks for free memory
 _LARGEST_ITEM_BYTES = 2**31
 
 
 class Asked(NamedTuple):
-    """A request, as a holder understood it."""
+    """A reader's request, checked by the holder."""
 
     blocks: Sequence[tuple[Any, tuple[int, ...]]]  # keys and shapes
-    parts: Sequence[tuple[int, Box]]  # numbers of blocks, and boxes in them
+    parts: Sequence[tuple[int, Box]]  # indices into `blocks`, and boxes
     dtype: str
     item_bytes: int
     with_sums: bool
-    deadline_s: float  # of `time.monotonic`: from then on the reader waits no longer
+    deadline_s: float  # end of the reader's wait, by `time.monotonic`
 
     @property
     def left_s(self) -> float:
-        """The time that is left."""
+        """Remaining time until the deadline; at least 0."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     def places(self) -> tuple[list[int], int]:
-        """Return where in one memory the regions lie, and how long it is, in bytes."""
+        """Return the regions' offsets in one buffer, and the size of the buffer, in bytes."""
         return places_of([box for _, box in self.parts], self.item_bytes)
 
 
 class Target:
-    """Where a holder packs the regions of one request."""
+    """The memory into which a holder packs the regions of one request."""
 
     def begin(self, asked: Asked, reserved: list[Release]) -> None:
-        """Get ready for what is asked for, or the first regions of it, with this much memory."""
+        """Prepare for a request, or its first regions, with memory reserved for them."""
         self.asked = asked
         self.reserved = dict(enumerate(reserved))
 
     def takes(self, block: Array) -> bool:
-        """Return whether regions of this block can be packed beside those that are."""
+        """Return whether this block's regions can join those that are packed already."""
         return True
 
     @abstractmethod
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
-        """Queue a copy of a region, the n-th of the request; return what the reader will get."""
+        """Queue a copy of the request's region number `number`. Return the packed array."""
 
     def payload(self, packed: Array) -> dict[str, Any]:
-        """Return what the answer holds of a region."""
+        """Return the fields of the reply that contain a packed region."""
         return {}
 
     def send(self) -> None:
-        """Send what is packed, and wait until it has arrived."""
+        """Send the packed regions, and wait for their arrival."""
 
     def close(self) -> None:
-        """Give back what was reserved. It is called whatever fails."""
+        """Release the reservations. Called also after errors."""
         for release in self.reserved.values():
             release()
 
 
 class MemoryTarget(Target):
-    """Memory in which regions lie one after another."""
+    """A buffer that holds the regions one after another."""
 
     def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
@@ -115,7 +115,7 @@ class MemoryTarget(Target):
 
     @abstractmethod
     def memory(self, backend: Backend) -> Array:
-        """Return the memory as a 1-D array of bytes, for regions of this backend."""
+        """Return the buffer as a 1-D array of bytes, for regions of this backend."""
 
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
         memory, place = self.memory(backend_for(region)), self._places[number]
@@ -125,19 +125,19 @@ class MemoryTarget(Target):
 
 
 class PackedTransport(Transport):
-    """Regions that their holder packs."""
+    """A transport whose holder packs regions."""
 
     reading: ClassVar[type[PackedReading]] = PackedReading
-    #: What makes room for a batch of regions.
+    #: Class of the memory that receives a batch of regions.
     landing: ClassVar[type[Landing]] = Landing
-    #: Whether readers convert what comes in another byte order.
+    #: True if readers convert regions with another byte order.
     converts: ClassVar[bool] = False
-    #: That pack for readers; None for the worker's own.
+    #: Executor that packs regions for readers; None: the worker's threads.
     threads: Executor | None = None
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         super().__init__(worker, options)
-        self.opened: set[PackedReading] = set()  # by task threads
+        self.opened: set[PackedReading] = set()  # open readings of task threads
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by holder
 
     @property
@@ -150,10 +150,10 @@ class PackedTransport(Transport):
 
     @abstractmethod
     async def target(self, asked: Asked, where: Any) -> Target:
-        """Return where the regions of a request are packed; check what the reader says of it."""
+        """Return the target of a request, after checking the reader's description `where`."""
 
     def own_bytes(self, asked: Asked) -> list[int]:
-        """Return the sizes of the memory that the holder needs for packing what is asked for."""
+        """Return the sizes of the holder's own memory for packing a request."""
         return []
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:
@@ -171,7 +171,7 @@ class PackedTransport(Transport):
             self.threads.shutdown(wait=False, cancel_futures=True)
 
     def let_go(self) -> None:
-        """Give up what is kept for readers and holders. It may block: call it from a thread."""
+        """Free all kept memory. May block: call it from a thread."""
         for buffers in self.pools:
             buffers.clear()
 
@@ -189,7 +189,7 @@ class PackedTransport(Transport):
         where: Any = None,
         checksum: Any = False,
     ) -> dict[str, Any]:
-        """Answer one request. Blocks are referenced, and so leased, until they are packed."""
+        """Handle one request. References keep the blocks alive until they are packed."""
         blocks = checked_blocks(blocks)
         asked = Asked(
             blocks,
@@ -202,13 +202,17 @@ class PackedTransport(Transport):
         return {"parts": await self.packed_for(asked, where)}
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        """Pack what is asked for; return the answer about each region."""
+        """Pack the requested regions. Return the reply for each."""
         target = await self.target(asked, where)
         target.begin(*await self.reserve(asked))
         return await self.worker.offload(self.pack_all, target, threads=self.threads)
 
     async def reserve(self, asked: Asked) -> tuple[Asked, list[Release]]:
-        """Reserve memory for the first regions: as many as there is room for, but at least one."""
+        """Reserve memory for the first regions of a request.
+
+        Waits until at least one region fits. Returns the request for the regions that fit. Raises
+        `TransferError` at the reader's deadline.
+        """
         count = len(asked.parts)
         while True:
             for shift in range(max(1, count.bit_length())):
@@ -223,7 +227,7 @@ class PackedTransport(Transport):
             await asyncio.sleep(PAUSE_S)
 
     def pack_all(self, target: Target) -> list[dict[str, Any]]:
-        """Pack the regions block by block, and send them; say of a block that fails why it does."""
+        """Pack the regions block by block, and send them. Return a reply or an error for each."""
         asked, answers = target.asked, list[dict[str, Any]]()
         with closing(target):
             for number, group in groupby(enumerate(asked.parts), key=lambda part: part[1][0]):
@@ -234,7 +238,7 @@ class PackedTransport(Transport):
                     answers += [refuse(exc) for _ in boxes]
                     continue
                 if not target.takes(block):
-                    break  # the reader asks again for what has no answer
+                    break  # the reader requests regions without a reply again
                 with device_of(block):
                     answers += self._pack(target, asked.blocks[number][0], block, boxes)
                 del block
@@ -255,7 +259,7 @@ class PackedTransport(Transport):
         return block
 
     def _queue_for(self, block: Array) -> Queue:
-        """Return what packs regions of a block, once that is written."""
+        """Return a queue that packs regions of a block after the block is written."""
         queue = backend_for(block).queue(leave_bandwidth=True)
         queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         return queue
@@ -263,16 +267,16 @@ class PackedTransport(Transport):
     def _pack(
         self, target: Target, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
-        """Pack regions of one block; return the answers about them."""
+        """Pack regions of one block. Return the replies for them."""
         queue = self._queue_for(block)
         try:
             packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]
         finally:
-            queue.synchronize()  # once it is answered, or has failed, memory is used again
+            queue.synchronize()  # memory is reused after the reply, and after an error
         answers = [{"status": "ok", **target.payload(region)} for region in packed]
         if target.asked.with_sums:
             for answer, region, (_, box) in zip(answers, packed, boxes, strict=True):
-                # By what is sent: the reader gets it in the same kind of memory.
+                # By the packed array: the reader gets it in the same kind of memory.
                 algorithm = backend_for(region).checksum_algorithm
                 answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
         return answers

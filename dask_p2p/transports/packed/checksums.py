@@ -1,7 +1,7 @@
-"""Checksums of regions, where the option ``p2p.checksum`` asks for them.
+"""Checksums of regions, for the option ``p2p.checksum``.
 
-A sum starts from what was asked for, key and box. So a region that is whole, but is the answer to
-another request, or to what became of this one on its way, has another sum too.
+A sum starts from the requested key and box. Therefore an intact region of a different request, or
+of a request that was corrupted, has a different sum too.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _SUMS = 2**64
 
 
 def region_sum(key: Key, box: Box, region: Array, algorithm: str) -> int:
-    """Return the checksum of a region of a block. It may block: call it from a thread."""
-    asked = repr((key, tuple(map(tuple, box))))  # which escapes what cannot be encoded
+    """Return the checksum of a region of a block. May block: call it from a thread."""
+    asked = repr((key, tuple(map(tuple, box))))  # escapes characters that cannot be encoded
     return checksum(region, algorithm, zlib.crc32(asked.encode()))
 
 
 def check_sum(block: Request, box: Box, region: Array, sent: Any) -> None:
-    """Raise `TransferError` unless a region has the sum that its holder sent.
+    """Raise `TransferError` unless a region has the checksum that its holder sent.
 
-    That is a pair: the name of the algorithm, and the sum. It may block: call it from a thread.
+    `sent` is a pair of the algorithm's name and the sum. May block: call it from a thread.
     """
     try:
         algorithm, remote = sent
@@ -44,5 +44,5 @@ def check_sum(block: Request, box: Box, region: Array, sent: Any) -> None:
         raise TransferError(
             f"{box} of {block} arrived changed: its {algorithm} is {local:#x} here, "
             f"and was {remote:#x} where it was sent",
-            "what arrives is not what was sent, by its checksum",
+            "regions arrive with wrong checksums",
         )

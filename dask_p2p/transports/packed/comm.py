@@ -1,7 +1,8 @@
 """``comm``: packed regions over Dask's own connections, between any two workers.
 
-Regions land in the answer. Dask's serialisation and protocol (tcp, tls, ucx, inproc) do the rest.
-GPU regions are sent from device memory where the protocol can (ucx), else through host memory.
+The reply contains the regions, sent by Dask's serialisation and protocol (tcp, tls, ucx, inproc).
+GPU regions are sent from device memory if the protocol supports this (ucx), otherwise from host
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CommOptions(Section):
 
 
 class CommTransport(PackedTransport):
-    """Regions as answers to RPCs."""
+    """Transport of regions in the replies of RPCs."""
 
     name: ClassVar[str] = "comm"
     converts: ClassVar[bool] = True
@@ -38,9 +39,9 @@ class CommTransport(PackedTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts as large as is configured, or as fits."""
+        """Return a footprint with parts of the configured size, or the largest size that fits."""
         own, on_device = CommOptions.of(options), backend_named(kind).on_device
-        held = parts_held(own.parts_in_flight, kind) + on_device  # there once more, in host memory
+        held = parts_held(own.parts_in_flight, kind) + on_device  # one more in host memory
         part_bytes = max(1, min(own.part_bytes, left_bytes(options, kind) // held))
         return Footprint(
             part_bytes,
@@ -53,11 +54,11 @@ class CommTransport(PackedTransport):
         )
 
     def probe(self, holder: str, kind: Kind) -> None:
-        """Do nothing: there is nothing to prove, since Dask itself uses these connections."""
+        """Do nothing: Dask itself uses these connections, so that they need no probe."""
 
     async def target(self, asked: Asked, where: Any) -> Target:
         if where is not None:
-            raise MalformedRequestError("where: expected nothing")
+            raise MalformedRequestError("where: expected None")
         return Reply(self.worker.address)
 
     def own_bytes(self, asked: Asked) -> list[int]:
@@ -65,7 +66,7 @@ class CommTransport(PackedTransport):
 
 
 class Reply(Target):
-    """An answer that holds the regions."""
+    """A reply that contains the regions."""
 
     def __init__(self, address: str) -> None:
         self._protocol = address.partition("://")[0]
@@ -77,10 +78,10 @@ class Reply(Target):
         packed = queue.scratch(region.shape, region.dtype)
         queue.pack(packed, region)()
         if on_device and not self._protocol.startswith("ucx"):
-            # Here, or serialisation would do it on the event loop.
+            # On this thread: serialisation would copy it on the event loop.
             packed = queue.to_host(packed)
-        if self._protocol != "inproc":  # else it is the reader's own from now on
-            # Dask lets go of it when it is sent.
+        if self._protocol != "inproc":  # with inproc the reader owns the array from now on
+            # Dask drops its reference after sending.
             weakref.finalize(packed, self.reserved.pop(number)).atexit = False
         return packed
 

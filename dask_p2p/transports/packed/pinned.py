@@ -1,19 +1,19 @@
 """``pinned``: packed regions through host memory that reader and holder share.
 
 For GPUs without peer access to each other, and for allocators whose memory CUDA IPC cannot share
-(``cudaMallocAsync``, managed memory). Regions land in memory of the reader, which it names::
+(``cudaMallocAsync``, managed memory). The holder packs regions into shared memory of the reader::
 
     reader                                      holder
-      --- RPC: keys, boxes, name of it ------->  maps the memory, once
-                                                 copies the regions there (copy engine, or kernel)
-      <-- answer: done -----------------------
+      --- RPC: keys, boxes, segment's name --->  maps the segment, once
+                                                 copies the regions (copy engine or kernel)
+      <-- reply: ok ---------------------------
     copies them to its device (copy engine)
 
-Both have pinned it, so copies run at the speed of PCIe, in both directions at the same time (H200:
-48 GB/s each way, and 28 where kernels read it directly). For NumPy blocks it is not pinned, and is
-read in place.
+Both sides pin the memory, so that copies run at the speed of PCIe in both directions. On an H200
+this is 48 GB/s each way, and 28 if kernels read the memory directly. For NumPy blocks the memory
+is not pinned, and the reader reads regions in place.
 
-Memory whose call got no answer is not reused: the holder may still write there.
+A segment whose call got no reply is not reused, since the holder may still write to this memory.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from dask_p2p.transports.replies import ask_and_wait
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
-# Parts that are asked for ahead. An answer takes 5 ms, of which the copies take one (two H200: 17
-# GB/s a reader with 3 of them).
+# Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader
+# with 3 parts ahead).
 _IN_FLIGHT = 6
 _IDLE_PARTS = _IN_FLIGHT + 2
-# Segments of readers that are kept mapped, each with a file descriptor. A task has 7 of them.
+# Readers' segments that stay mapped, each with a file descriptor. A task has 7 of them.
 _MOST_MAPPED = 256
-_THREADS = 4  # of which each waits for a copy, out of a GPU or into it
+_THREADS = 4  # each waits for a copy from or to a GPU
 
 
 @section("transports.pinned")
@@ -57,12 +57,12 @@ class PinnedOptions(Section):
 
 
 class _SegmentLanding(MemoryLanding):
-    """Memory that is lent to one call, and copied to the device where regions are wanted there."""
+    """A shared segment, lent to one call. Regions for a GPU are copied from it to the device."""
 
     def room(self, reading: PackedReading, size_bytes: int) -> Array:
         segments = self.transport.segments[self.about.kind]
         try:
-            # Of one size, so that memory fits the next batch and the next array too.
+            # All of one size, so that a segment also fits the next batch and the next array.
             self._segment, memory = segments.lend(max(reading.batch_bytes, size_bytes))
         except Exception as exc:
             raise TransferError(f"there is no memory to share: {exc}") from exc
@@ -72,16 +72,16 @@ class _SegmentLanding(MemoryLanding):
         return tuple(self._segment.name)
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        if len(answers) < len(self.places):  # holders need no memory of their own
+        if len(answers) < len(self.places):  # holders need no own memory, and so pack all regions
             count = f"{len(answers)} of {len(self.places)} regions"
-            raise TransferError(f"{self.about.holder} answered about {count}")
+            raise TransferError(f"{self.about.holder} answered only for {count}")
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport
         return await transport.worker.offload(self._copied, threads=transport.threads)
 
     def _copied(self) -> Array:
-        memory, self.memory = self.memory, None  # it is lent no longer once the copy is there
+        memory, self.memory = self.memory, None  # the loan ends with the copy
         return to_device(memory, self.transport.buffers[self.about.kind])
 
     def abandon(self) -> None:
@@ -89,7 +89,7 @@ class _SegmentLanding(MemoryLanding):
 
 
 class PinnedTransport(PackedTransport):
-    """Regions through memory that both sides have in common."""
+    """Transport of regions through host memory that reader and holder share."""
 
     name: ClassVar[str] = "pinned"
     landing: ClassVar[type[Landing]] = _SegmentLanding
@@ -101,14 +101,14 @@ class PinnedTransport(PackedTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts of the configured size, or the largest for which there is room."""
+        """Return a footprint with parts of the configured size, or the largest size that fits."""
         part_bytes, on_device = PinnedOptions.of(options).part_bytes, backend_named(kind).on_device
 
-        def held(in_flight: int) -> int:  # what has come is in memory of the device too
+        def held(in_flight: int) -> int:  # parts that have arrived are in device memory too
             return parts_held(in_flight, kind) + (in_flight + 1) * on_device
 
         found = buffered(part_bytes, _IN_FLIGHT, left_bytes(options, kind), held)
-        # As many are kept in host memory as in device memory; holders pack into the readers' own.
+        # Idle parts are counted in host memory and in device memory. Holders have no own memory.
         return replace(found, parts_idle=_IDLE_PARTS, copies=4 if on_device else 2)
 
     # --- the reader's side, in task threads ---
@@ -120,7 +120,7 @@ class PinnedTransport(PackedTransport):
         self.buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self.pools += [*self.segments.values(), *self.buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
-        self.mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # of readers, by last use
+        self.mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # readers', by last use
         self._mapping = threading.Lock()
         self.threads: ThreadPoolExecutor = ThreadPoolExecutor(_THREADS, "p2p-pinned")
 
@@ -130,7 +130,7 @@ class PinnedTransport(PackedTransport):
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
-        """Have a holder open memory of here; return what keeps it from that."""
+        """Ask a holder to open this worker's memory. Return the obstacle, if any."""
         try:
             segment, _ = self.segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:
@@ -147,7 +147,7 @@ class PinnedTransport(PackedTransport):
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:
         reading = super().read(requests, options)
-        # Memory is dear to make and to pin: what this task needs is kept for the next one.
+        # Allocating and pinning memory is slow: the memory of this task is kept for the next.
         most_bytes = _IDLE_PARTS * buffer_bytes(reading.batch_bytes)
         needed_bytes = min(most_bytes, self.options.staging_limit_bytes)
         kind = requests[0].kind
@@ -160,12 +160,12 @@ class PinnedTransport(PackedTransport):
 
     async def target(self, asked: Asked, where: Any) -> MemoryTarget:
         name = SegmentName.parse(where)
-        if not asked.parts:  # the reader only wants to know whether its memory can be opened
+        if not asked.parts:  # the reader only tests whether its memory can be opened
             await self.worker.offload(Segment.open, name)
         return _SegmentTarget(self, name)
 
     def segment(self, name: SegmentName) -> Segment:
-        """Return a reader's memory, mapped once; what its readers gave up is not kept."""
+        """Return a reader's segment, mapped once. Unmap segments that readers have closed."""
         with self._mapping:
             if name not in self.mapped:
                 for other in [other for other in self.mapped if not other.is_open()]:
@@ -181,7 +181,7 @@ class PinnedTransport(PackedTransport):
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
         self._obstacles.pop(holder, None)
-        if self.mapped:  # perhaps its memory, which exists as long as it is mapped here
+        if self.mapped:  # perhaps its segments, whose memory is freed when unmapped here
             self.offload(self._unmap)
 
     def _unmap(self) -> None:
@@ -194,7 +194,7 @@ class PinnedTransport(PackedTransport):
 
 
 class _SegmentTarget(MemoryTarget):
-    """Memory of a reader, mapped when there is something to be packed there."""
+    """A segment of a reader, mapped for the first region that is packed into it."""
 
     def __init__(self, transport: PinnedTransport, name: SegmentName) -> None:
         self._transport, self._name = transport, name

@@ -1,4 +1,4 @@
-"""The reader's side: batches of regions, several calls at a time."""
+"""The reader's side of packed transports: batches of regions, in several concurrent calls."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_MOST_PARTS = 256  # in one answer: each may be a frame of its own
-_ALIGNMENT_BYTES = 128  # what a GPU reads at once
-# Of the reader's deadline: the holder gives up before, and says why.
+_MOST_PARTS = 256  # parts in one reply: each may be a frame of its own
+_ALIGNMENT_BYTES = 128  # a GPU's unit of memory access
+# The holder's share of the reader's deadline. It fails earlier, and so can report the reason.
 _HOLDERS_SHARE = 3 / 4
-# Shares of the deadline, after which an answer is late, and before which it is early.
+# Replies count as late after the first share of the deadline, as early before the second.
 _LATE, _EARLY = 1 / 4, 1 / 16
-_SMALLEST_BYTES = 2**16  # of a late answer: less makes nothing quicker
+_SMALLEST_BYTES = 2**16  # smaller replies would not be faster
 _UNLIMITED_BYTES = 2**62
 
 
 class Pace:
-    """How much to ask of one holder at once.
+    """The size of requests to one holder.
 
-    Many readers may share a link that carries little. Nobody knows before, so what was asked and
-    came late, or not at all, is asked in smaller parts from then on.
+    Many readers may share a slow network, whose speed is not known in advance. Late or missing
+    replies shrink the next requests, and early ones grow them.
     """
 
     def __init__(self) -> None:
-        self.most_bytes = _UNLIMITED_BYTES  # of one answer
+        self.most_bytes = _UNLIMITED_BYTES  # upper bound of one reply
 
     def note(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
-        """Note how long an answer took, or that there was none within the limit."""
+        """Record the time of a reply, or of the wait for a reply that did not come."""
         share = took_s / limit_s
         if share > _LATE:
             least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))
@@ -56,7 +56,7 @@ class Pace:
 
 
 class Landing:
-    """Where the regions of one batch come to: made in the task's thread, which may take a while."""
+    """The memory that receives the regions of one batch. Made in the task's thread: may block."""
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         self.transport = transport
@@ -64,22 +64,22 @@ class Landing:
         self.parts = parts
 
     def where(self, first: int) -> Any:
-        """Get ready for the regions from this one on; return what the holder is told.
+        """Prepare for the regions from this one on. Return the description for the holder.
 
-        It may block: call it from a thread.
+        May block: call it from a thread.
         """
         return None
 
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
-        """Return the regions that these answers are about, when they are here."""
+        """Wait for the regions of these replies, and return them."""
         return [answer.get("data") if isinstance(answer, dict) else None for answer in answers]
 
     def abandon(self) -> None:
-        """Note that there will be no answer, or no use for it. The holder may be late."""
+        """Give the memory up after a failed call: the holder may still write to this memory."""
 
 
 class MemoryLanding(Landing):
-    """Memory in which regions lie one after another."""
+    """A buffer that holds the regions one after another."""
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         super().__init__(transport, reading, parts)
@@ -88,10 +88,10 @@ class MemoryLanding(Landing):
 
     @abstractmethod
     def room(self, reading: PackedReading, size_bytes: int) -> Array:
-        """Return memory for all of them; `TransferError` if there is none."""
+        """Return memory for all regions. Raises `TransferError` if there is none."""
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        """Return the memory, when the regions that these answers are about are there."""
+        """Wait for the regions of these replies, and return the memory."""
         return self.memory
 
     async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
@@ -99,14 +99,14 @@ class MemoryLanding(Landing):
         return [self.region(memory, first + number) for number in range(len(answers))]
 
     def region(self, memory: Array, number: int) -> Array:
-        """Return one of the regions, which are in this memory."""
+        """Return the region with this number, in this memory."""
         shape = box_shape(self.parts[number].box)
         found: Array = region_at(memory, self.places[number], shape, self.about.dtype)
         return found
 
 
 class PackedReading(Reading):
-    """Regions that are asked for, and answered, several at a time."""
+    """The reading of packed regions, with several requests at a time."""
 
     def __init__(
         self,
@@ -120,17 +120,17 @@ class PackedReading(Reading):
         self._pace = pace
         self.worker = transport.worker
         self._answers_ahead = self.ahead
-        self._last: deque[int] = deque(maxlen=self.ahead)  # parts of the last answers
+        self._last: deque[int] = deque(maxlen=self.ahead)  # numbers of parts in the last requests
         self.timeout_s = options.request_timeout_s
-        # Objects are pickled: their bytes are others here than there.
+        # Objects are pickled: their bytes differ between processes.
         self._with_sums = options.checksum and not requests[0].dtype.hasobject
-        self.calls: set[Future[Any]] = set()  # that have no answer yet
+        self.calls: set[Future[Any]] = set()  # calls without a reply so far
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
     def places(self, parts: Sequence[Region]) -> tuple[list[int], int]:
-        """Return where in one memory these parts lie, and how long it is, in bytes."""
+        """Return the parts' offsets in one buffer, and the size of the buffer, in bytes."""
         return places_of([part.box for part in parts], self.requests[0].dtype.itemsize)
 
     def __iter__(self) -> Iterator[Region]:
@@ -138,7 +138,7 @@ class PackedReading(Reading):
             yield from self._asked(parts)
 
     def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
-        """Ask for a batch."""
+        """Request a batch, and yield its regions."""
         try:
             call = self._call(parts)
         except TransferError as exc:
@@ -150,7 +150,7 @@ class PackedReading(Reading):
             yield part.on_its_way(partial(answered, call, number), call.done)
 
     def _batches(self) -> Iterator[list[Region]]:
-        """Group small parts, up to the size of one part."""
+        """Group small parts into batches, up to the size of a large part."""
         batch: list[Region] = []
         batch_bytes = 0
         for part in self.parts():
@@ -165,12 +165,12 @@ class PackedReading(Reading):
             yield batch
 
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
-        """Ask for a batch, and go on."""
+        """Start the request for a batch, and return its future."""
         landing = self._transport.landing(self._transport, self, parts)
         return self._begun(self.bring(parts, landing, landing.where(0)))
 
     def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Have the event loop run a call, which closing cancels."""
+        """Start a call on the event loop. `close` cancels it."""
         call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
         self.calls.add(call)
         call.add_done_callback(self.calls.discard)
@@ -182,11 +182,11 @@ class PackedReading(Reading):
         self._transport.opened.discard(self)
 
     async def bring(self, parts: Sequence[Region], landing: Landing, where: Any) -> list[Any]:
-        """Return, for each part, the region or the error that came in its place."""
+        """Return the region for each part, or the error in its place."""
         regions: list[Any] = []
         try:
             while left := parts[(first := len(regions)) :]:
-                if first:  # for the others its holder had no room
+                if first:  # the holder had no memory for the remaining parts
                     where = await self.worker.offload(landing.where, first)
                 deadline_s = time.monotonic() + self.timeout_s
                 answers = await self._ask(left, where)
@@ -199,13 +199,13 @@ class PackedReading(Reading):
         return regions
 
     async def _ask(self, parts: Sequence[Region], where: Any, messages: int = 1) -> Sequence[Any]:
-        """Ask for parts, which come in so many messages; return the answers about them."""
+        """Request parts that arrive in this number of messages. Return the replies for them."""
         first = self.requests[parts[0].request]
-        # Each block is named once, and then numbered.
+        # The request names each block once, and refers to it by its number.
         numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
         others = len(numbers) - 1
         about = f"block {first.key!r}" + (f" and {others} others" if others else "")
-        limit_s = self.timeout_s * messages  # of which each may take as long
+        limit_s = self.timeout_s * messages  # the timeout applies to each message
         asking = ask(
             self.worker, first.holder, self._transport.op, limit_s, about,
             blocks=[(self.requests[n].key, self.requests[n].shape) for n in numbers],
@@ -220,13 +220,13 @@ class PackedReading(Reading):
             self._pace.note(self.places(parts)[1], time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            message = f"{first.holder} did not answer about any part: {reply}"
+            message = f"{first.holder} sent no reply for any part: {reply}"
             raise TransferError(f"{message:.500}")
         result: Sequence[Any] = answers
         return result
 
     async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
-        """Return a region in the dtype that is declared, or the error that came in its place."""
+        """Return a region in the declared dtype, or the error in its place."""
         request, box = self.requests[part.request], part.box
         try:
             check_reply(answer, request)
@@ -247,16 +247,16 @@ class PackedReading(Reading):
 
 
 def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
-    """Return one of the parts that a call is about."""
+    """Return the region of one of a call's parts."""
     answers = call.result(timeout_s)
-    region, answers[number] = answers[number], None  # it is the caller's own from here on
+    region, answers[number] = answers[number], None  # the caller owns the array from now on
     if isinstance(region, Exception):
         raise region
     return region
 
 
 def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
-    """Return where regions lie in one memory, and how long it is: the same on both sides.
+    """Return the regions' offsets in one buffer, and its size. Both sides compute the same.
 
     >>> places_of([((0, 2), (0, 3)), ((1, 2),)], 8)
     ([0, 128], 136)
@@ -269,7 +269,7 @@ def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
 
 
 def region_at(memory: Any, place: int, shape: Sequence[int], dtype: DType) -> Any:
-    """Return a region as a C-ordered array in memory of bytes, from this one on."""
+    """Return a region as a C-ordered array in a buffer of bytes, from this offset on."""
     return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 

@@ -1,15 +1,15 @@
-"""Regions in messages, at both ends; rows of messages for which a holder is asked once.
+"""Regions in UCX messages, on both sides, and rows of messages with a single request.
 
-A large region is brought in parts, each in a message. To ask for each of them takes Python longer
-than a fast link takes for the bytes. So a holder is told the tags of a row of messages, and packs
-and sends one after another. The reader looks out for the next ones while those before are put into
-place, and so sets the pace::
+A large region is transferred in parts, each in a message. In Python, a request for each part would
+take longer than a fast link takes for the bytes. So one request has the tags of a row of messages,
+and the holder packs and sends one after another. The reader posts the next receives while it
+processes the messages before, and so controls the pace::
 
     reader                                     holder
       --- RPC: keys, boxes, tags ----------->    packs and sends, in turn
-      looks out for the first messages   <====
-      looks out for one more             <====   packs the next while one is sent
-      <-- answer: all are sent, or why not --
+      posts receives for the first       <====
+      posts one more                     <====   packs the next while one is sent
+      <-- reply: all are sent, or an error ---
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from dask_p2p.transports.replies import check_reply
 from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 
-MOST_MESSAGES = 64  # in one row
+MOST_MESSAGES = 64  # messages in one row
 _TAGS = 2**62
 _MOST_CLOSED = 2**31
 
 
 class Mailboxes(NamedTuple):
-    """Where a reader looks out for a message with all parts, or for one with each of them."""
+    """The tags of a reader's receives: one tag for all parts, or one for each part."""
 
-    tags: Sequence[int]  # of the messages
-    reader: str  # address of the worker
-    closed: int  # of the reader's endpoints to here: see `Messenger.renew`
+    tags: Sequence[int]  # tags of the messages
+    reader: str  # address of the reading worker
+    closed: int  # number of the reader's closed endpoints to the holder: see `Messenger.renew`
 
     @classmethod
     def checked(cls, where: Any) -> Mailboxes:
-        """Read what a reader has sent."""
+        """Return the checked mailboxes of a reader's request."""
         sequences = list, tuple
         if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
             raise MalformedRequestError("where: expected tags, reader and closed")
@@ -62,9 +62,9 @@ class Mailboxes(NamedTuple):
 
 
 class Incoming(MemoryLanding):
-    """A message that is waited for, from before its holder is asked."""
+    """The receive of a message, posted before the request to the holder."""
 
-    message: Message | None = None  # None where nothing is to come
+    message: Message | None = None  # None if the regions are empty
 
     def room(self, reading: PackedReading, size_bytes: int) -> Array:
         self._messenger: Messenger = self.transport.messenger()
@@ -77,13 +77,13 @@ class Incoming(MemoryLanding):
         return tuple(to)
 
     def look_out(self, first: int, tag: int) -> None:
-        """Look out for a message with the regions from this one on."""
+        """Post the receive of a message with the regions from this one on."""
         memory = self.memory[self.places[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
     @property
     def has_come(self) -> bool:
-        """Whether nothing is to come any more: of an empty region there is no message."""
+        """True if the message has arrived, or the regions are empty and have no message."""
         return self.message is None or self.message.done
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
@@ -95,7 +95,7 @@ class Incoming(MemoryLanding):
             try:
                 await self.transport.worker.offload(*waiting, threads=self.transport.threads)
             except TransferError as exc:
-                text = f"{self.about} does not come: {exc}"
+                text = f"{self.about} did not arrive: {exc}"
                 raise type(exc)(text, reason=str(exc)) from exc
         return self.memory
 
@@ -105,16 +105,16 @@ class Incoming(MemoryLanding):
 
 
 class StreamedReading(PackedReading):
-    """Regions that come in messages, large ones in rows."""
+    """The reading of regions in messages. Large regions arrive in rows of messages."""
 
     def __init__(self, transport: Any, *args: Any) -> None:
         super().__init__(transport, *args)
         self._ucx = transport
-        self.expected: set[Incoming] = set()  # messages of rows
-        self._missing: dict[Any, int] = {}  # how many messages have not come, by the row's call
+        self.expected: set[Incoming] = set()  # posted receives of rows
+        self._missing: dict[Any, int] = {}  # number of missing messages, by the row's call
 
     def __iter__(self) -> Iterator[Region]:
-        if self._with_sums:  # which come with answers, one for each message
+        if self._with_sums:  # replies have the sums, so each message needs its own
             yield from super().__iter__()
             return
         for is_batch, batches in groupby(self._batches(), key=lambda batch: len(batch) > 1):
@@ -131,7 +131,7 @@ class StreamedReading(PackedReading):
                 yield from self._streamed(row) if len(row) > 1 else self._asked(row)
 
     def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
-        """Ask for a row of messages, and look out for one after another."""
+        """Request a row of messages, and post one receive after another."""
         try:
             where = self._ucx.mailboxes(self.requests[0].holder, len(row))
         except TransferError as exc:
@@ -152,17 +152,17 @@ class StreamedReading(PackedReading):
             yield part.on_its_way(streamed.result, streamed.done)
 
     def note_arrival(self, call: Future[Sequence[Any]]) -> None:
-        """Take note that a message of a row has come.
+        """Record the arrival of a message of a row.
 
-        The answer about a row of which all have come says nothing new. It is let come all the same:
-        to cancel the call would close its connection, and to make one takes longer than an answer.
+        When all messages of a row have arrived, its reply has no new information. Still, `close`
+        does not cancel the call: this would close the connection, and a new one takes longer.
         """
         self._missing[call] -= 1
         if not self._missing[call]:
             self.calls.discard(call)
 
     def ask_again(self, landing: Incoming) -> Any:
-        """Return a part by itself, since its row has ended before."""
+        """Request a part on its own, since its row ended before it. Return the region."""
         self.expected.discard(landing)
         landing.abandon()
         return answered(self._call(landing.parts), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
@@ -175,12 +175,12 @@ class StreamedReading(PackedReading):
 
 @dataclass(slots=True)
 class _Streamed:
-    """A region in one of a row of messages."""
+    """A region whose message is part of a row."""
 
     reading: StreamedReading
     landing: Incoming
     call: Future[Sequence[Any]]
-    number: int  # in the row
+    number: int  # index in the row
 
     def done(self) -> bool:
         return self.landing.has_come or self.call.done()
@@ -200,26 +200,29 @@ class _Streamed:
         return landing.region(landing.memory, 0)
 
     def _is_sent(self) -> bool:
-        """Return whether the holder has sent this message; raise if it says why it cannot."""
-        answers = self.call.result()  # which raises what all of them have failed by
-        if self.number >= len(answers):  # it ended at another one
+        """Return whether the holder has sent this message. Raise its error if it failed."""
+        answers = self.call.result()  # raises the error of the whole row, if any
+        if self.number >= len(answers):  # the row ended before this message
             return False
         check_reply(answers[self.number], self.landing.about)
         return True
 
 
 class Outgoing(MemoryTarget):
-    """A message that is packed, and then sent."""
+    """The packing and sending of a message."""
 
     def __init__(self, transport: Any, to: Mailboxes, messenger: Messenger, address: bytes) -> None:
         self._transport, self._to = transport, to
         self._messenger, self._address = messenger, address
         self._memory: Array | None = None
         self._message: Message | None = None
-        self.block: Array | None = None  # that is read until it is packed
+        self.block: Array | None = None  # block that is referenced until it is packed
 
     def takes(self, block: Array) -> bool:
-        """Return whether its regions fit into the message: spilled blocks' into no GPU's memory."""
+        """Return whether the block's regions can join the message.
+
+        Regions of a block spilled to host memory cannot join a message in GPU memory.
+        """
         there = self._memory
         return there is None or backend_for(block).on_device or not backend_for(there).on_device
 
@@ -234,7 +237,7 @@ class Outgoing(MemoryTarget):
         self.wait()
 
     def start(self) -> None:
-        """Begin to send it, as soon as it is packed."""
+        """Wait until the message is packed, and start to send it."""
         self._end_packing()
         if not self.size_bytes or self._message is not None:
             return
@@ -247,7 +250,7 @@ class Outgoing(MemoryTarget):
             )
 
     def wait(self) -> None:
-        """Wait until it has arrived, if it was sent."""
+        """Wait for the message's arrival, if it was sent."""
         if self._message is not None:
             with device_of(self._memory):
                 self._message.result(self.asked.left_s)
@@ -259,6 +262,6 @@ class Outgoing(MemoryTarget):
             self.block = None
 
     def close(self) -> None:
-        self._end_packing()  # which writes into its memory
-        self._memory = None  # before others may have its room
+        self._end_packing()  # until now it writes to the memory
+        self._memory = None  # before the reservation is released
         super().close()

@@ -1,14 +1,14 @@
-"""``ucx``: packed regions over UCX: by NVLink, InfiniBand, shared memory or TCP, as UCX chooses.
+"""``ucx``: packed regions over UCX, which chooses NVLink, InfiniBand, shared memory or TCP.
 
-Regions land in a message of UCX, one for each batch, whose tag the reader chooses::
+The regions of a batch arrive in one UCX message, with a tag that the reader chooses::
 
     reader                                 holder
-      looks out for the message
+      posts the receive
       --- RPC: keys, boxes, tag --------->   packs the regions
       <== message ========================   sends them from its endpoint to the reader's
-      <-- answer: done, or why not -------   when they have arrived
+      <-- reply: ok or an error ----------   after their arrival
 
-Data go over the fastest link, whatever Dask's own messages use.
+The data use the fastest link, independently of Dask's own messages.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ from dask_p2p.types import Kind
 _PEER_OP = "p2p_ucx_peer"
 _LONGEST_ADDRESS_BYTES = 2**16
 _IDLE_PARTS = 5
-_REST_S = 1.0  # without messages, after which nobody looks for any
-# For messages that are being sent. Most of their time they wait, and no reader should have to wait
-# for another one.
+_REST_S = 1.0  # time without messages until UCX's progress thread stops
+# Threads that send messages. They wait most of the time, and no reader should wait for another.
 _THREADS = 32
 
 
@@ -71,7 +70,7 @@ class UcxOptions(Section):
 
 
 class UcxTransport(PackedTransport):
-    """Regions over UCX endpoints of this package's own."""
+    """Transport of regions over this package's own UCX endpoints."""
 
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
@@ -80,13 +79,12 @@ class UcxTransport(PackedTransport):
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:
-        # Between processes of one host with two cores and NumPy blocks UCX takes 1.3 to 2 times as
-        # long as Dask's own TCP.
+        # For NumPy blocks on a host with two cores, UCX takes 1.3 to 2 times as long as Dask's TCP.
         return kind == "cupy"
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return parts of the configured size, or the largest for which there is room."""
+        """Return a footprint with parts of the configured size, or the largest size that fits."""
         own, left = UcxOptions.of(options), left_bytes(options, kind)
         part_bytes = own.part_bytes if backend_named(kind).on_device else own.host_part_bytes
         found = buffered(part_bytes, own.parts_in_flight, left, lambda n: parts_held(n, kind))
@@ -99,7 +97,7 @@ class UcxTransport(PackedTransport):
         self.addresses: dict[str, bytes] = {}  # by worker
         self._messenger: Messenger | None = None
         self._lock = threading.Lock()
-        # A process may come to the place of one that died in the middle of a message.
+        # A random start: a new process may replace one that died in the middle of a message.
         self.tags = count(secrets.randbits(61))
         self.buffers = {
             kind: Buffers(kind, self.footprint(options, kind).idle_bytes(options))
@@ -110,7 +108,7 @@ class UcxTransport(PackedTransport):
         self._resting: Future[None] | None = None
 
     def messenger(self) -> Messenger:
-        """Return this process' messenger, started if need be. It may block: use a thread."""
+        """Return this process' messenger, started if necessary. May block: use a thread."""
         with self._lock:
             if self.is_closed:
                 raise TransferError("the worker is closing")
@@ -123,13 +121,13 @@ class UcxTransport(PackedTransport):
             return self._messenger
 
     async def _started(self) -> Messenger:
-        """Return the messenger, on the event loop; a thread only starts it."""
+        """Return the messenger, on the event loop. A thread starts it if necessary."""
         if self._messenger is not None and not self.is_closed:
             return self._messenger
         return await self.worker.offload(self.messenger)
 
     async def _rest(self, messenger: Messenger) -> None:
-        """Let UCX rest whenever nothing is under way."""
+        """Stop UCX's progress thread whenever no message is in transfer."""
         while True:
             await asyncio.sleep(_REST_S)
             await self.worker.offload(messenger.rest, _REST_S)
@@ -138,22 +136,22 @@ class UcxTransport(PackedTransport):
         super().on_worker_left(holder)
         address = self.addresses.pop(holder, None)
         if address is not None and self._messenger is not None:
-            self.offload(self._messenger.forget, address)  # which waits for a last word
+            self.offload(self._messenger.forget, address)  # waits for the endpoint's closing
 
     def let_go(self) -> None:
-        with self._lock:  # a messenger that is just being started is waited for
+        with self._lock:  # waits for a messenger that is just starting
             if self._resting is not None:
                 self._resting.cancel()
             if self._messenger is not None:
                 self._messenger.close()
         super().let_go()
 
-    def holder_obstacle(self, holder: str) -> Obstacle | None:  # the same for each
+    def holder_obstacle(self, holder: str) -> Obstacle | None:  # the same for all holders
         if self.worker.encrypted_only and not UcxOptions.of(self.options).allow_unencrypted:
             return Obstacle(
                 "unencrypted",
                 "UCX does not encrypt, and this cluster requires encryption",
-                "Keep to the transports that remain. To use UCX all the same, set "
+                "Use the other transports. To use UCX without encryption, set "
                 "p2p.transports.ucx.allow-unencrypted on the workers",
             )
         return ucxx_obstacle()
@@ -161,7 +159,7 @@ class UcxTransport(PackedTransport):
     # --- the reader's side, in task threads ---
 
     def mailboxes(self, holder: str, number: int = 1) -> Mailboxes:
-        """Return where so many messages are looked out for."""
+        """Return mailboxes for this number of messages."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
         return Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
 
@@ -180,9 +178,9 @@ class UcxTransport(PackedTransport):
     def _stream_all(
         self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
     ) -> list[dict[str, Any]]:
-        """Pack and send messages in turn; stop at the first one that fails.
+        """Pack and send messages in turn. Stop at the first failure. Return the replies.
 
-        While one is packed the one before begins to be sent, and a few more are on their way.
+        While a message is packed, the one before starts, and a few more are in transfer.
         """
         answers: list[dict[str, Any]] = []
         sending: deque[Outgoing] = deque()
@@ -204,7 +202,7 @@ class UcxTransport(PackedTransport):
                 try:
                     self._begin_to_pack(target)
                 except Exception:
-                    send_packed()  # nothing is wrong with those before
+                    send_packed()  # the messages before have not failed
                     raise
                 packing.append(target)
                 send_packed(left=1)
@@ -219,7 +217,7 @@ class UcxTransport(PackedTransport):
         return answers
 
     def _begin_to_pack(self, target: Outgoing) -> None:
-        """Queue what packs a message of one region."""
+        """Queue the packing of a message with one region."""
         asked, (number, box) = target.asked, target.asked.parts[0]
         block = self._find(asked, *asked.blocks[number])
         with device_of(block):
@@ -227,7 +225,7 @@ class UcxTransport(PackedTransport):
         target.block = block
 
     def _reserved(self, asked: Asked, sending: deque[Outgoing]) -> list[Release]:
-        """Reserve memory for one message, when those before it have arrived if need be."""
+        """Reserve memory for one message. If necessary, wait for the arrival of those before."""
         while (reserved := self.packed.reserve(*self.own_bytes(asked))) is None:
             if sending:
                 _finish(sending)
@@ -251,9 +249,9 @@ class UcxTransport(PackedTransport):
         return [buffer_bytes(asked.places()[1])]
 
     async def _address_of(self, reader: str) -> bytes:
-        """Return where a worker's messages go to. It is asked itself, so that nobody else can say.
+        """Return a worker's UCX address, requested from the worker itself.
 
-        What does not come from a messenger would do harm to UCX.
+        Requests of others cannot forge it. An invalid address could crash UCX.
         """
         address = self.addresses.get(reader)
         if address is None:
@@ -266,6 +264,6 @@ class UcxTransport(PackedTransport):
 
 
 def _finish(sending: deque[Outgoing]) -> None:
-    """Send the first of some messages, if it is not on its way yet, and wait until it is there."""
+    """Send the first message, if it has not started, and wait for its arrival."""
     with closing(sending.popleft()) as first:
         first.send()

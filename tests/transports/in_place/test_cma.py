@@ -315,7 +315,7 @@ class TestCma(Conformance):
             ("zz aa", "invalid literal"),
             ("", "not enough values"),
             (f"{2**70:x} aa", "may not be read"),
-            (7, "does not say where it runs"),
+            (7, "sent no valid description of its process"),
         ],
     )
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):

@@ -317,7 +317,7 @@ class TestIpcEmulated(Conformance):
 
         setup.host.handlers["p2p_ipc_peer"] = answer
         assert (
-            "does not say where it runs"
+            "sent no valid description of its process"
             in setup.reader.obstacle("holder", "cupy", np.dtype("f8")).text
         )
         setup.host.handlers["p2p_ipc_peer"] = real
@@ -354,7 +354,7 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
             return remote.whole(setup.to_numpy, 20)
 
     with pytest.raises(
-        UnsuitableError, match=r"is for another transport: .* where arrays of numpy do"
+        UnsuitableError, match=r"is for another transport: .* in memory of numpy arrays"
     ):
         read()
     assert usage(setup.serving) == {"published": 0, "mapped": 0}

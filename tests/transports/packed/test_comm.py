@@ -103,7 +103,7 @@ class TestComm(PackedConformance):
 
         key, array = block
         monkeypatch.setattr(HostQueue, "permute", fail)
-        with pytest.raises(TransferError, match=r"out of memory for packing .*no room"):
+        with pytest.raises(TransferError, match=r"out of memory while packing .*no room"):
             self.read(setup, key, array, ((0, 6), (0, 1)))
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
@@ -131,22 +131,23 @@ class TestComm(PackedConformance):
         key, array = block
         setup.host.delay_s = 100
         start_s = time.monotonic()
-        with pytest.raises(TransferError, match=r"no answer of holder .* within 0\.1 s"):
+        with pytest.raises(TransferError, match=r"no answer from holder .* within 0\.1 s"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
         assert time.monotonic() - start_s < 50
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):
         key, array = block
         del setup.network["holder"]
-        with pytest.raises(TransferError, match=r"holder cannot be reached about block .*: nobody"):
+        expected = r"holder cannot be reached to ask about block .*: nobody"
+        with pytest.raises(TransferError, match=expected):
             self.read(setup, key, array, ((0, 1), (0, 1)))
 
     @pytest.mark.parametrize(
         ("reply", "words"),
         [
-            ({"status": "ok"}, "did not answer about any part"),
-            ({"status": "ok", "parts": 7}, "did not answer about any part"),
-            ({"status": "ok", "parts": []}, "did not answer about any part"),
+            ({"status": "ok"}, "sent no reply for any part"),
+            ({"status": "ok", "parts": 7}, "sent no reply for any part"),
+            ({"status": "ok", "parts": []}, "sent no reply for any part"),
             ({"status": "silent", "message": "gone"}, "gone"),
             ({"status": "ok", "parts": [5]}, "could not send .* 5"),
             ({"status": "ok", "parts": [{"status": "ok"}]}, "NoneType"),

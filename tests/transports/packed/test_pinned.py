@@ -171,7 +171,7 @@ class Pinned(PackedConformance):
         pending = remote.request()
         assert here.wait(60)
         if why == "it takes too long":
-            with pytest.raises(TransferError, match="no answer of holder"):
+            with pytest.raises(TransferError, match="no answer from holder"):
                 pending.result(60)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
@@ -306,9 +306,9 @@ def test_objects_are_an_obstacle(setup):
         ({"pid_namespace": "another"}, "different PID namespaces"),
         ({"pid": 2**22 + 1}, "cannot be opened"),
         ({"fd": 10**6}, "cannot be opened"),
-        ({"fd": 0}, "not where it says"),
-        ({"inode": 1}, "not what it says"),
-        ({"size_bytes": 1024}, "not what it says"),
+        ({"fd": 0}, "got another file"),
+        ({"inode": 1}, "does not match its name"),
+        ({"size_bytes": 1024}, "does not match its name"),
     ],
     ids=str,
 )
@@ -340,7 +340,7 @@ def test_memory_that_might_become_shorter_is_not_mapped():
     name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
     os.ftruncate(name.fd, 4096)
     try:
-        with pytest.raises(UnsuitableError, match="not what it says"):
+        with pytest.raises(UnsuitableError, match="does not match its name"):
             Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(segment.name.fd, 0)

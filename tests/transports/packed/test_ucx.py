@@ -256,7 +256,7 @@ class TestUcx(PackedConformance):
 
         setup.host.handlers["p2p_ucx_read"] = lie
         key, array = block
-        with pytest.raises(TransferError, match=r"block .* does not come: no message within"):
+        with pytest.raises(TransferError, match=r"block .* did not arrive: no message within"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.2)
 
     def test_a_message_that_does_not_get_through(self, setup, block, monkeypatch):
