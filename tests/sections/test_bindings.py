@@ -30,7 +30,7 @@ def test_names_of_other_values_do_not_matter():
     x, of = None, of.sum()  # no array of its shape
     bindings.check(sys._getframe())
     x = np.zeros(3)
-    with pytest.raises(InputError, match="x is now another array"):
+    with pytest.raises(InputError, match="x is no longer the saved array"):
         bindings.check(sys._getframe())
 
 
@@ -42,7 +42,7 @@ def test_a_function_that_calls_itself_has_names_of_its_own():
         bindings = Bindings([x], sys._getframe())
         bindings.check(sys._getframe())
         x = x + 1
-        with pytest.raises(InputError, match="x is now another array"):
+        with pytest.raises(InputError, match="x is no longer the saved array"):
             bindings.check(sys._getframe())
 
     nested(np.zeros(3), 2)

@@ -33,7 +33,9 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allgather("text")
     with pytest.raises(InputError, match=r"root: expected a rank below 1, got 1\. Give the"):
         alone.broadcast(3, root=1)
-    with pytest.raises(InputError, match=r"value: expected what 'sum' combines, got datetime64\[s"):
+    with pytest.raises(
+        InputError, match=r"value: expected a dtype that 'sum' combines, got datetime64\[s"
+    ):
         alone.allreduce(np.datetime64(1, "s"))
 
 

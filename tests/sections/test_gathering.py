@@ -151,7 +151,8 @@ def test_an_inner_gang_is_ended_once_its_outer_one_holds_its_workers():
         looks.coordinator.join("outer", 2, rank, str(rank), worker)
     assert looks.after(0.5) == []
     (error,) = looks.after(1.0)
-    assert "x is computed by the function of outer, and needs workers that outer has" in str(error)
+    text = "x is computed by the function of outer, and needs workers that outer occupies"
+    assert text in str(error)
 
 
 def test_an_inner_gang_runs_on_workers_that_its_outer_one_does_not_have():
