@@ -23,7 +23,7 @@ OPTIONS = (Path(__file__).parent / "schemas" / "dask-cuda-worker.txt").read_text
 TEXTS = {
     path: path.read_text()
     for path in DEPLOY.rglob("*")
-    if path.is_file() and path.suffix not in {".lock", ".json", ".svg", ".png"}
+    if path.is_file() and path.suffix not in {".lock", ".json", ".svg", ".png", ".pyc"}
 }
 
 
