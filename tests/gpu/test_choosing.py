@@ -58,7 +58,7 @@ def test_check_names_what_is_in_the_way(settings, words):
     found = [problem for problem in report.problems if words in problem.what]
     assert len(found) == 1, str(report)
     assert len(found[0].workers) == 2
-    assert "rmm_pool_size" in said[0].cure
+    assert "rmm_pool_size" in found[0].cure
     assert all(link.error is None for link in report.links)
 
 
