@@ -50,7 +50,7 @@ def measured(mib: int, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of each run on the slower rank."""
     rows = max(1, mib * 2**20 // 8 // _COLUMNS)
     x = da.ones((_WORKERS * rows, _COLUMNS), chunks=(rows, _COLUMNS))
-    y: Any = dask_p2p.spmd(timed, x, members=_WORKERS, repeats=repeats)
+    y: Any = dask_p2p.spmd(timed, x, ranks=_WORKERS, repeats=repeats)
     slower = y[::rows, : 2 * repeats + _FIRST].compute().max(axis=0).tolist()
     first = slower[repeats : repeats + _FIRST]
     return {COPY: slower[:repeats], FIRST: first, LATER: slower[repeats + _FIRST :]}

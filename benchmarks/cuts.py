@@ -33,10 +33,10 @@ __all__ = ["main"]
 
 #: Ways inside a section: keywords of `redistribute`; true if ranks may read others' memory.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
-    "read": ({"cut": (1,)}, True),
-    "transposed, read": ({"cut": (0,), "axes": (1, 0)}, True),
-    **{f"messages, {order}": ({"cut": (1,), "exchange": order}, False) for order in ORDERS},
-    "transposed, messages": ({"cut": (0,), "axes": (1, 0)}, False),
+    "read": ({"partition": (1,)}, True),
+    "transposed, read": ({"partition": (0,), "axes": (1, 0)}, True),
+    **{f"messages, {order}": ({"partition": (1,), "exchange": order}, False) for order in ORDERS},
+    "transposed, messages": ({"partition": (0,), "axes": (1, 0)}, False),
 }
 LAYER = "a layer of dask_p2p.transpose"
 
@@ -61,7 +61,7 @@ def of_sections(x: Any, rounds: int) -> dict[str, list[float]]:
     for reads, transports in ((True, "auto"), (False, ["comm"])):
         ways = [way for way, (_, may_read) in WAYS.items() if may_read == reads]
         with dask.config.set({"p2p.transports.order": transports}):
-            y: Any = dask_p2p.spmd(timed, x, ways=ways, rounds=rounds, members=x.numblocks[0])
+            y: Any = dask_p2p.spmd(timed, x, ways=ways, rounds=rounds, ranks=x.numblocks[0])
         count = len(ways) * rounds
         times = y[0, :count].compute().reshape(rounds, len(ways))
         found |= {way: times[:, number].tolist() for number, way in enumerate(ways)}
@@ -87,10 +87,10 @@ def wrong(x: Any) -> int:
         there = ctx.redistribute(x, **keywords)
         axes = keywords.get("axes")
         whole = shape if axes is None else shape[::-1]
-        return ctx.redistribute(there, from_cut=keywords["cut"], axes=axes, shape=whole)
+        return ctx.redistribute(there, from_partition=keywords["partition"], axes=axes, shape=whole)
 
     given = [keywords for keywords, _ in WAYS.values()]
-    made = [dask_p2p.spmd(back, x, keywords=k, members=x.numblocks[0]) for k in given]
+    made = [dask_p2p.spmd(back, x, keywords=k, ranks=x.numblocks[0]) for k in given]
     return sum(int((y != x).sum().compute()) for y in made)
 
 
@@ -131,7 +131,7 @@ def main(side: int, numbers: Sequence[int], rounds: int, repeats: int, path: Pat
                 f"least {min(each) * 1e3:8.2f} ms",
                 flush=True,
             )
-        rows.append({"members": number, "times_s": times})
+        rows.append({"ranks": number, "times_s": times})
     write(path, {**environment(), "side": side, "rounds": rounds, "repeats": repeats, "rows": rows})
 
 

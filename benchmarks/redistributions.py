@@ -169,9 +169,11 @@ def scaled_cases(megabytes: int, workers: int, kind: str) -> Iterator[Redistribu
 
     def case(name: str, reach: float, before: Sequence[int], after: Sequence[int]) -> Any:
         shape = (side if len(before) == 2 else edge,) * len(before)
-        cut = tuple(map(split_evenly, shape, before))
+        partition = tuple(map(split_evenly, shape, before))
         to = tuple(map(split_evenly, shape, after))
-        return Redistribution(shape, cut, (0, 1, 2)[: len(shape)], dtype, kind, name, to, reach)
+        return Redistribution(
+            shape, partition, (0, 1, 2)[: len(shape)], dtype, kind, name, to, reach
+        )
 
     rows, columns = (blocks, 1), (1, blocks)
     p = next(p for p in range(int(blocks**0.5), 0, -1) if blocks % p == 0)

@@ -36,7 +36,7 @@ LEAST = ", five steps in a row"
 FIXED, OUR_LAYER = "dask_p2p.iterate, one step", "dask_p2p.map_overlap, one layer"
 
 
-def with_rims(u: Any) -> Any:
+def with_halo(u: Any) -> Any:
     """Return the step's result with a halo, which `map_overlap` trims."""
     out = u.copy()
     five_points(u, out[1:-1, 1:-1])
@@ -59,7 +59,7 @@ def least_of(client: Any, x: Any, steps: int) -> float:
 def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
     """Return the lazy result of `steps` layers."""
     for _ in range(steps):
-        x = map_overlap(with_rims, x, depth=1, boundary="periodic")
+        x = map_overlap(with_halo, x, depth=1, boundary="periodic")
     return x
 
 
@@ -115,8 +115,8 @@ def wrong(x: Any) -> int:
     """Count the elements that differ from NumPy's result for the whole array."""
     whole = x.compute()
     for _ in range(3):
-        padded = np.pad(whole, 1, "wrap")
-        five_points(padded, whole)
+        halo_array = np.pad(whole, 1, "wrap")
+        five_points(halo_array, whole)
     return int((iterated(x, 3).compute() != whole).sum())
 
 

@@ -105,16 +105,16 @@ def transposes_of(
     x = client.persist(
         indexed_array((side, side), (-(-side // workers), side), np.dtype("f4"), kind)
     )
-    spread: dict[str, Any] = {"cut": (0,), "rounds": repeats + 1, "members": workers}
+    spread: dict[str, Any] = {"partition": (0,), "rounds": repeats + 1, "ranks": workers}
 
     def checked(y: Any) -> None:
         if count := client.compute(count_wrong(y, x.shape, (1, 0), kind)).result(timeout=timeout_s):
             raise RuntimeError(f"{count} elements are wrong")
 
     def in_section(exchange: str) -> list[float]:
-        per_member = [np.zeros(repeats + 1)]
+        per_rank = [np.zeros(repeats + 1)]
         y, times = client.persist(
-            dask_p2p.spmd(transposed, x, per_member=per_member, exchange=exchange, **spread)
+            dask_p2p.spmd(transposed, x, per_rank=per_rank, exchange=exchange, **spread)
         )
         found = client.compute(times).result(timeout=timeout_s)
         checked(y)
@@ -136,8 +136,8 @@ def transposes_of(
 def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[float, Any]:
     """Return a cube's error after a round trip, and the seconds of a call in each round."""
     there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
-    transform = partial(there, x, cut=(1,), from_cut=(0,), shape=shape)
-    error = abs(back(transform(), cut=(0,), from_cut=(1,), shape=shape) - x).max()
+    transform = partial(there, x, partition=(1,), from_partition=(0,), shape=shape)
+    error = abs(back(transform(), partition=(0,), from_partition=(1,), shape=shape) - x).max()
     return float(error), _rounds(ctx, x, transform, rounds)
 
 
@@ -155,7 +155,7 @@ def transforms_of(
 
             x = x.map_blocks(cupy.asarray)
         given: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
-        given |= {"outputs": 0, "per_member": [0.0, np.zeros(repeats + 1)], "members": workers}
+        given |= {"outputs": 0, "per_rank": [0.0, np.zeros(repeats + 1)], "ranks": workers}
         found = client.compute(list(dask_p2p.spmd(transformed, client.persist(x), **given)))
         error, times = (each.result(timeout=timeout_s) for each in found)
         if not error.max() < _TOLERANCE:

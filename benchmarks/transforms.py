@@ -121,8 +121,8 @@ def transforms(workers: int, kind: str) -> Iterator[Spectrum]:
     """Yield the cases."""
 
     def case(shape: tuple[int, ...], dtype: str, name: str) -> Spectrum:
-        cut = (split_evenly(shape[0], workers), (shape[1],), (shape[2],))
-        return Spectrum(shape, cut, (0, 1, 2), np.dtype(dtype), kind, name)
+        partition = (split_evenly(shape[0], workers), (shape[1],), (shape[2],))
+        return Spectrum(shape, partition, (0, 1, 2), np.dtype(dtype), kind, name)
 
     if kind == "numpy":
         yield case((256,) * 3, "c16", "fftn, 256 cubed")

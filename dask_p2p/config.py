@@ -4,8 +4,8 @@ Workers do not receive a client's later `dask.config.set`. A client therefore re
 tasks when it builds their graph, and tasks carry them as an `Options` value. Per-worker settings
 are read from the worker's own configuration.
 
-Options of one transport are a `Section`, declared in the transport's module. The first read of
-options looks up the transports in `dask_p2p.transports`.
+Options of one transport are a `TransportOptions`, declared in the transport's module. The first
+read of options looks up the transports in `dask_p2p.transports`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dask_p2p.types import Kind
 from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound="Section")
+_S = TypeVar("_S", bound="TransportOptions")
 
 # --- readers of values: a `ValueError` names the expected value ---
 
@@ -124,7 +124,7 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
 class Options:
     """The options of tasks; made by `options`."""
 
-    sections: tuple[Section, ...]  # the transports' sections, one of each class
+    sections: tuple[TransportOptions, ...]  # the transports' sections, one of each class
     mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
@@ -163,7 +163,7 @@ def transport_classes() -> dict[str, Any]:
     return found
 
 
-class Section:
+class TransportOptions:
     """Options of one transport. Decorate subclasses with `section`."""
 
     name: ClassVar[str]  # name in the configuration, without ``p2p.``
@@ -187,7 +187,7 @@ class Section:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def section(name: str) -> Callable[[type[_S]], type[_S]]:
-    """Turn a subclass of `Section` into a dataclass for this part of the configuration."""
+    """Turn a subclass of `TransportOptions` into a dataclass for this part of the configuration."""
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name

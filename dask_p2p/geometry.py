@@ -92,7 +92,7 @@ def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
     return (*(slice(start, stop) for start, stop in box), ...)
 
 
-class Runs(NamedTuple):
+class ContiguousRuns(NamedTuple):
     """The axis along which parts of a box keep contiguous runs, and their least length."""
 
     axis: int
@@ -101,7 +101,7 @@ class Runs(NamedTuple):
     others_from: int = 0
 
 
-def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator[Box]:
+def split_box(box: Box, max_elements: int, runs: ContiguousRuns | None = None) -> Iterator[Box]:
     """Divide a box into boxes of at most `max_elements`, along its first axes first.
 
     This keeps the parts of a C-ordered box as contiguous as possible. An empty box has no parts. If
@@ -134,7 +134,9 @@ def split_box(box: Box, max_elements: int, runs: Runs | None = None) -> Iterator
         yield from split_box(part, max_elements, runs)
 
 
-def _cut_for_runs(box: Box, size: int, max_elements: int, others: Sequence[int], runs: Runs) -> int:
+def _cut_for_runs(
+    box: Box, size: int, max_elements: int, others: Sequence[int], runs: ContiguousRuns
+) -> int:
     """Return the axis to divide: another axis if runs along the first would become too short.
 
     The last axis is divided only if its runs stay long enough, because reads go along it.
@@ -163,7 +165,7 @@ def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
 
 
 def taper_last(
-    boxes: Iterable[Box], least_elements: int, runs: Runs | None = None
+    boxes: Iterable[Box], least_elements: int, runs: ContiguousRuns | None = None
 ) -> Iterator[Box]:
     """Divide the last box into smaller and smaller ones, down to about `least_elements`.
 

@@ -102,29 +102,27 @@ def summed(ctx, share):
     return share, share.sum()
 
 
-def check_sections(members=1):
+def check_sections(ranks=1):
     """On one worker, or on several."""
     array = indexed((8, 6)).astype(float)
     x = da.from_array(array, chunks=(2, 3))
-    _, sums = dask_p2p.spmd(summed, x, members=members, per_member=[0.0])
-    assert sums.chunks == ((1,) * members,)
+    _, sums = dask_p2p.spmd(summed, x, ranks=ranks, per_rank=[0.0])
+    assert sums.chunks == ((1,) * ranks,)
     assert sums.sum().compute() == array.sum()
     speed = da.from_array(array / 100, chunks=(4, 6))
     u, before = array + 1, array
     for _ in range(3):
         rims = np.pad(u, ((1, 1), (0, 0)), "wrap")
         u, before = 2 * u - before + array / 100 * (rims[2:] - rims[:-2]), u
-    levels = dask_p2p.iterate(
-        leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), members=members
-    )
+    levels = dask_p2p.iterate(leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), ranks=ranks)
     total = array / array.sum()
     for y, wanted in (
         *zip(levels, (u, before), strict=True),
-        (dask_p2p.spmd(normalized, x.rechunk((4, 3)), members=members), total),
-        (dask_p2p.spmd(normalized, (x * 2)[:, ::-1], members=members), total[:, ::-1]),
+        (dask_p2p.spmd(normalized, x.rechunk((4, 3)), ranks=ranks), total),
+        (dask_p2p.spmd(normalized, (x * 2)[:, ::-1], ranks=ranks), total[:, ::-1]),
     ):
         assert type(y) is da.Array
-        assert dask_p2p.estimate(y).workers == members
+        assert dask_p2p.estimate(y).workers == ranks
         for result, values in (
             (y, wanted),
             (y[:1], wanted[:1]),
@@ -135,7 +133,7 @@ def check_sections(members=1):
             np.testing.assert_allclose(result.compute(), values, rtol=1e-14)
     for y, wanted in zip(dask.compute(*levels), (u, before), strict=True):
         np.testing.assert_allclose(y, wanted, rtol=1e-14)
-    gangs = {key[0] for y in levels for key in y.__dask_graph__() if "-members-" in str(key[0])}
+    gangs = {key[0] for y in levels for key in y.__dask_graph__() if "-ranks-" in str(key[0])}
     assert len(gangs) == 1, "both are made by the same members"
 
 
@@ -267,7 +265,7 @@ def check_cluster():
             lazy = operation(x)
             np.testing.assert_array_equal(abs(persisted(client, lazy)).compute(), array)
             assert used(client, lazy), "whole blocks were moved in place of regions"
-        check_sections(members=2)
+        check_sections(ranks=2)
         check_installed(client)
         check_files(client.cluster, array)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import (
-    Runs,
+    ContiguousRuns,
     block_indices,
     block_shape,
     box_shape,
@@ -58,7 +58,7 @@ def test_split_box_cuts_the_first_axis_first_so_that_parts_stay_contiguous():
 
 @given(boxes.map(tuple), st.integers(1, 50), st.integers(0, 3), st.integers(1, 9))
 def test_split_box_keeps_runs_where_it_can(box, max_elements, axis, least):
-    parts = [*split_box(box, max_elements, Runs(axis, least))]
+    parts = [*split_box(box, max_elements, ContiguousRuns(axis, least))]
     count = np.zeros((10,) * len(box), int)
     for part in parts:
         shape = box_shape(part)
@@ -75,23 +75,29 @@ def test_split_box_keeps_runs_where_it_can(box, max_elements, axis, least):
 def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
     box = ((0, 8), (0, 8), (0, 4))
     assert {box_shape(part) for part in split_box(box, 64)} == {(2, 8, 4)}
-    assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4))} == {(8, 2, 4)}
-    assert {box_shape(part) for part in split_box(box, 128, Runs(0, 4))} == {(4, 8, 4)}
-    uneven = split_box(((0, 5), (0, 2), (0, 4)), 32, Runs(0, 4))
+    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(0, 4))} == {(8, 2, 4)}
+    assert {box_shape(part) for part in split_box(box, 128, ContiguousRuns(0, 4))} == {(4, 8, 4)}
+    uneven = split_box(((0, 5), (0, 2), (0, 4)), 32, ContiguousRuns(0, 4))
     assert [box_shape(part) for part in uneven] == [(4, 2, 4), (1, 2, 4)]
-    assert {box_shape(part) for part in split_box(box, 64, Runs(2, 4))} == {(2, 8, 4)}
+    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(2, 4))} == {(2, 8, 4)}
     # Not one whose rows have gaps: nor the last one, if too little of that would be left.
-    assert {box_shape(part) for part in split_box(box, 64, Runs(0, 4, 2))} == {(2, 8, 4)}
+    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(0, 4, 2))} == {(2, 8, 4)}
     long = ((0, 8), (0, 8), (0, 16))
-    assert {box_shape(part) for part in split_box(long, 256, Runs(0, 4, 2))} == {(8, 8, 4)}
-    assert {box_shape(part) for part in split_box(long, 256, Runs(0, 4, 3))} == {(2, 8, 16)}
+    assert {box_shape(part) for part in split_box(long, 256, ContiguousRuns(0, 4, 2))} == {
+        (8, 8, 4)
+    }
+    assert {box_shape(part) for part in split_box(long, 256, ContiguousRuns(0, 4, 3))} == {
+        (2, 8, 16)
+    }
     # Whatever lies in one row of the source stays together.
-    assert {box_shape(part) for part in split_box(((0, 8), (0, 8)), 16, Runs(0, 8))} == {(2, 8)}
-    assert {box_shape(part) for part in split_box(box, 16, Runs(0, 8))} == {(4, 1, 4)}
+    assert {box_shape(part) for part in split_box(((0, 8), (0, 8)), 16, ContiguousRuns(0, 8))} == {
+        (2, 8)
+    }
+    assert {box_shape(part) for part in split_box(box, 16, ContiguousRuns(0, 8))} == {(4, 1, 4)}
 
 
 def test_tapered_parts_keep_runs():
-    parts = [*taper_last([((0, 8), (0, 8), (0, 2))], 32, Runs(0, 8))]
+    parts = [*taper_last([((0, 8), (0, 8), (0, 2))], 32, ContiguousRuns(0, 8))]
     assert [box_shape(part) for part in parts] == [(8, 4, 2), (8, 2, 2), (8, 2, 2)]
 
 

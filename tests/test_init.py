@@ -155,11 +155,11 @@ def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
     newest, before = dask_p2p.iterate(func, [x, x], 1, 3)
     newest.compute()
     assert_type(dask_p2p.spmd(func, x), da.Array)
-    assert_type(dask_p2p.spmd(func, x, x, outputs=1, members=2, cut=[0], weight=2.0), da.Array)
+    assert_type(dask_p2p.spmd(func, x, x, outputs=1, ranks=2, cut=[0], weight=2.0), da.Array)
     dask_p2p.spmd(func, x).compute()
     assert_type(dask_p2p.spmd(func, x, x, outputs=2), tuple[da.Array, ...])
-    assert_type(dask_p2p.spmd(func, x, per_member=[0.0]), tuple[da.Array, ...])
-    dask_p2p.spmd(func, x, outputs=0, per_member=[0.0]).compute()
+    assert_type(dask_p2p.spmd(func, x, per_rank=[0.0]), tuple[da.Array, ...])
+    dask_p2p.spmd(func, x, outputs=0, per_rank=[0.0]).compute()
     u, norms = dask_p2p.spmd(func, x, outputs=n)
 """
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 MAX_WORD_BYTES = 16
 
 
-class Axis(NamedTuple):
+class CopyAxis(NamedTuple):
     """One axis of a copy: the number of steps, and the stride in each array."""
 
     extent: int
@@ -34,7 +34,9 @@ class Axis(NamedTuple):
 class Geometry(NamedTuple):
     """A permuted copy in its reduced form."""
 
-    axes: tuple[Axis, ...]  # each of extent > 1 and dst stride > 0, the largest dst stride first
+    axes: tuple[
+        CopyAxis, ...
+    ]  # each of extent > 1 and dst stride > 0, the largest dst stride first
     word_bytes: int  # item size: a power of two that divides all addresses
     src_offset_bytes: int  # offset of the first item from the given address
     dst_offset_bytes: int
@@ -57,18 +59,18 @@ Axis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
 Axis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
     """
     axes = [
-        Axis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
+        CopyAxis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
     ]
     # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
     if itemsize > 1:
-        axes.append(Axis(itemsize, 1, 1))
+        axes.append(CopyAxis(itemsize, 1, 1))
     axes, src_offset, dst_offset = _forward(axes)
     axes = _coalesced(axes)
     axes, word_bytes = _widened(axes, alignment | src_offset | dst_offset)
     return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
 
 
-def _forward(axes: list[Axis]) -> tuple[list[Axis], int, int]:
+def _forward(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
     """Reverse the axes with negative strides in `dst`."""
     forward, src_offset, dst_offset = [], 0, 0
     for extent, src_stride, dst_stride in axes:
@@ -76,13 +78,13 @@ def _forward(axes: list[Axis]) -> tuple[list[Axis], int, int]:
             src_offset += (extent - 1) * src_stride
             dst_offset += (extent - 1) * dst_stride
             src_stride, dst_stride = -src_stride, -dst_stride
-        forward.append(Axis(extent, src_stride, dst_stride))
+        forward.append(CopyAxis(extent, src_stride, dst_stride))
     return forward, src_offset, dst_offset
 
 
-def _coalesced(axes: list[Axis]) -> list[Axis]:
+def _coalesced(axes: list[CopyAxis]) -> list[CopyAxis]:
     """Sort the axes by their dst stride, and join axes that are contiguous in both arrays."""
-    joined: list[Axis] = []
+    joined: list[CopyAxis] = []
     for inner in sorted(axes, key=lambda axis: -axis.dst_stride_bytes):
         if joined:
             outer = joined[-1]
@@ -96,7 +98,7 @@ def _coalesced(axes: list[Axis]) -> list[Axis]:
     return joined
 
 
-def _widened(axes: list[Axis], alignment: int) -> tuple[list[Axis], int]:
+def _widened(axes: list[CopyAxis], alignment: int) -> tuple[list[CopyAxis], int]:
     """Return the axes in words as wide as possible, and the width in bytes."""
     if not axes or axes[-1][1:] != (1, 1):
         return axes, 1
@@ -106,5 +108,5 @@ def _widened(axes: list[Axis], alignment: int) -> tuple[list[Axis], int]:
         common |= src_stride | dst_stride
     word_bytes = common & -common  # lowest set bit: the largest power of two that divides them all
     if run.extent > word_bytes:
-        outer.append(Axis(run.extent // word_bytes, word_bytes, word_bytes))
+        outer.append(CopyAxis(run.extent // word_bytes, word_bytes, word_bytes))
     return outer, word_bytes

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends._geometry import Axis, Geometry, reduce_copy
+from dask_p2p.backends._geometry import CopyAxis, Geometry, reduce_copy
 from dask_p2p.backends._tiling import (
     CELLS_THREADS,
     COPY_THREADS,
@@ -74,13 +74,15 @@ class Launch(NamedTuple):
     threads: tuple[int, int]  # threads of a block, x first
     src: int  # address of the first item to read
     dst: int  # address of the first item to write
-    k: Axis  # axis along which the source is contiguous, or nearly
-    i: Axis  # axis along which the destination is contiguous, or nearly
-    j: Axis  # third axis of the boxes of permute_copy_B, or of a cell
+    k: CopyAxis  # axis along which the source is contiguous, or nearly
+    i: CopyAxis  # axis along which the destination is contiguous, or nearly
+    j: CopyAxis  # third axis of the boxes of permute_copy_B, or of a cell
     head: tuple[int, int]  # items by which the first tile starts before the box, along k and i
     step: tuple[int, int, int]  # items from tile to tile, along k, i and j
     tiles: tuple[int, int]  # number of tiles along k and i
-    outer: tuple[Axis, ...]  # the other axes, the fastest first; the first may be the steps of j
+    outer: tuple[
+        CopyAxis, ...
+    ]  # the other axes, the fastest first; the first may be the steps of j
     cells: int = 0  # number of cells of permute_cells_B
     first_tile: int = 0  # number of the grid's first tile
 
@@ -167,12 +169,12 @@ def _is_one_run(geometry: Geometry) -> bool:
 
 def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
     size_bytes = geometry.word_bytes * prod(axis.extent for axis in geometry.axes)
-    run = Axis(size_bytes, 1, 1)
+    run = CopyAxis(size_bytes, 1, 1)
     none = NO_AXIS
     return Launch("memcpy", 1, (1, 1), src, dst, none, run, none, (0, 0), (1, 1, 1), (1, 1), ())
 
 
-def _offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
+def _offsets(axes: Sequence[CopyAxis]) -> Iterator[tuple[int, int]]:
     """Yield the byte offsets in source and destination of each position along the axes."""
     for position in product(*(range(axis.extent) for axis in axes)):
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isqrt, prod
 from typing import NamedTuple
 
-from dask_p2p.backends._geometry import Axis, Geometry
+from dask_p2p.backends._geometry import CopyAxis, Geometry
 
 VECTOR_BYTES = 16
 # Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
@@ -23,18 +23,18 @@ CELLS_BYTES = 2**15  # most bytes of a block of permute_cells_B
 FULL_TILES = 0.75
 # With fewer items than this along one side, most of a tile's threads would be idle.
 MIN_TILE_EXTENT = 16
-NO_AXIS = Axis(1, 0, 0)
+NO_AXIS = CopyAxis(1, 0, 0)
 
 
 class Tiling(NamedTuple):
     """The division of a copy into the boxes of thread blocks, with the fields of `Launch`."""
 
     variant: str
-    k: Axis
-    i: Axis
-    j: Axis
+    k: CopyAxis
+    i: CopyAxis
+    j: CopyAxis
     step: tuple[int, int, int]
-    outer: tuple[Axis, ...]
+    outer: tuple[CopyAxis, ...]
     cells: int = 0
 
     @property
@@ -76,13 +76,13 @@ def _cells_tiling(geometry: Geometry) -> Tiling | None:
         if not step or any((axis[1] - axis[2]) % VECTOR_BYTES for axis in rest[1:]):
             return None
         cells, *outer = rest
-        chunks = Axis(-(-cells.extent // step), step * cell_bytes, step * cell_bytes)
+        chunks = CopyAxis(-(-cells.extent // step), step * cell_bytes, step * cell_bytes)
         i, k, j = (*inner, NO_AXIS)[:3]
         return Tiling("cells", k, i, j, (k.extent, i.extent, step), (chunks, *outer), cells.extent)
     return None
 
 
-def _is_dense(inner: Sequence[Axis], word: int) -> bool:
+def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
     """Return true if the axes together are one run of words in both arrays."""
     for which in (1, 2):
         stride = word
@@ -113,7 +113,7 @@ def _plane_tiling(geometry: Geometry) -> Tiling:
     return Tiling(variant, k, i, NO_AXIS, (side, side, 1), tuple(outer))
 
 
-def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
+def _takes_vectors(word: int, k: CopyAxis, i: CopyAxis, outer: Sequence[CopyAxis]) -> bool:
     """Return true if all rows start at the same offset modulo 16 bytes, in both arrays."""
     strides = [k.dst_stride_bytes, i.src_stride_bytes]
     for axis in outer:
@@ -122,7 +122,7 @@ def _takes_vectors(word: int, k: Axis, i: Axis, outer: Sequence[Axis]) -> bool:
     return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
 
 
-def _copy_tiling(i: Axis, others: list[Axis]) -> Tiling:
+def _copy_tiling(i: CopyAxis, others: list[CopyAxis]) -> Tiling:
     """Return a tiling by boxes of the row axis, the first other axis and the source's nearest one.
 
     With short rows, the box is therefore wide enough for both arrays. For an image with contiguous
@@ -135,7 +135,7 @@ def _copy_tiling(i: Axis, others: list[Axis]) -> Tiling:
     rows = COPY_WORDS // step_i
     step_k = min(k.extent, max(isqrt(rows), rows // j.extent))
     step_j = min(j.extent, rows // step_k)
-    steps_of_j = Axis(
+    steps_of_j = CopyAxis(
         -(-j.extent // step_j), step_j * j.src_stride_bytes, step_j * j.dst_stride_bytes
     )
     return Tiling("copy", k, i, j, (step_k, step_i, step_j), (steps_of_j, *rest))

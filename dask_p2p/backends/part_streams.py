@@ -40,7 +40,7 @@ from dask_p2p.types import Array
 HandOn = Callable[[], AbstractContextManager[Any]]
 
 
-class PartWork(Protocol):
+class GpuMapWork(Protocol):
     """A block, and the function of its parts."""
 
     plan: PartPlan
@@ -103,14 +103,14 @@ class PartStreams(HostStreams):
         self._register_from_bytes = register_from_bytes
         self._ranges, self._hand_on = ranges, hand_on
 
-    def run(self, work: PartWork, out: np.ndarray[Any, Any]) -> None:
+    def run(self, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array in host memory, and wait for the end.
 
         `MemoryError` if the device has too little memory.
         """
         # The function may use arrays that others have made on the null stream.
         device_module.order_after_null_stream([self.streams["run"]])
-        block = _Block(self, work, out)
+        block = _BlockInTransit(self, work, out)
         try:
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 with self._ranges(f"{step.what} {step.part}"):
@@ -132,10 +132,10 @@ class PartStreams(HostStreams):
         return registered(array) if array.nbytes >= self._register_from_bytes else None
 
 
-class _Block:
+class _BlockInTransit:
     """One block in transit through the GPU."""
 
-    def __init__(self, of: PartStreams, work: PartWork, out: np.ndarray[Any, Any]) -> None:
+    def __init__(self, of: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         self._of, self._work, self._out = of, work, out
         self._plan = work.plan
         self._count = min(SLOTS, len(work.plan.parts))

@@ -40,7 +40,7 @@ class Timer:
         self.add(self.clock() - self._start_s)
 
 
-class _Pair(NamedTuple):
+class _TimedEvents(NamedTuple):
     """Events before and after a group's work on one stream."""
 
     timer: Timer
@@ -59,9 +59,9 @@ class StreamTimings:
 
     def __init__(self, event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]) -> None:
         self._event, self._elapsed_ms = event, elapsed_ms
-        self._pairs: list[_Pair] = []
+        self._pairs: list[_TimedEvents] = []
         self._timer: Timer | None = None  # timer of the present group, if it is timed
-        self._pair: _Pair | None = None  # events of that group
+        self._pair: _TimedEvents | None = None  # events of that group
         self.has_begun = False  # true with work since the last `read`
 
     @contextmanager
@@ -84,7 +84,7 @@ class StreamTimings:
         """Record the start of the group's work on a stream."""
         self.has_begun = True
         if self._timer is not None and self._pair is None:
-            self._pair = _Pair(self._timer, stream, self._event(), self._event())
+            self._pair = _TimedEvents(self._timer, stream, self._event(), self._event())
             self._pair.start.record(stream)
 
     def read(self) -> None:

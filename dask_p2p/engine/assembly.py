@@ -60,8 +60,8 @@ class OutputSpec:
     #: Function of the assembled block, which it may overwrite, and the block's index. It returns
     #: the output block. None: the assembled block is the output block. The optional method
     #: `extra_bytes(shape, dtype)` of the function returns the bytes of its additional memory.
-    post: Callable[[Any, Index], Any] | None = None
-    chunks: Chunks | None = None  # chunks of the array after `post`, for records
+    epilogue: Callable[[Any, Index], Any] | None = None
+    chunks: Chunks | None = None  # chunks of the array after `epilogue`, for records
 
     def key(self, source: Source) -> tuple[Any, ...]:
         """Return the Dask key of an input block."""
@@ -96,7 +96,7 @@ class Assembly:
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # kernels of stage 0
-        self.post = Timer()  # calls of `OutputSpec.post`
+        self.epilogue = Timer()  # calls of `OutputSpec.epilogue`
         self._local_queued = False
         self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
@@ -133,7 +133,7 @@ class Assembly:
                     limit_bytes = self.context.memory_below(need.total_bytes, kind)
                     if limit_bytes is not None:
                         raise need.too_large(limit_bytes, self._where)
-                if self.plan.is_copy and local and self.output.post is None:
+                if self.plan.is_copy and local and self.output.epilogue is None:
                     return local[0]
                 if self._remote and self.context is not None:
                     # Other workers will read this worker's blocks in the same exchange.
@@ -152,13 +152,13 @@ class Assembly:
         raise self._need(self.output.kind).error(message, self._where)
 
     def finish(self, block: Any, index: Index) -> Any:
-        """Return the result of `OutputSpec.post` for the block that `run` returned."""
-        if self.output.post is None:
+        """Return the result of `OutputSpec.epilogue` for the block that `run` returned."""
+        if self.output.epilogue is None:
             return block
-        with device_work(), device_of(block), self.post:
+        with device_work(), device_of(block), self.epilogue:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.
-            return self.output.post(block[...], index)
+            return self.output.epilogue(block[...], index)
 
     def _read(self, kind: Kind) -> Any:
         """Return the output, with all regions in it. A failed block is read again as a whole.
@@ -216,7 +216,7 @@ class Assembly:
     def _need(self, kind: Kind) -> Need:
         itemsize = self.output.dtype.itemsize
         sizes = [box_size(p.src) * itemsize for p in self.plan.pieces if p.source in self._remote]
-        extra_bytes = getattr(self.output.post, "extra_bytes", lambda *_: 0)
+        extra_bytes = getattr(self.output.epilogue, "extra_bytes", lambda *_: 0)
         return Need(
             output_bytes=prod(self.plan.shape) * itemsize,
             staging_bytes=staging_bytes(
@@ -224,7 +224,7 @@ class Assembly:
             ),
             input_bytes=self._input_bytes,
             staging_limit_bytes=self.options.staging_limit_bytes,
-            post_bytes=extra_bytes(self.plan.shape, self.output.dtype),
+            epilogue_bytes=extra_bytes(self.plan.shape, self.output.dtype),
         )
 
     def _finish(self, queue: Queue) -> None:

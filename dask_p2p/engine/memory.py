@@ -24,12 +24,14 @@ class Need(NamedTuple):
     staging_bytes: int  # regions in transfer, at most
     input_bytes: int  # input blocks of this worker that are in memory at the same time
     staging_limit_bytes: int  # value of p2p.memory.staging-limit
-    post_bytes: int = 0  # additional memory of `OutputSpec.post`, after all regions have arrived
+    epilogue_bytes: int = (
+        0  # additional memory of `OutputSpec.epilogue`, after all regions have arrived
+    )
 
     @property
     def total_bytes(self) -> int:
         """The task's peak memory."""
-        return self.output_bytes + max(self.staging_bytes, self.post_bytes) + self.input_bytes
+        return self.output_bytes + max(self.staging_bytes, self.epilogue_bytes) + self.input_bytes
 
     def too_large(self, limit_bytes: int, where: str) -> MemoryLimitError:
         """Return the error for a block larger than all memory of a worker."""
@@ -45,7 +47,9 @@ class Need(NamedTuple):
     def _error(self, head: str, missing_bytes: int | None) -> MemoryLimitError:
         missing = "" if missing_bytes is None else f"; {_bytes(missing_bytes)} are missing"
         after = (
-            f", or afterwards {_bytes(self.post_bytes)} to transform it" if self.post_bytes else ""
+            f", or afterwards {_bytes(self.epilogue_bytes)} to transform it"
+            if self.epilogue_bytes
+            else ""
         )
         return MemoryLimitError(
             f"{head} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "

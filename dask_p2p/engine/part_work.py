@@ -26,7 +26,7 @@ from dask_p2p.backends.pinned import warn_once
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import is_out_of_memory
-from dask_p2p.engine.parts import OPERATION, Mapped, is_of_parts, run_name
+from dask_p2p.engine.parts import OPERATION, GpuMap, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
@@ -44,10 +44,10 @@ _HAND_ON_FROM_BYTES = 2**28
 
 @versioned()
 @dataclass(frozen=True)
-class PartsFunction:
+class GpuMapFunction:
     """The function of a task: it calls the user's function on parts and combines the results."""
 
-    mapped: Mapped  # the user's function, and the properties that all blocks share
+    mapped: GpuMap  # the user's function, and the properties that all blocks share
 
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
@@ -70,13 +70,13 @@ class PartsFunction:
         where = where_is(worker)
         (kind,) = kinds
         if backend_named(kind).on_device:  # no copies to and from the GPU
-            work = Work(of, arrays, block_id, told, kind, sys.maxsize)
+            work = GpuMapBlock(of, arrays, block_id, told, kind, sys.maxsize)
             run: Callable[[], Any] = partial(work.run, context)
         elif (obstacle := gpu_obstacle()) is None:
-            work = Work(of, arrays, block_id, told, CUPY.name)
+            work = GpuMapBlock(of, arrays, block_id, told, CUPY.name)
             run = partial(work.through_gpu, context, where, _hand_on(worker, context, work))
         elif of.fallback is not None:
-            work = Work(of, arrays, block_id, told, kind)
+            work = GpuMapBlock(of, arrays, block_id, told, kind)
             run = partial(work.run, context)
         else:
             raise NoDeviceError(
@@ -92,7 +92,7 @@ class PartsFunction:
             go_elsewhere(context, exc)
 
 
-def _hand_on(worker: Any, context: TaskContext | None, work: Work) -> HandOn | None:
+def _hand_on(worker: Any, context: TaskContext | None, work: GpuMapBlock) -> HandOn | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
@@ -101,11 +101,11 @@ def _hand_on(worker: Any, context: TaskContext | None, work: Work) -> HandOn | N
     if context is None or work.up_bytes < _HAND_ON_FROM_BYTES:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
-    return context.only_waiting if isinstance(getattr(spec, "func", None), PartsFunction) else None
+    return context.only_waiting if isinstance(getattr(spec, "func", None), GpuMapFunction) else None
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext | None, work: Work) -> Iterator[None]:
+def _recorded(worker: Any, context: TaskContext | None, work: GpuMapBlock) -> Iterator[None]:
     """Return a context that records the work done in it, if the worker has the plugin."""
     if context is None:
         yield
@@ -134,12 +134,12 @@ def _recorded(worker: Any, context: TaskContext | None, work: Work) -> Iterator[
         context.running.pop(key, None)
 
 
-class Work:
-    """One block, whose function is called on copies of its parts. Implements `PartWork`."""
+class GpuMapBlock:
+    """One block, whose function is called on copies of its parts. Implements `GpuMapWork`."""
 
     def __init__(
         self,
-        of: Mapped,
+        of: GpuMap,
         arrays: Sequence[Array],
         index: Index,
         keywords: Mapping[str, Any],
@@ -272,7 +272,7 @@ class Work:
         if self.of.reduce is not None:
             return result
         rims = [self.of.rims(axis, self.index) for axis in range(result.ndim)]
-        rims[self.of.axis] = part.result_rims
+        rims[self.of.axis] = part.result_halo
         sides = zip(rims, result.shape, strict=True)
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 

@@ -72,7 +72,7 @@ class Argument:
 
 @versioned(shared=True)  # one for all tasks of an array
 @dataclass(frozen=True)
-class Mapped:
+class GpuMap:
     """A function of parts of blocks, with the properties that all blocks of its output share."""
 
     function: Callable[..., Any]  # function of a part of each array; may overwrite its arguments
@@ -121,8 +121,8 @@ class Mapped:
             prod(self.result_shape(index, 1)) * self.dtype.itemsize,
             is_reduced=self.reduce is not None,
         )
-        has_rims = any(map(any, (width for each in self.arguments for width in each.depth)))
-        return replace(plan, has_rims=has_rims and self.reduce is None)
+        has_halo = any(map(any, (width for each in self.arguments for width in each.depth)))
+        return replace(plan, has_halo=has_halo and self.reduce is None)
 
     def largest_plans(self) -> Iterator[PartPlan]:
         """Yield plans whose largest memory bounds that of every block."""

@@ -159,7 +159,7 @@ class AssembleTask(ReferenceTask):
         return cls(key, assemble_block, key, plan, index, output, blocks, *others)
 
 
-class MemberTask(Task):  # type: ignore[misc]
+class RankTask(Task):  # type: ignore[misc]
     """A task that runs one rank of a gang; see `dask_p2p.sections`. Its key is ``(gang, rank)``."""
 
     __slots__ = ()
@@ -227,7 +227,7 @@ def _record(
         axes=assembly.plan.axes,
         wasted_bytes=assembly.sources.wasted_bytes,
         kernel_s=assembly.kernels.seconds,
-        post_s=assembly.post.seconds,
+        epilogue_s=assembly.epilogue.seconds,
         **others,
     )
 

@@ -23,7 +23,7 @@ from dask_p2p.versioned import named_fields
 
 
 @dataclass(frozen=True)
-class Post:
+class Epilogue:
     """A function that each task applies to its assembled block."""
 
     function: Callable[[Any, Index], Any]  # function of the assembled block and its index
@@ -42,7 +42,7 @@ def planned_array(
     arrays: Any,  # one or several inputs, of one dtype and one type of blocks
     plan: Plan,  # assembly of the output's blocks from the inputs' blocks
     options: Options,  # options that are sent with the tasks
-    post: Post | None = None,  # function of the assembled blocks
+    epilogue: Epilogue | None = None,  # function of the assembled blocks
 ) -> Any:
     """Return the lazy Dask array of a plan's output; an expression if the inputs are."""
     inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
@@ -50,10 +50,10 @@ def planned_array(
     if hasattr(first, "expr"):
         from dask_p2p.graph.expression import PlannedExpr
 
-        return type(first)(PlannedExpr(plan, options, prefix, post, *(x.expr for x in inputs)))
+        return type(first)(PlannedExpr(plan, options, prefix, epilogue, *(x.expr for x in inputs)))
     names = tuple(x.name for x in inputs)
-    name = f"{prefix}-{tokenize(names, *map(named_fields, (plan, options, post)))}"
-    tasks = assemble_tasks(name, plan, output_spec(names, first, options, post))
+    name = f"{prefix}-{tokenize(names, *map(named_fields, (plan, options, epilogue)))}"
+    tasks = assemble_tasks(name, plan, output_spec(names, first, options, epilogue))
     # Dask checks that each dependency is used. Empty output blocks have no input blocks.
     keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})
     read = {key[0] for key in keys}
@@ -61,20 +61,20 @@ def planned_array(
         name, tasks, dependencies=[x for x in inputs if x.name in read]
     )
     # An input's meta may have other dimensions: Dask adapts it to the chunks of the new array.
-    chunks = plan.chunks if post is None else post.chunks
-    meta = first._meta if post is None else post.meta
+    chunks = plan.chunks if epilogue is None else epilogue.chunks
+    meta = first._meta if epilogue is None else epilogue.meta
     return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
 
 
 def output_spec(
-    arrays: tuple[str, ...], first: Any, options: Options, post: Post | None
+    arrays: tuple[str, ...], first: Any, options: Options, epilogue: Epilogue | None
 ) -> OutputSpec:
     """Return the properties that all output blocks share.
 
     `first` is the first input array, or its expression. All inputs have the same dtype and type of
     blocks.
     """
-    after = (None, None) if post is None else (post.function, post.chunks)
+    after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
     return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, *after)
 
 

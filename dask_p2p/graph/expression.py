@@ -21,12 +21,12 @@ from dask_p2p.graph.arrays import assemble_tasks, output_spec
 class PlannedExpr(ArrayExpr):  # type: ignore[misc]
     """An array whose blocks are assembled from blocks of other arrays.
 
-    The operands are a `Plan`, `Options`, the prefix of the name, a `Post` or None, and then the
+    The operands are a `Plan`, `Options`, the prefix of the name, a `Epilogue` or None, and then the
     expressions of the other arrays. Tasks are made when Dask requests the graph, since planning may
     first replace the other arrays by equal ones with another name.
     """
 
-    _parameters: tuple[str, ...] = ("plan", "options", "prefix", "post")
+    _parameters: tuple[str, ...] = ("plan", "options", "prefix", "epilogue")
 
     @cached_property
     def _name(self) -> str:
@@ -34,12 +34,12 @@ class PlannedExpr(ArrayExpr):  # type: ignore[misc]
 
     @cached_property
     def chunks(self) -> Chunks:
-        chunks: Chunks = self.plan.chunks if self.post is None else self.post.chunks
+        chunks: Chunks = self.plan.chunks if self.epilogue is None else self.epilogue.chunks
         return chunks
 
     @cached_property
     def _meta(self) -> Any:
-        meta = self.dependencies()[0]._meta if self.post is None else self.post.meta
+        meta = self.dependencies()[0]._meta if self.epilogue is None else self.epilogue.meta
         return meta_from_array(meta, len(self.chunks), meta.dtype)
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
@@ -54,5 +54,5 @@ class PlannedExpr(ArrayExpr):  # type: ignore[misc]
     def _layer(self) -> dict[Any, AssembleTask]:
         arrays = self.dependencies()
         names = tuple(array._name for array in arrays)
-        output = output_spec(names, arrays[0], self.options, self.post)
+        output = output_spec(names, arrays[0], self.options, self.epilogue)
         return assemble_tasks(self._name, self.plan, output)

@@ -36,7 +36,7 @@ _NOT_SHAREABLE = Obstacle(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IpcHandle:
     """The location of a block, for another process."""
 
     gpu: str  # UUID in hex
@@ -48,7 +48,7 @@ class Place:
 
 
 _MOST_SHARED = 1024
-_shared: dict[int, Place] = {}  # by buffer id: this process's allocations
+_shared: dict[int, IpcHandle] = {}  # by buffer id: this process's allocations
 
 
 def gpu_uuid() -> str:
@@ -87,7 +87,7 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
     )
 
 
-def export(block: Array) -> Place:
+def export(block: Array) -> IpcHandle:
     """Return the location of a block.
 
     `TransferError` if its memory cannot be exported: memory of `cudaMallocAsync`, managed memory,
@@ -105,7 +105,7 @@ def export(block: Array) -> Place:
                     raise TransferError(_NOT_SHAREABLE.full_text, obstacle=_NOT_SHAREABLE)
                 base, nbytes = allocation(pointer)
                 handle = bytes(runtime.ipcGetMemHandle(base)).hex()
-                shared = Place(uuid(device.id).hex(), handle, number, base, nbytes, 0)
+                shared = IpcHandle(uuid(device.id).hex(), handle, number, base, nbytes, 0)
                 if len(_shared) >= _MOST_SHARED:
                     _shared.clear()
                 _shared[number] = shared
@@ -135,17 +135,17 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 
 
 @dataclass(slots=True, eq=False)
-class Mapping:
+class MappedAllocation:
     """An allocation of another process, mapped into this one."""
 
     process: str  # name of the other process
-    place: Place  # location of a block in it
+    place: IpcHandle  # location of a block in it
     address: int  # address in this process
     is_kept: bool  # true if it stays open while unused
     users: int = 0
     unused_since_s: float = 0.0  # monotonic
 
-    def overlaps(self, process: str, place: Place) -> bool:
+    def overlaps(self, process: str, place: IpcHandle) -> bool:
         """Return true if it overlaps the addresses of an allocation of the process."""
         mine = self.place
         return self.process == process and (
@@ -175,7 +175,7 @@ class Mappings:
     UNUSED_S = 60.0
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, int], Mapping] = {}
+        self._open: dict[tuple[str, int], MappedAllocation] = {}
         self._lock = threading.Lock()  # not held during driver calls
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by process
         self._timer = RepeatingTimer(self.UNUSED_S, self.close_unused)
@@ -184,7 +184,7 @@ class Mappings:
         """Return the number of open mappings."""
         return len(self._open)
 
-    def acquire(self, peer: Peer, place: Place, block_bytes: int) -> Mapping:
+    def acquire(self, peer: Peer, place: IpcHandle, block_bytes: int) -> MappedAllocation:
         """Return a mapping of the allocation of a peer's block, open or new, and count a user.
 
         `TransferError` if the allocation cannot be mapped.
@@ -204,13 +204,15 @@ class Mappings:
             if PROCESSES.has_ended(process):
                 raise TransferError(f"the memory cannot be mapped: process {peer.pid} has ended")
             address = self._map(process, bytes.fromhex(place.handle))
-            mapping = Mapping(process, place, address, place.nbytes >= 2 * block_bytes, users=1)
+            mapping = MappedAllocation(
+                process, place, address, place.nbytes >= 2 * block_bytes, users=1
+            )
             with self._lock:
                 mapping.is_kept &= not PROCESSES.has_ended(process)
                 self._open[process, place.buffer_id] = mapping
             return mapping
 
-    def release(self, mapping: Mapping) -> None:
+    def release(self, mapping: MappedAllocation) -> None:
         """Release a mapping after one user's work, kernels included."""
         with self._lock:
             mapping.users -= 1
@@ -223,13 +225,13 @@ class Mappings:
         if self._open:
             self._timer.start()
 
-    def _used(self, process: str, place: Place) -> Mapping | None:
+    def _used(self, process: str, place: IpcHandle) -> MappedAllocation | None:
         mapping = self._open.get((process, place.buffer_id))
         if mapping is not None:
             mapping.users += 1
         return mapping
 
-    def _take_freed(self, process: str, place: Place) -> list[Mapping]:
+    def _take_freed(self, process: str, place: IpcHandle) -> list[MappedAllocation]:
         """Remove and return the mappings of allocations that the process must have freed."""
         freed = [mapping for mapping in self._open.values() if mapping.overlaps(process, place)]
         if any(mapping.users for mapping in freed):
@@ -278,7 +280,7 @@ class Mappings:
         """
         oldest_s = time.monotonic() - self.UNUSED_S
 
-        def is_due(mapping: Mapping) -> bool:
+        def is_due(mapping: MappedAllocation) -> bool:
             is_unwanted = mapping.process == process or not mapping.is_kept
             return not mapping.users and (is_unwanted or mapping.unused_since_s <= oldest_s)
 
@@ -288,7 +290,7 @@ class Mappings:
         _close(due)
         return len(self) > 0
 
-    def _excess(self, process: str) -> list[Mapping]:
+    def _excess(self, process: str) -> list[MappedAllocation]:
         """Return a process's longest unused mappings, beyond the memory of a GPU."""
         kept = [m for m in self._open.values() if m.process == process and m.is_kept]
         kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
@@ -299,12 +301,12 @@ class Mappings:
                 excess.append(mapping)
         return excess
 
-    def _forget(self, mappings: Iterable[Mapping]) -> None:
+    def _forget(self, mappings: Iterable[MappedAllocation]) -> None:
         for mapping in mappings:
             del self._open[mapping.process, mapping.place.buffer_id]
 
 
-def _close(mappings: Iterable[Mapping]) -> None:
+def _close(mappings: Iterable[MappedAllocation]) -> None:
     for mapping in mappings:
         close_ipc(mapping.address)
 

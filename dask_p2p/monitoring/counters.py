@@ -46,8 +46,8 @@ GAUGES = (
     Family("leased_bytes", "", "Blocks that are kept because others may be reading them"),
     Family("pinned_bytes", "", "Pinned host memory of outputs that were copied from GPUs"),
     Family("staging_bytes", "state", "Memory for regions: packed for readers, or kept for reuse"),
-    Family("members", "", "Running ranks of iterate and spmd"),
-    Family("members_steps_per_second", "", "Total steps per second of these ranks"),
+    Family("ranks", "", "Running ranks of iterate and spmd"),
+    Family("ranks_steps_per_second", "", "Total steps per second of these ranks"),
 )
 
 

@@ -77,8 +77,8 @@ class Record(NamedTuple):
     fallbacks: tuple[Fallback, ...] = ()
     error: str = ""  # reason of the failure; empty if the attempt succeeded
     kernel_s: float = 0.0  # seconds of kernels that write the worker's own blocks to the output
-    #: Seconds of `OutputSpec.post`, until it returned. On a GPU its kernels may still run.
-    post_s: float = 0.0
+    #: Seconds of `OutputSpec.epilogue`, until it returned. On a GPU its kernels may still run.
+    epilogue_s: float = 0.0
     #: Total bytes to read from other workers, for a running attempt; None for a finished one.
     wanted_bytes: int | None = None
     #: Dask's number of this run of the task. On the scheduler it is replaced by the number of the
@@ -117,7 +117,7 @@ class Record(NamedTuple):
     @property
     def operation(self) -> str:
         """Prefix of the key. For ranks, this is the prefix of the output's tasks."""
-        return str(key_split(self.key)).removesuffix("-members")
+        return str(key_split(self.key)).removesuffix("-ranks")
 
     @property
     def steps_per_s(self) -> float:

@@ -81,7 +81,7 @@ def _task(record: Record) -> _Slice:
         "read_bytes": sum(stage.nbytes for stage in record.stages),
         "wasted_bytes": record.wasted_bytes,
         "kernel_s": record.kernel_s,
-        "post_s": record.post_s,
+        "epilogue_s": record.epilogue_s,
     }
     if record.parts:
         args["parts"] = record.parts

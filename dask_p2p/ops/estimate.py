@@ -13,8 +13,8 @@ from dask.utils import key_split
 
 from dask_p2p.backends import SLOTS, backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.engine.parts import OPERATION, Mapped
-from dask_p2p.engine.task import MemberTask
+from dask_p2p.engine.parts import OPERATION, GpuMap
+from dask_p2p.engine.task import RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.inputs import checked_count
@@ -134,7 +134,7 @@ def estimate(
         if workers is not None:
             raise InputError(
                 f"expected no workers=, since the ranks of this array are already chosen, got "
-                f"{workers!r}. Pass members= to iterate or spmd."
+                f"{workers!r}. Pass ranks= to iterate or spmd."
             )
         found: MemoryEstimate = section.estimate()
         return found
@@ -178,20 +178,20 @@ def _section(x: Any) -> Any:
         return None if section is None else section.body
     graph = x.__dask_graph__()
     made = graph[(x.name, *[0] * x.ndim)]
-    members = (graph[key] for key in getattr(made, "dependencies", ()))  # none of a future
-    return next((each.body for each in members if isinstance(each, MemberTask)), None)
+    ranks = (graph[key] for key in getattr(made, "dependencies", ()))  # none of a future
+    return next((each.body for each in ranks if isinstance(each, RankTask)), None)
 
 
-def _mapped(x: Any) -> Mapped | None:
+def _mapped(x: Any) -> GpuMap | None:
     """Return the function that the tasks of `x` run; None if not from `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != OPERATION:
         return None
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]
-    mapped: Mapped | None = getattr(getattr(task, "func", None), "mapped", None)
+    mapped: GpuMap | None = getattr(getattr(task, "func", None), "mapped", None)
     return mapped  # None if x is already computed
 
 
-def _parts_estimate(mapped: Mapped) -> PartsEstimate:
+def _parts_estimate(mapped: GpuMap) -> PartsEstimate:
     plans = list(mapped.largest_plans())
     inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
     return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))

@@ -22,7 +22,7 @@ from dask_p2p.types import DaskArray
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangeEstimate:
     """One all-to-all exchange between workers, which assembles an array in other blocks.
 
     Attributes
@@ -75,7 +75,7 @@ class TransformEstimate:
     """
 
     workers: int
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExchangeEstimate, ...]
 
     @property
     def moved_bytes(self) -> int:
@@ -163,7 +163,9 @@ def _read(task: AssembleTask) -> Chunks:
     return chunks
 
 
-def _exchange(name: str, tasks: Iterable[AssembleTask], workers: int, threads: int) -> Exchange:
+def _exchange(
+    name: str, tasks: Iterable[AssembleTask], workers: int, threads: int
+) -> ExchangeEstimate:
     task, *_ = tasks
     plan, output, before = task.plan, task.output, _read(task)
     item_bytes = output.dtype.itemsize
@@ -172,11 +174,11 @@ def _exchange(name: str, tasks: Iterable[AssembleTask], workers: int, threads: i
     staged_bytes = staging_bytes(
         output.options, output.kind, plan.largest_piece * item_bytes, largest_bytes, item_bytes
     )
-    extra_bytes = getattr(output.post, "extra_bytes", lambda *_: 0)(largest_shape, output.dtype)
+    extra_bytes = getattr(output.epilogue, "extra_bytes", lambda *_: 0)(largest_shape, output.dtype)
     beside_bytes = max(staged_bytes if workers > 1 else 0, extra_bytes)
     input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
-    return Exchange(
+    return ExchangeEstimate(
         operation=name.rpartition("-")[0],
         before=before,
         after=plan.chunks,

@@ -7,7 +7,7 @@ from collections import deque
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Post, planned_array
+from dask_p2p.graph.arrays import Epilogue, planned_array
 from dask_p2p.ops.rechunk import planned, rechunk_by_tasks
 from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
@@ -16,7 +16,7 @@ from dask_p2p.types import DaskArray
 PREFIX = "p2p-fft"
 
 
-def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], post: Post) -> DaskArray:
+def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epilogue) -> DaskArray:
     """Return the array of transformed blocks; `order` is the order of a block's axes in memory."""
     register_if_possible()
     options = checked_options()
@@ -27,10 +27,12 @@ def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], post: Post) ->
     reordered = ReorderedPlan(plan, order)
     together = tuple(
         sizes if larger == before else larger
-        for sizes, larger, before in zip(post.chunks, reordered.chunks, grid, strict=True)
+        for sizes, larger, before in zip(epilogue.chunks, reordered.chunks, grid, strict=True)
     )
-    x = planned_array(PREFIX, x, reordered, options, Post(post.function, together, post.meta))
-    return rechunk_by_tasks(x, post.chunks)  # views, where the plan made larger blocks
+    x = planned_array(
+        PREFIX, x, reordered, options, Epilogue(epilogue.function, together, epilogue.meta)
+    )
+    return rechunk_by_tasks(x, epilogue.chunks)  # views, where the plan made larger blocks
 
 
 def chunks_before(x: DaskArray) -> Chunks | None:

@@ -15,14 +15,14 @@ from dask.array.utils import meta_from_array
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Post
+from dask_p2p.graph.arrays import Epilogue
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft_exchange import assembled, chunks_before
 from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, Step, scale_of
 from dask_p2p.ops.long_axes import Long, along_long_axis, long_axis
 from dask_p2p.ops.rechunk import rechunk, redistributed
-from dask_p2p.plans.fft import Stage, Transform, stages
+from dask_p2p.plans.fft import FftStage, Transform, stages
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
@@ -104,10 +104,14 @@ def _as_before(x: DaskArray, natural: Chunks) -> Chunks | None:
     before = chunks_before(x)
     if before is None or len(before) != len(natural):
         return None
-    cuts = tuple(
+    partitions = tuple(
         (sum(sizes),) if len(old) == 1 else old for old, sizes in zip(before, natural, strict=True)
     )
-    return cuts if all(sum(a) == sum(b) for a, b in zip(cuts, natural, strict=True)) else None
+    return (
+        partitions
+        if all(sum(a) == sum(b) for a, b in zip(partitions, natural, strict=True))
+        else None
+    )
 
 
 def _with_long_axis(
@@ -256,7 +260,7 @@ def order_in_memory(
 
 def _staged(
     x: DaskArray,
-    stage: Stage,
+    stage: FftStage,
     transform: Transform,
     local: LocalTransform | None,
     is_first: bool,
@@ -273,4 +277,4 @@ def _staged(
     if is_first:
         return da.map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
-    return assembled(x, stage.chunks, order, Post(replace(local, order=order), after, meta))
+    return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))

@@ -16,7 +16,7 @@ from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft_stages import Axes, checked_numbered_axes
 from dask_p2p.plans import GridPlan
-from dask_p2p.plans.grid import Cut
+from dask_p2p.plans.grid import SplitAxis
 from dask_p2p.plans.rolled import Rolled
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
@@ -112,7 +112,7 @@ def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> Da
     mappings: list[Any] = []
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         shift = sign * (sum(old) // 2) if axis in along else 0
-        mappings.append(Rolled(old, new, shift) if shift else Cut(old, new))
+        mappings.append(Rolled(old, new, shift) if shift else SplitAxis(old, new))
     if after == before and not any(isinstance(mapping, Rolled) for mapping in mappings):
         return x
     register_if_possible()

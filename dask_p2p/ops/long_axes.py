@@ -28,11 +28,11 @@ from dask.utils import parse_bytes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.geometry import Chunks, Index, split_evenly
-from dask_p2p.graph.arrays import Post
+from dask_p2p.graph.arrays import Epilogue
 from dask_p2p.ops.fft_exchange import assembled
 from dask_p2p.ops.local_fft import INVERSE, LocalTransform
 from dask_p2p.ops.rechunk import redistributed
-from dask_p2p.plans.fft import Stage
+from dask_p2p.plans.fft import FftStage
 from dask_p2p.types import Array, DaskArray, DType
 from dask_p2p.versioned import versioned
 
@@ -48,7 +48,7 @@ class Long(NamedTuple):
     parts: int  # number of blocks along the axis
 
 
-def long_axis(way: Sequence[Stage], lengths: dict[int, int], item_bytes: int) -> Long | None:
+def long_axis(way: Sequence[FftStage], lengths: dict[int, int], item_bytes: int) -> Long | None:
     """Return the axis that would make a stage's blocks too large; None if all blocks fit.
 
     The largest block allowed is the larger of Dask's ``array.chunk-size`` and twice the input's
@@ -85,7 +85,7 @@ def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray
         return along_long_axis("rfft", x, long, swapped.get(norm, norm)).conj()
     if kind == "hfft":
         return along_long_axis("irfft", x.conj(), long, swapped.get(norm, norm))
-    x = _padded(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
+    x = _halo_arrays(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
     if kind == "irfft":
         start[long.axis] = slice((n - 1) // 2, 0, -1)
         mirrored = da.concatenate([x, x[tuple(start)].conj()], long.axis)
@@ -93,7 +93,7 @@ def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray
     return _by_matrix(x, long, norm, kind in INVERSE)
 
 
-def _padded(x: DaskArray, axis: int, n: int) -> DaskArray:
+def _halo_arrays(x: DaskArray, axis: int, n: int) -> DaskArray:
     missing = n - x.shape[axis]
     if not missing:
         return x
@@ -121,10 +121,10 @@ def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArr
     dtype = np.result_type(np.float64 if x.dtype.kind in "biu" else x.dtype, np.complex64)
     meta = meta_from_array(x._meta, x.ndim, dtype)
     order = tuple(range(x.ndim))
-    x = assembled(x, grid, order, Post(Twiddled(transform, axis, column_sizes), grid, meta))
+    x = assembled(x, grid, order, Epilogue(Twiddled(transform, axis, column_sizes), grid, meta))
     transform = LocalTransform(((name, (axis + 1,), (columns,)),), norm, order)
     grid = (*before, row_sizes, (columns,), *after)
-    x = assembled(x, grid, order, Post(transform, grid, meta))
+    x = assembled(x, grid, order, Epilogue(transform, grid, meta))
     swapped = (*order[:axis], axis + 1, axis, *order[axis + 2 :])
     x = redistributed(x, swapped, (*before, column_sizes, (rows,), *after))
     sizes = tuple(rows * size for size in column_sizes)

@@ -14,8 +14,8 @@ from dask.layers import ArrayBlockIdDep
 from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options, positive_bytes
-from dask_p2p.engine.part_work import PartsFunction
-from dask_p2p.engine.parts import OPERATION, Argument, Mapped
+from dask_p2p.engine.part_work import GpuMapFunction
+from dask_p2p.engine.parts import OPERATION, Argument, GpuMap
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.ops.arguments import check_names
@@ -23,14 +23,14 @@ from dask_p2p.ops.parts_arguments import (
     check_functions,
     checked_arrays,
     checked_axis,
+    checked_halo,
     checked_output,
-    checked_rims,
     common_chunks,
     found_dtype,
     portable,
 )
 from dask_p2p.plans import halo_plan
-from dask_p2p.plans.halo import rims_of
+from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, ChunksLike, DaskArray, DepthLike, DTypeLike
 
@@ -132,7 +132,7 @@ def map_on_gpu(
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))
-    depths, beyond = checked_rims(inputs, sizes, depth, boundary)
+    depths, beyond = checked_halo(inputs, sizes, depth, boundary)
     if fallback not in (None, "numpy"):
         raise InputError(
             f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
@@ -154,10 +154,10 @@ def map_on_gpu(
         halo_plan(x.chunks, widths, kinds)
         for x, widths, kinds in zip(inputs, depths, beyond, strict=True)
     ]
-    mapped = Mapped(
+    mapped = GpuMap(
         func,
         tuple(
-            Argument(x.chunks, x.dtype, widths, rims_of(plan))
+            Argument(x.chunks, x.dtype, widths, halo_widths_of(plan))
             for x, widths, plan in zip(inputs, depths, plans, strict=True)
         ),
         along,
@@ -171,18 +171,18 @@ def map_on_gpu(
         options,
     )
     register_if_possible()
-    with_rims = [
+    with_halo = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(inputs, plans, strict=True)
     ]
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     places = tuple(range(len(sizes)))
     return da.blockwise(
-        PartsFunction(mapped),
+        GpuMapFunction(mapped),
         places,
         ArrayBlockIdDep(mapped.chunks),
         places,
-        *chain(*((x, places[len(sizes) - x.ndim :]) for x in with_rims)),
+        *chain(*((x, places[len(sizes) - x.ndim :]) for x in with_halo)),
         token=OPERATION,
         adjust_chunks=dict(zip(places, mapped.chunks, strict=True)),
         align_arrays=False,

@@ -22,7 +22,7 @@ from dask.utils import has_keyword
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Post, planned_array
+from dask_p2p.graph.arrays import Epilogue, planned_array
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
@@ -34,7 +34,7 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.rims import checked_boundaries, checked_depths, unread_value
 from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
-from dask_p2p.plans.halo import rims_of
+from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike
 
@@ -250,8 +250,8 @@ def _assembled_and_mapped(
     if trim and any(0 in sizes for sizes in chunks):
         function = SkipsEmpty(function, chunks, meta.dtype, has_block_id)
         has_block_id = True
-    stencil = Stencil(function, Trim(rims_of(plan)) if trim else None, has_block_id)
-    return planned_array("p2p-overlap", x, plan, checked_options(), Post(stencil, chunks, meta))
+    stencil = Stencil(function, Trim(halo_widths_of(plan)) if trim else None, has_block_id)
+    return planned_array("p2p-overlap", x, plan, checked_options(), Epilogue(stencil, chunks, meta))
 
 
 def _mapped_by_dask(
@@ -264,24 +264,26 @@ def _mapped_by_dask(
     """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
     func, kwargs, has_block_id = _bound(func, kwargs)
     options = checked_options()
-    with_rims = [
+    with_halo = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
         # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
-        kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)._meta
+        kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_halo, **kwargs)._meta
         func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
-    has_rims = any(x is not y for x, y in zip(arrays, with_rims, strict=True))
-    if has_rims and not trim:
+    has_halo = any(x is not y for x, y in zip(arrays, with_halo, strict=True))
+    if has_halo and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}
-    y = da.map_blocks(OwnBlocks(func), *with_rims, **kwargs)
-    if not has_rims or not trim:
+    y = da.map_blocks(OwnBlocks(func), *with_halo, **kwargs)
+    if not has_halo or not trim:
         return y
     # Trim the halo of the array with the most axes, the first of several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
-    rims = _rims_of_result(rims_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
+    rims = _result_halo(
+        halo_widths_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis")
+    )
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, rims, strict=True)
@@ -320,7 +322,7 @@ def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -
     return chunks
 
 
-def _rims_of_result(
+def _result_halo(
     rims: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the halo widths along the result's axes, after dropped and inserted axes."""

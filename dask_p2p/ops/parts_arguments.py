@@ -88,7 +88,7 @@ def common_chunks(inputs: list[DaskArray]) -> Chunks:
     return tuple(common)
 
 
-def checked_rims(
+def checked_halo(
     inputs: list[DaskArray], sizes: Chunks, depth: Any, boundary: Any
 ) -> tuple[list[tuple[tuple[int, int], ...]], list[tuple[Any, ...]]]:
     """Return the halo widths and the boundaries: for each array, one for each of its axes.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from dask_p2p.geometry import Chunks, split_evenly
 
 
-class Stage(NamedTuple):
+class FftStage(NamedTuple):
     """A grid of blocks, and the undivided axes that are transformed there."""
 
     chunks: Chunks  # before the transform
@@ -59,7 +59,7 @@ def stages(
     chunks: Chunks,  # chunks of the input: the first grid
     transform: Transform,
     final: Chunks | None = None,  # chunks of the result; None: any
-) -> list[Stage]:
+) -> list[FftStage]:
     """Return the grids of a transform, and the axes to transform in each.
 
     An exchange connects each grid to the next. The path loses as few blocks as possible, then needs
@@ -75,7 +75,7 @@ def stages(
     """
     blocks = prod(map(len, chunks))
     number = count()  # breaks ties: the path that was found first
-    nothing: tuple[Stage, ...] = ()
+    nothing: tuple[FftStage, ...] = ()
     waiting = [((0, 0, 0, 0), next(number), chunks, frozenset(transform.lengths), nothing)]
     seen: set[tuple[Chunks, frozenset[int]]] = set()
     while waiting:
@@ -84,7 +84,7 @@ def stages(
             continue
         seen.add((grid, remaining))
         ready = transform.ready(grid, remaining)
-        path = (*path, Stage(grid, tuple(sorted(ready))))
+        path = (*path, FftStage(grid, tuple(sorted(ready))))
         after, left = transform.after(grid, ready), remaining - ready
         if not left and final in (None, after):
             return list(path)
@@ -107,15 +107,15 @@ def _exchanges(
             grid = tuple(before.get(axis, sizes) for axis, sizes in enumerate(final))
             yield grid, max(1, prod(map(len, chunks))), 0
     for move in _moves(chunks, left):
-        cuts = list(chunks)
+        partitions = list(chunks)
         distance = 0
         for source, target in move:
             if source != target:
-                cuts[target] = moved_cut(chunks[source], chunks[target])
-            cuts[source] = (sum(chunks[source]),)
+                partitions[target] = moved_division(chunks[source], chunks[target])
+            partitions[source] = (sum(chunks[source]),)
             distance += (source - target if transform.is_inverse else target - source) % len(chunks)
         share = prod(len(chunks[source]) for source, _ in move)
-        yield tuple(cuts), share, distance
+        yield tuple(partitions), share, distance
 
 
 def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -123,24 +123,28 @@ def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, in
     if len(chunks) == 1:
         yield ((0, 0),)
         return
-    cut = sorted(axis for axis in left if len(chunks[axis]) > 1)
+    divided = sorted(axis for axis in left if len(chunks[axis]) > 1)
     whole = [axis for axis, sizes in enumerate(chunks) if len(sizes) == 1]
-    for n in range(1, min(len(cut), len(whole)) + 1):
-        for sources, targets in product(combinations(cut, n), permutations(whole, n)):
+    for n in range(1, min(len(divided), len(whole)) + 1):
+        for sources, targets in product(combinations(divided, n), permutations(whole, n)):
             yield tuple(zip(sources, targets, strict=True))
     # Two divisions on one axis, if no axis is undivided.
     others = [axis for axis in range(len(chunks)) if axis not in whole]
-    yield from (((source, target),) for source, target in product(cut, others) if source != target)
+    yield from (
+        ((source, target),) for source, target in product(divided, others) if source != target
+    )
 
 
-def moved_cut(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
     """Return the block sizes of an axis that takes over another axis's division.
 
     The axis keeps its own division too. The sizes follow the other axis: the same sizes, or equal
     sizes with a smaller last one, or an even division.
 
-    >>> moved_cut((4, 4, 2), (10,)), moved_cut((4, 4, 2), (7,)), moved_cut((3, 3, 2, 2), (7,))
-    ((4, 4, 2), (3, 3, 1), (2, 2, 2, 1))
+    >>> moved_division((4, 4, 2), (10,)), moved_division((4, 4, 2), (7,))
+    ((4, 4, 2), (3, 3, 1))
+    >>> moved_division((3, 3, 2, 2), (7,))
+    (2, 2, 2, 1)
     """
     length, parts = sum(others), len(sizes) * len(others)
     if len(others) == 1 and length == sum(sizes):

@@ -2,7 +2,8 @@
 
 Along one axis an output block is a row of segments; each segment lies in one block of the source.
 The pieces of the block are the product of its segments along all axes. A *mapping* cuts an axis
-into segments: `Cut` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with halos.
+into segments: `SplitAxis` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with
+halos.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
 from dask_p2p.versioned import versioned
 
 
-class Segment(NamedTuple):
+class AxisSegment(NamedTuple):
     """A part of an output block along one axis."""
 
     block: int | None  # index of the source block along the axis; None for a filled segment
     src: tuple[int, int]  # relative to the source block
     dst: tuple[int, int]  # relative to the output block
-    is_rim: bool = False  # true in the halo of the block
+    is_halo: bool = False  # true in the halo of the block
     value: Any = None  # value of a filled segment
 
 
@@ -49,20 +50,20 @@ class AxisMapping(Protocol):
     def blocks(self, number: int) -> tuple[int, ...]:
         """Return the distinct indices of the source blocks that an output block reads."""
 
-    def segments(self, number: int) -> list[Segment]:
+    def segments(self, number: int) -> list[AxisSegment]:
         """Return the segments of an output block, in order."""
 
 
 @versioned()
 @dataclass(frozen=True)
-class Cut:
+class SplitAxis:
     """The mapping of an axis that is divided at other bounds.
 
     Examples
     --------
     >>> Cut((4, 4), (3, 5)).segments(1)
-    [Segment(block=0, src=(3, 4), dst=(0, 1), is_rim=False, value=None), \
-Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
+    [Segment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
+Segment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
     """
 
     src_sizes: tuple[int, ...]  # sizes of the source's blocks
@@ -88,7 +89,7 @@ Segment(block=1, src=(0, 4), dst=(1, 5), is_rim=False, value=None)]
         first, last = block_range(self._src_bounds, start, stop)
         return tuple(b for b in range(first, last) if self.src_sizes[b])
 
-    def segments(self, number: int) -> list[Segment]:
+    def segments(self, number: int) -> list[AxisSegment]:
         start, stop = self._bounds[number : number + 2]
         return segments_of_range(self._src_bounds, start, stop, 0)
 
@@ -99,8 +100,8 @@ def block_range(bounds: Sequence[int], start: int, stop: int) -> tuple[int, int]
 
 
 def segments_of_range(
-    src_bounds: Sequence[int], start: int, stop: int, at: int, is_rim: bool = False
-) -> list[Segment]:
+    src_bounds: Sequence[int], start: int, stop: int, at: int, is_halo: bool = False
+) -> list[AxisSegment]:
     """Return the segments of a range of the source, from offset `at` of the output block on.
 
     Empty blocks have no segments.
@@ -114,11 +115,11 @@ def segments_of_range(
         lo, hi = max(start, base), min(stop, src_bounds[block + 1])
         if lo < hi:
             src, dst = (lo - base, hi - base), (lo + shift, hi + shift)
-            segments.append(Segment(block, src, dst, is_rim))
+            segments.append(AxisSegment(block, src, dst, is_halo))
     return segments
 
 
-def blocks_read(segments: Iterable[Segment]) -> tuple[int, ...]:
+def blocks_read(segments: Iterable[AxisSegment]) -> tuple[int, ...]:
     """Return the distinct blocks that segments read."""
     return tuple(dict.fromkeys(part.block for part in segments if part.block is not None))
 
@@ -194,8 +195,8 @@ class GridPlan:
 
     def block(self, index: Index) -> BlockPlan:
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
-        if any(part.is_rim for row in rows for part in row):
-            return self._block_with_rims(index, rows)
+        if any(part.is_halo for row in rows for part in row):
+            return self._block_with_halo(index, rows)
         # Each source block has one segment along each axis, so pieces are products, in order: fast
         # with thousands of pieces.
         sources = self._all_sources(index)
@@ -219,7 +220,7 @@ class GridPlan:
             return tuples
         return map(itemgetter(*self._place), tuples)
 
-    def _block_with_rims(self, index: Index, rows: list[list[Segment]]) -> BlockPlan:
+    def _block_with_halo(self, index: Index, rows: list[list[AxisSegment]]) -> BlockPlan:
         numbers: dict[Index, int] = {}
         pieces: list[Piece] = []
         fills: list[Fill] = []
@@ -227,7 +228,7 @@ class GridPlan:
         for parts in product(*rows):
             dst = tuple([part.dst for part in parts])
             filled = [part for part in parts if part.block is None]
-            if not self.has_corners and sum([part.is_rim for part in parts]) > 1:
+            if not self.has_corners and sum([part.is_halo for part in parts]) > 1:
                 fills.append(Fill(dst, self.unread))
             elif filled:
                 fills.append(Fill(dst, filled[-1].value))
@@ -252,7 +253,8 @@ def redistribution(
 ) -> GridPlan:
     """Return the plan that divides an array into other blocks, with its axes permuted."""
     mappings = [
-        Cut(_plain(src_chunks[a]), _plain(sizes)) for a, sizes in zip(axes, chunks, strict=True)
+        SplitAxis(_plain(src_chunks[a]), _plain(sizes))
+        for a, sizes in zip(axes, chunks, strict=True)
     ]
     return GridPlan(tuple(axes), tuple(mappings))
 

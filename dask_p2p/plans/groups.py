@@ -25,7 +25,7 @@ from collections.abc import Callable
 from math import ceil, isqrt, prod
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.plans.grid import Cut, GridPlan
+from dask_p2p.plans.grid import GridPlan, SplitAxis
 
 #: Largest number of edges of a layer without groups, if groups are small.
 FEW_EDGES = 2_000
@@ -90,7 +90,7 @@ def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
 def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
     """Return the plan with `together` neighbours along one axis joined."""
     mappings = list(plan.mappings)
-    mappings[axis] = Cut(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
+    mappings[axis] = SplitAxis(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
     return GridPlan(plan.axes, tuple(mappings))
 
 

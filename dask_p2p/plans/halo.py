@@ -17,7 +17,14 @@ from functools import cached_property
 from typing import Any
 
 from dask_p2p.geometry import Chunks, block_bounds
-from dask_p2p.plans.grid import AxisMapping, Cut, GridPlan, Segment, blocks_read, segments_of_range
+from dask_p2p.plans.grid import (
+    AxisMapping,
+    AxisSegment,
+    GridPlan,
+    SplitAxis,
+    blocks_read,
+    segments_of_range,
+)
 from dask_p2p.versioned import versioned
 
 #: Values beyond an end of the array: none, the elements at the other end, the reflected elements,
@@ -78,11 +85,11 @@ class Halo:
     def blocks(self, number: int) -> tuple[int, ...]:
         return blocks_read(self.segments(number))
 
-    def segments(self, number: int) -> list[Segment]:
+    def segments(self, number: int) -> list[AxisSegment]:
         before, own, after = self._reach(number)
         length, base = self._bounds[-1], before[0]
-        segments: list[Segment] = []
-        for (start, stop), is_rim in ((before, True), (own, False), (after, True)):
+        segments: list[AxisSegment] = []
+        for (start, stop), is_halo in ((before, True), (own, False), (after, True)):
             for lo, hi in (
                 (start, min(stop, 0)),
                 (max(start, 0), min(stop, length)),
@@ -91,19 +98,19 @@ class Halo:
                 if lo >= hi:
                     continue
                 if 0 <= lo < length:
-                    segments += segments_of_range(self._bounds, lo, hi, lo - base, is_rim)
+                    segments += segments_of_range(self._bounds, lo, hi, lo - base, is_halo)
                 else:
                     segments += self._beyond(lo, hi, lo - base)
         return segments
 
-    def _beyond(self, start: int, stop: int, at: int) -> list[Segment]:
+    def _beyond(self, start: int, stop: int, at: int) -> list[AxisSegment]:
         """Return the segments of a range beyond one end of the array."""
         length = self._bounds[-1]
         if self.boundary == "periodic":
             shift = length if start < 0 else -length
-            return segments_of_range(self._bounds, start + shift, stop + shift, at, is_rim=True)
+            return segments_of_range(self._bounds, start + shift, stop + shift, at, is_halo=True)
         if self.boundary not in ("reflect", "nearest"):
-            return [Segment(None, (0, 0), (at, at + stop - start), True, self.boundary)]
+            return [AxisSegment(None, (0, 0), (at, at + stop - start), True, self.boundary)]
         segments = []
         for position in range(start, stop):
             if self.boundary == "nearest":
@@ -111,7 +118,7 @@ class Halo:
             else:
                 mirrored = -1 - position if position < 0 else 2 * length - 1 - position
             segments += segments_of_range(
-                self._bounds, mirrored, mirrored + 1, at + position - start, is_rim=True
+                self._bounds, mirrored, mirrored + 1, at + position - start, is_halo=True
             )
         return segments
 
@@ -128,11 +135,11 @@ def halo_plan(
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         own = tuple(map(int, sizes))
         rims = Halo(own, before, after, beyond)
-        mappings.append(rims if before or after else Cut(own, own))
+        mappings.append(rims if before or after else SplitAxis(own, own))
     return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
 
 
-def rims_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
+def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the widths of the halo before and after, by axis and block along it."""
     return tuple(
         tuple(m.rims(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))

@@ -50,7 +50,7 @@ class Part(NamedTuple):
     rims: tuple[Range, ...]  # by input: halo widths in that range, before and after
 
     @property
-    def result_rims(self) -> Range:
+    def result_halo(self) -> Range:
         """Halo widths of the function's result: those of the first divided input."""
         pairs = zip(self.reads, self.rims, strict=True)
         return next((rims for read, rims in pairs if read is not None), (0, 0))
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     @property
     def result_length(self) -> int:
         """Length of the function's result along the axis."""
-        return self.own[1] - self.own[0] + sum(self.result_rims)
+        return self.own[1] - self.own[0] + sum(self.result_halo)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PartPlan:
     inputs: tuple[Input, ...]  # the input blocks
     parts: tuple[Part, ...]  # at least one
     result_bytes: int  # largest size of the function's result for one part
-    has_rims: bool = False  # true if halos are trimmed from results, by a copy
+    has_halo: bool = False  # true if halos are trimmed from results, by a copy
 
     def places(self, part: Part) -> list[int]:
         """Return the byte offsets of a part's inputs in a slot, and the end of the last one."""
@@ -91,7 +91,7 @@ class PartPlan:
     def device_bytes(self, slots: int) -> tuple[int, int]:
         """Return the bytes on the device of all slots, and of the function's results."""
         count = min(slots, len(self.parts))
-        return count * self.slot_bytes, (count + self.has_rims) * _aligned(self.result_bytes)
+        return count * self.slot_bytes, (count + self.has_halo) * _aligned(self.result_bytes)
 
 
 def plan_parts(

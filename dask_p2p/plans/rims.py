@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 from dask_p2p.geometry import Box, Index, box_size
 from dask_p2p.plans.base import Fill
 from dask_p2p.plans.grid import AxisMapping
-from dask_p2p.plans.halo import halo_plan, rims_of
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.halo import halo_plan, halo_widths_of
+from dask_p2p.plans.ranks import RankGrid
 
 
 @dataclass(frozen=True)
-class Rims:
+class HaloPlan:
     """The halo around one rank's local block. All boxes are in the local block with its halo.
 
     An exchange makes the copies, one after another, then the fills. It packs messages only
@@ -59,29 +59,29 @@ class Rims:
 
 
 def rims(
-    members: Members,
+    ranks: RankGrid,
     rank: int,
     depth: Sequence[tuple[int, int]],
     boundary: Sequence[Any],
     has_corners: bool,
-) -> Rims:
+) -> HaloPlan:
     """Return the halo around a rank's local block; see `halo_plan` for the parameters.
 
     It may reach over several other ranks.
     """
-    shares = _Shares.of(members, depth, boundary, has_corners)
-    at = members.places[rank]
+    shares = _LocalBlocks.of(ranks, depth, boundary, has_corners)
+    at = ranks.places[rank]
     copies, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
     for piece in shares.pieces(at):
         if piece.holder == at:
             copies.append((piece.src, piece.dst))
         else:
-            receives.setdefault(members.rank(piece.holder), []).append(piece.dst)
-    for reader, place in enumerate(members.places):
+            receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
+    for reader, place in enumerate(ranks.places):
         if reader != rank and shares.may_read(place, at):
             boxes = [piece.src for piece in shares.pieces(place) if piece.holder == at]
             sends |= {reader: boxes} if boxes else {}
-    return Rims(
+    return HaloPlan(
         shape=shares.shape(at),
         inner=shares.inner(at),
         copies=copies,
@@ -93,7 +93,7 @@ def rims(
     )
 
 
-class _Piece(NamedTuple):
+class _HaloPiece(NamedTuple):
     """A region of one local block that fills a part of a halo, its own or another rank's."""
 
     holder: Index  # index of the source rank in the grid
@@ -102,7 +102,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _LocalBlocks:
     """The local blocks of all ranks with their halos."""
 
     mappings: tuple[AxisMapping, ...]  # by axis
@@ -113,18 +113,18 @@ class _Shares:
     @classmethod
     def of(
         cls,
-        members: Members,
+        ranks: RankGrid,
         depth: Sequence[tuple[int, int]],
         boundary: Sequence[Any],
         has_corners: bool,
-    ) -> _Shares:
-        plan = halo_plan(members.share_sizes, depth, boundary)
-        axes = range(len(members.grid))
+    ) -> _LocalBlocks:
+        plan = halo_plan(ranks.local_sizes, depth, boundary)
+        axes = range(len(ranks.grid))
         groups = [[axis] for axis in axes]
         if has_corners:
-            divided = [axis for axis in axes if members.grid[axis] > 1]
+            divided = [axis for axis in axes if ranks.grid[axis] > 1]
             groups = [*([axis] for axis in axes if axis not in divided), divided]
-        return cls(plan.mappings, rims_of(plan), groups, has_corners)
+        return cls(plan.mappings, halo_widths_of(plan), groups, has_corners)
 
     def shape(self, at: Index) -> tuple[int, ...]:
         """Return the shape of a local block with its halo."""
@@ -139,10 +139,10 @@ class _Shares:
         return tuple((0, size) for size in self.shape(at))
 
     @cached_property
-    def _pieces(self) -> dict[Index, list[_Piece]]:
+    def _pieces(self) -> dict[Index, list[_HaloPiece]]:
         return {}
 
-    def pieces(self, at: Index) -> list[_Piece]:
+    def pieces(self, at: Index) -> list[_HaloPiece]:
         """Return the pieces of a halo, in the order of an exchange."""
         if at not in self._pieces:
             inner, whole, filled = self.inner(at), self._whole(at), set[int]()
@@ -154,10 +154,10 @@ class _Shares:
                     filled.update(group)
         return self._pieces[at]
 
-    def _of_group(self, at: Index, group: Sequence[int], base: Box) -> Iterator[_Piece]:
+    def _of_group(self, at: Index, group: Sequence[int], base: Box) -> Iterator[_HaloPiece]:
         rows = [self.mappings[axis].segments(at[axis]) for axis in group]
         for parts in product(*rows):
-            if not any(part.is_rim for part in parts):
+            if not any(part.is_halo for part in parts):
                 continue
             holder, src, dst = list(at), list(base), list(base)
             for axis, part in zip(group, parts, strict=True):
@@ -168,7 +168,7 @@ class _Shares:
                 src[axis] = part.src[0] + first, part.src[1] + first
             else:
                 if box_size(tuple(dst)):
-                    yield _Piece(tuple(holder), tuple(src), tuple(dst))
+                    yield _HaloPiece(tuple(holder), tuple(src), tuple(dst))
 
     def may_read(self, reader: Index, holder: Index) -> bool:
         """Return true if the reader's halo may have pieces of the holder's local block."""
@@ -202,7 +202,7 @@ class _Shares:
         return [box for box in found if box_size(box)]
 
 
-def interior_and_frames(rims: Rims) -> list[Box]:
+def interior_and_boundary(rims: HaloPlan) -> list[Box]:
     """Return the interior and the boundary regions, which together cover a local block once.
 
     Only the interior needs no halo data of other ranks. It may be empty: then the local block is
@@ -218,14 +218,14 @@ def interior_and_frames(rims: Rims) -> list[Box]:
         inside.append((start, stop))
     if any(start >= stop for start, stop in inside):
         return [tuple((0, 0) for _ in whole), whole]
-    frames = []
+    boundary_parts = []
     for axis, (start, stop) in enumerate(inside):
         for low, high in ((0, start), (stop, lengths[axis])):
-            frames.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
-    return [tuple(inside), *(frame for frame in frames if box_size(frame))]
+            boundary_parts.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
+    return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
 
 
-def _sides(rims: Rims) -> set[tuple[int, bool]]:
+def _sides(rims: HaloPlan) -> set[tuple[int, bool]]:
     """Return the sides that need boundary regions: axis, and true for its end."""
     around = []
     for box in (box for boxes in rims.receives.values() for box in boxes):

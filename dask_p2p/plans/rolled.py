@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dask_p2p.plans.grid import Cut, Segment, blocks_read, segments_of_range
+from dask_p2p.plans.grid import AxisSegment, SplitAxis, blocks_read, segments_of_range
 from dask_p2p.versioned import versioned
 
 
 @versioned()
 @dataclass(frozen=True)
-class Rolled(Cut):
+class Rolled(SplitAxis):
     """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
 
     Examples
@@ -29,7 +29,7 @@ class Rolled(Cut):
     def blocks(self, number: int) -> tuple[int, ...]:
         return blocks_read(self.segments(number))
 
-    def segments(self, number: int) -> list[Segment]:
+    def segments(self, number: int) -> list[AxisSegment]:
         length = self._bounds[-1]
         start = (self._bounds[number] - self.shift) % max(1, length)
         stop = start + self.sizes[number]
@@ -37,5 +37,5 @@ class Rolled(Cut):
         # Wrapped elements count as halo, because they may lie in the same block as the others.
         return [
             *segments_of_range(self._src_bounds, start, upto, 0),
-            *segments_of_range(self._src_bounds, 0, stop - upto, upto - start, is_rim=True),
+            *segments_of_range(self._src_bounds, 0, stop - upto, upto - start, is_halo=True),
         ]

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dask_p2p.engine.task import PLUGIN_NAME, MemberTask, ReferenceTask
-from dask_p2p.plugins.seating import place_member
+from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask
+from dask_p2p.plugins.seating import place_rank
 
 #: Method of Dask's scheduler that rejects tasks larger than a worker's memory.
 MEMORY_CHECK = "_add_to_processing"
@@ -99,15 +99,15 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
         return is_ours and PLUGIN_NAME in scheduler.worker_plugins
 
     def is_rootish(original: Any, ts: Any) -> bool:
-        if isinstance(ts.run_spec, MemberTask):
+        if isinstance(ts.run_spec, RankTask):
             return False
         # Where few blocks become many, Dask would treat tasks as roots without dependencies.
         reads = bool(ts.dependencies) and is_placed_here(ts)
         return not reads and bool(original(ts))
 
     def place(original: Any, ts: Any) -> Any:
-        if isinstance(ts.run_spec, MemberTask):
-            return place_member(scheduler, ts)
+        if isinstance(ts.run_spec, RankTask):
+            return place_rank(scheduler, ts)
         if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
             return original(ts)
         held = held_elements(ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies})

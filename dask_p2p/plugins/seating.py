@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from dask_p2p.engine.task import MemberTask, WaitTask
+from dask_p2p.engine.task import RankTask, WaitTask
 from dask_p2p.plans.seats import most_seated, room
 
 _LONG_S = 3.0  # running time of a long task, at least
@@ -58,14 +58,14 @@ def is_full(ws: Any, ts: Any) -> bool:
     long = [
         other
         for other, seconds in ws.executing.items()
-        if seconds >= _LONG_S and other in ws.processing and not _is_member(other)
+        if seconds >= _LONG_S and other in ws.processing and not _is_rank_key(other)
     ]
     in_threads = [other for other in long if other not in ws.long_running]
     return len(in_threads) >= ws.nthreads or not has_room(ws, ts, long)
 
 
-def _is_member(ts: Any) -> bool:
-    return isinstance(ts.run_spec, MemberTask)
+def _is_rank_key(ts: Any) -> bool:
+    return isinstance(ts.run_spec, RankTask)
 
 
 def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
@@ -78,7 +78,7 @@ def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
     return room(left, needs) >= 1
 
 
-def place_member(scheduler: Any, ts: Any) -> Any:
+def place_rank(scheduler: Any, ts: Any) -> Any:
     """Return the worker for a rank of a gang; None if no worker can run it."""
     workers = scheduler.running
     if is_restricted(ts):

@@ -124,13 +124,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             + self._context.outputs.idle_bytes
             + self._context.pinned.idle_bytes,
         }
-        members = [each for each in self._context.under_way() if each.attempt]
+        ranks = [each for each in self._context.under_way() if each.attempt]
         gauges: Values = {
             "leased_bytes": {"": self.leased_bytes},
             "pinned_bytes": {"": self._context.pinned.pinned_bytes},
             "staging_bytes": {**staging_bytes},
-            "members": {"": len(members)},
-            "members_steps_per_second": {"": sum(each.steps_per_s for each in members)},
+            "ranks": {"": len(ranks)},
+            "ranks_steps_per_second": {"": sum(each.steps_per_s for each in ranks)},
         }
         return {**self._context.counters.values(), **gauges}
 

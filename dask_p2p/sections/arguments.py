@@ -16,7 +16,7 @@ from dask_p2p.backends import BACKENDS, Backend, backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.seats import room
 from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
 from dask_p2p.types import DaskArray
@@ -37,7 +37,7 @@ def check_computed(*given: Any) -> None:
         )
 
 
-def check_shares(arrays: Sequence[DaskArray]) -> None:
+def check_decompositions(arrays: Sequence[DaskArray]) -> None:
     """Refuse arrays that cannot be divided between ranks.
 
     Raises `InputError` for an empty sequence, and `ChunksError` if chunk sizes are unknown or
@@ -99,41 +99,41 @@ def _is_beside_gang() -> bool:
     return is_of_worker and not hasattr(thread_state, "key")
 
 
-def chosen_members(x: DaskArray, members: int | None, cut: Sequence[int] | None) -> Members:
+def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | None) -> RankGrid:
     """Return the decomposition of an array between ranks.
 
     Raises `InputError` if the number of ranks is invalid here, and `AxesError` if the array has no
     such axis.
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
-    if members != 1 and not is_in_gang and _is_beside_gang():
+    if ranks != 1 and not is_in_gang and _is_beside_gang():
         raise InputError(
             "expected an inner section in the thread that runs the outer section's function, got "
             "one in another thread of its process: each section might wait for the other. Build "
-            "and compute it in the function's own thread, where it has one rank, or give members=1."
+            "and compute it in the function's own thread, where it has one rank, or give ranks=1."
         )
-    if members is None:
-        members = 1 if is_in_gang else _usable_workers()
+    if ranks is None:
+        ranks = 1 if is_in_gang else _usable_workers()
     try:
-        members = checked_count("members", members=members)
+        ranks = checked_count("ranks", ranks=ranks)
     except InputError as exc:
-        raise InputError(f"{exc} Leave members= out for one rank on each worker.") from None
-    if members > 1 and is_in_gang:
+        raise InputError(f"{exc} Leave ranks= out for one rank on each worker.") from None
+    if ranks > 1 and is_in_gang:
         raise InputError(
-            f"members: expected 1 in the function of another section, got {members}: the inner "
+            f"members: expected 1 in the function of another section, got {ranks}: the inner "
             f"section would wait for workers that the outer one occupies, and the outer one for "
-            f"its result. Leave members= out."
+            f"its result. Leave ranks= out."
         )
     try:
-        axes = list(range(x.ndim) if cut is None else map(as_int, cut))
+        axes = list(range(x.ndim) if partition is None else map(as_int, partition))
     except TypeError:
         axes = [x.ndim]
     if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
         raise AxesError(
-            f"cut: expected a tuple of axes of an array of {x.ndim} dimensions, got {cut!r}."
+            f"cut: expected a tuple of axes of an array of {x.ndim} dimensions, got {partition!r}."
         )
     divided = [axis % x.ndim for axis in axes]
-    return Members.at_most(x.chunks, members, divided)
+    return RankGrid.at_most(x.chunks, ranks, divided)
 
 
 def _usable_workers() -> int:

@@ -24,7 +24,7 @@ _MOST_ITEMS = 1000  # of a list or dict that is searched for arrays
 _HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
 
 
-class Place(NamedTuple):
+class IpcHandle(NamedTuple):
     """A name in a function, or an attribute or item of its value."""
 
     code: CodeType  # the function's
@@ -51,7 +51,7 @@ class Bindings:
 
     def __init__(self, arrays: Sequence[Array], frame: FrameType | None) -> None:
         self._arrays = arrays
-        self._places: list[tuple[CodeType, Array, list[Place]]] = []
+        self._places: list[tuple[CodeType, Array, list[IpcHandle]]] = []
         for code, names in _frames(frame):
             found = [*_places(code, names)]
             for array in arrays:
@@ -79,7 +79,7 @@ class Bindings:
             if code in frames:
                 self._check(array, [(place, place.value(frames[code])) for place in places])
 
-    def _check(self, array: Array, now: Sequence[tuple[Place, Any]]) -> None:
+    def _check(self, array: Array, now: Sequence[tuple[IpcHandle, Any]]) -> None:
         is_lost = all(value is not array for _, value in now)
         for place, value in now:
             is_other = value is not array and any(value is other for other in self._arrays)
@@ -110,13 +110,13 @@ def _names(frame: FrameType) -> dict[str, Any]:
     return names
 
 
-def _places(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[Place, Any]]:
+def _places(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[IpcHandle, Any]]:
     for name, value in names.items():
-        yield Place(code, name, text=name), value
+        yield IpcHandle(code, name, text=name), value
         has_items = issubclass(type(value), _CONTAINERS)
         for key, inside in _inside(value).items():
             text = f"{name}[{key!r}]" if has_items else f"{name}.{key}"
-            yield Place(code, name, key, text), inside
+            yield IpcHandle(code, name, key, text), inside
 
 
 def _inside(value: Any) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.halo import Padded
+from dask_p2p.sections.halo import HaloArray
 from dask_p2p.types import Array
 
 # Memory pools for graphs, by device. They are never dropped: memory of a function that raised is
@@ -44,7 +44,7 @@ class Captured:
         If the steps cannot be captured.
     """
 
-    def __init__(self, device: Gpu, fields: Sequence[Padded], steps: Callable[[], None]) -> None:
+    def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
         self._device = device
         self._replay = _graph(device, steps)
         before = [field.data.copy() for field in fields]
@@ -57,7 +57,7 @@ class Captured:
         """Enqueue the steps once more."""
         self._replay()
 
-    def check(self, fields: Sequence[Padded]) -> None:
+    def check(self, fields: Sequence[HaloArray]) -> None:
         """Compare the graph's result with the function's result of the same steps.
 
         Raises

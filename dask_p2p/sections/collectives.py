@@ -10,7 +10,7 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import Host, check_not_masked
 from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -22,7 +22,7 @@ class Collectives:
         self,
         rank: int,  # this rank
         size: int,  # number of ranks
-        links: Links | None,  # connections to the other ranks; None for a single rank
+        links: Connections | None,  # connections to the other ranks; None for a single rank
         device: Host,  # of the arrays; values pass through host memory
     ) -> None:
         self.rank, self.size, self._links, self.device = rank, size, links, device

@@ -10,13 +10,13 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.ops.rims import checked_boundaries, checked_depths
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.devices import HOST, Host, check_kind
-from dask_p2p.sections.halo import Exchange, FirstCopy, Padded, Pending
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.recut import Redistribution
-from dask_p2p.sections.rim_messages import RimCall
+from dask_p2p.sections.halo import FirstCopy, HaloArray, HaloExchange, Pending
+from dask_p2p.sections.halo_messages import HaloCall
+from dask_p2p.sections.links import Connections
+from dask_p2p.sections.repartition import Redistribution
 from dask_p2p.sections.saved import Checkpoints
 from dask_p2p.sections.staged import checked_order
 from dask_p2p.sections.stepping import Stepping
@@ -45,35 +45,35 @@ class Context(Stepping, Transforms):
 
     def __init__(
         self,
-        members: Members,  # decomposition of the array
+        ranks: RankGrid,  # decomposition of the array
         rank: int = 0,  # this rank
-        links: Links | None = None,  # connections to the other ranks; None for a single rank
+        links: Connections | None = None,  # connections to the other ranks; None for a single rank
         checkpoints: Checkpoints | None = None,  # stores its states
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # of its local blocks
     ) -> None:
-        super().__init__(rank, members.size, links, device, checkpoints)
-        self.grid = members.grid
-        self.box: Box = members.box(rank)
-        self._members = members
-        self._padded = 0  # calls of `padded` so far
+        super().__init__(rank, ranks.size, links, device, checkpoints)
+        self.grid = ranks.grid
+        self.box: Box = ranks.box(rank)
+        self._ranks = ranks
+        self._halo_arrays = 0  # calls of `halo_array` so far
         self._first_copies: list[FirstCopy] = []
-        self._redistribution = Redistribution(members, rank, links, reads_memory, device)
+        self._redistribution = Redistribution(ranks, rank, links, reads_memory, device)
 
-    def padded(
+    def with_halo(
         self,
-        share: Array | None = None,
+        local: Array | None = None,
         depth: DepthLike = 1,
         boundary: BoundaryLike = "none",
         corners: bool = True,
         dtype: DTypeLike | None = None,
         exchange: str = "auto",
-    ) -> Padded:
+    ) -> HaloArray:
         """Return memory for this rank's local block with a halo around it.
 
         Parameters
         ----------
-        share : array, optional
+        local : array, optional
             The values to copy into it: a NumPy or CuPy array, like the section's arrays. Without an
             array all elements are zero.
         depth, boundary
@@ -84,54 +84,53 @@ class Context(Stepping, Transforms):
             time does not need corners. With False they are not exchanged, and are NaN if the dtype
             has NaN.
         dtype : dtype, optional
-            By default that of `share`, or float64.
+            By default that of `local`, or float64.
         exchange : {"auto", "diagonal", "left-right", "pairwise"}
-            Order of messages in `halo`: see `redistribute`.
+            Order of messages in `update_halo`: see `redistribute`.
 
         Returns
         -------
-        Padded
-            ``data`` is the whole array, ``inner`` the local block in it. Call `halo` to fill the
-            rest.
+        HaloArray
+            ``data`` is the whole array, ``inner`` the local block in it. Call `update_halo` to fill
+            the rest.
 
         Raises
         ------
         InputError
-            If `depth`, `boundary` or `exchange` is invalid, `share` has another shape or a dtype
-            that cannot become `dtype`, or the dtype holds Python objects.
+            If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype that cannot become `dtype`, or the dtype holds Python objects.
         """
-        whole = [tuple(map(sum, self._members.chunks))]
-        share = None if share is None else self.device.as_array(share)
-        own = np.dtype(getattr(share, "dtype", np.float64))
+        whole = [tuple(map(sum, self._ranks.chunks))]
+        local = None if local is None else self.device.as_array(local)
+        own = np.dtype(getattr(local, "dtype", np.float64))
         kind = own if dtype is None else np.dtype(dtype)
         if kind.hasobject:
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind)
-        around = rims(self._members, self.rank, widths, beyond, bool(corners))
+        around = rims(self._ranks, self.rank, widths, beyond, bool(corners))
         call = (
-            f"halo() of padded {self._padded}, {kind.str}, depth {widths}, boundary {beyond}, "
+            f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, boundary {beyond}, "
             f"corners {bool(corners)}"
         )
-        self._padded += 1
-        rim_call = RimCall(around, kind, call, self._links, checked_order(exchange))
-        padded = Padded(Exchange(rim_call, self.device))
-        if share is not None:
+        self._halo_arrays += 1
+        halo_call = HaloCall(around, kind, call, self._links, checked_order(exchange))
+        halo_array = HaloArray(HaloExchange(halo_call, self.device))
+        if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
                 raise InputError(
-                    f"share: expected an array that becomes {kind}, got {own}. Convert it first, "
-                    f"share.astype(...), or leave out dtype=."
+                    f"local: expected an array that becomes {kind}, got {own}. Convert it first, "
+                    f"local.astype(...), or leave out dtype=."
                 )
-            if np.shape(share) != padded.inner.shape:
+            if np.shape(local) != halo_array.inner.shape:
                 raise InputError(
-                    f"share: expected an array of shape {padded.inner.shape}, got one of shape "
-                    f"{np.shape(share)}."
+                    f"local: expected an array of shape {halo_array.inner.shape}, got one of shape "
+                    f"{np.shape(local)}."
                 )
-            check_kind(self.device, "share", share)
-            padded.inner[...] = share
-        return padded
+            check_kind(self.device, "local", local)
+            halo_array.inner[...] = local
+        return halo_array
 
-    def halo(self, padded: Padded, copy: bool = True) -> Array:
+    def update_halo(self, halo_array: HaloArray, copy: bool = True) -> Array:
         """Fill the halo from the local blocks of all ranks; return the local block with its halo.
 
         On a GPU the exchange is enqueued on the rank's stream. The call waits for the GPU only if
@@ -140,29 +139,29 @@ class Context(Stepping, Transforms):
         Parameters
         ----------
         padded : Padded
-            Memory that `padded` returned.
+            Memory that `halo_array` returned.
         copy : bool, optional
-            If True, return a copy, which does not change when `padded` is filled again. False
-            returns `padded.data` itself, and saves the time of the copy.
+            If True, return a copy, which does not change when `halo_array` is filled again. False
+            returns `halo_array.data` itself, and saves the time of the copy.
 
         Raises
         ------
         InputError
-            If the argument is not from `padded`, or the function wrote its results into the copy
+            If the argument is not from `halo_array`, or the function wrote its results into the copy
             and left the local block unchanged.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        exchange = _exchange_of(padded)
-        if padded.first_copy is not None:
-            padded.first_copy.check()
-        data = exchange.begin(padded.data, beside=False).wait()
+        exchange = _exchange_of(halo_array)
+        if halo_array.first_copy is not None:
+            halo_array.first_copy.check()
+        data = exchange.begin(halo_array.data, beside=False).wait()
         if not copy:
             return data
         copied = data.copy()
-        if padded.first_copy is None:
-            padded.first_copy = FirstCopy(padded, copied)
-            self._first_copies.append(padded.first_copy)
+        if halo_array.first_copy is None:
+            halo_array.first_copy = FirstCopy(halo_array, copied)
+            self._first_copies.append(halo_array.first_copy)
         return copied
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
@@ -170,27 +169,27 @@ class Context(Stepping, Transforms):
         for first in self._first_copies:
             first.check_returned(arrays)
 
-    def halo_begin(self, padded: Padded) -> Pending:
-        """Begin to fill the halo; ``wait()`` of the result completes it and returns `padded.data`.
+    def update_halo_begin(self, halo_array: HaloArray) -> Pending:
+        """Begin to fill the halo; ``wait()`` of the result completes it and returns `halo_array.data`.
 
-        The function may compute ``padded.interior`` immediately, and ``padded.frames`` after
+        The function may compute ``halo_array.interior`` immediately, and ``halo_array.boundary_parts`` after
         ``wait()``. The next call that exchanges anything waits for halos in flight. Other ranks
         receive the local block as it is at this call, even if the function writes into it later.
 
         Raises
         ------
         InputError
-            If this halo is in flight already, or the argument is not from `padded`.
+            If this halo is in flight already, or the argument is not from `halo_array`.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        return _exchange_of(padded).begin(padded.data)
+        return _exchange_of(halo_array).begin(halo_array.data)
 
     def redistribute(
         self,
         a: Array,
-        cut: Sequence[int] | None = None,
-        from_cut: Sequence[int] | None = None,
+        partition: Sequence[int] | None = None,
+        from_partition: Sequence[int] | None = None,
         *,
         axes: Sequence[int] | None = None,
         shape: Sequence[int] | None = None,
@@ -199,8 +198,8 @@ class Context(Stepping, Transforms):
     ) -> Array:
         """Divide an array between the ranks along other axes; return this rank's new local block.
 
-        This is an all-to-all exchange: a transpose of slabs, if `cut` is another axis. Later calls
-        reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream, and
+        This is an all-to-all exchange: a transpose of slabs, if `partition` is another axis. Later
+        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream, and
         regions are read from other GPUs of the host. The call waits for regions that come as
         messages.
 
@@ -209,20 +208,20 @@ class Context(Stepping, Transforms):
         a : array
             This rank's local block of the array, of any dtype without Python objects. It is not
             changed.
-        cut : sequence of int, optional
+        partition : sequence of int, optional
             Axes that may be divided in the result, as for `dask_p2p.spmd`. By default those of the
             section's arrays. If an array has the section's shape, and an axis the same number of
             ranks, that axis is divided at the same positions; otherwise evenly. A local block may
             be empty.
-        from_cut : sequence of int, optional
+        from_partition : sequence of int, optional
             Axes that may be divided in `a`, with the same default.
         axes : sequence of int, optional
-            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `cut` names axes
-            of the result. By default the order stays.
+            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition` names
+            axes of the result. By default the order stays.
         shape : sequence of int, optional
             Shape of the whole array before the permutation. By default that of the section's
-            arrays. With `from_cut` and without `cut`, the default is the shape that the permutation
-            turns into theirs.
+            arrays. With `from_partition` and without `partition`, the default is the shape that
+            the permutation turns into theirs.
         out : array, optional
             Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
             nothing.
@@ -246,18 +245,20 @@ class Context(Stepping, Transforms):
         SectionError
             If the ranks made different calls.
         """
-        recut = self._redistribution.recut(cut, from_cut, axes, shape)
-        return recut(a, out, checked_order(exchange))
+        repartition = self._redistribution.repartition(partition, from_partition, axes, shape)
+        return repartition(a, out, checked_order(exchange))
 
-    def box_of(self, cut: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Box:
+    def box_of(
+        self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Box:
         """Return the `box` of this rank for another partition: see `redistribute`."""
-        return self._redistribution.members(cut, shape).box(self.rank)
+        return self._redistribution.ranks(partition, shape).box(self.rank)
 
 
-def _exchange_of(padded: Any) -> Exchange:
-    if not isinstance(padded, Padded):
+def _exchange_of(halo_array: Any) -> HaloExchange:
+    if not isinstance(halo_array, HaloArray):
         raise InputError(
-            f"expected memory from ctx.padded(), got {type(padded).__name__}. Make it once, "
-            f"p = ctx.padded(share, depth), and change the local block in p.inner."
+            f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it once, "
+            f"p = ctx.with_halo(local, depth), and change the local block in p.inner."
         )
-    return padded.exchange
+    return halo_array.exchange

@@ -54,10 +54,10 @@ class Wait:
 
 
 @dataclass
-class _Member:
+class _JoinedRank:
     """The newest run of a rank's task that has joined."""
 
-    ticket: str
+    token: str
     worker: str
     endpoint: str
     saved: Mapping[int, Sequence[int]]
@@ -73,7 +73,7 @@ class _Member:
 @dataclass
 class _Gang:
     size: int
-    members: dict[int, _Member] = field(default_factory=dict)  # by rank
+    ranks: dict[int, _JoinedRank] = field(default_factory=dict)  # by rank
     phase: Literal["gathering", "running", "committed"] = "gathering"
     attempt: int = 0
     failures: int = 0  # attempts that ended early since the last commit or new complete state
@@ -82,20 +82,20 @@ class _Gang:
 
     @property
     def is_whole(self) -> bool:
-        waiting = [member.state == "waiting" for member in self.members.values()]
+        waiting = [joined.state == "waiting" for joined in self.ranks.values()]
         return len(waiting) == self.size and all(waiting)
 
     @property
     def workers(self) -> set[str]:
-        return {member.worker for member in self.members.values()}
+        return {joined.worker for joined in self.ranks.values()}
 
     def start(self) -> None:
         self.phase, self.attempt = "running", self.attempt + 1
-        for member in self.members.values():
-            member.state = "running"
+        for joined in self.ranks.values():
+            joined.state = "running"
         holders: dict[int, dict[int, int]] = {}  # by step and rank
-        for number, member in sorted(self.members.items()):
-            for rank, steps in member.saved.items():
+        for number, joined in sorted(self.ranks.items()):
+            for rank, steps in joined.saved.items():
                 for step in steps:
                     found = holders.setdefault(step, {})
                     if rank == number or rank not in found:  # its own copy if there is one
@@ -124,19 +124,19 @@ class Coordinator:
         """Return the number of ranks of a gang; None if none of them has joined."""
         return self._gangs[gang].size if gang in self._gangs else None
 
-    def order(self, gang: str, rank: int, ticket: str) -> Order:
+    def order(self, gang: str, rank: int, token: str) -> Order:
         """Return the order for one run of a rank; an unknown run is stopped."""
-        member = self._member(gang, rank, ticket)
-        if member is None:
+        joined = self._rank(gang, rank, token)
+        if joined is None:
             return Order("stopped")
         found = self._gangs[gang]
         order = Order(
-            member.state, found.attempt, found.failures, error=member.error, reason=member.reason
+            joined.state, found.attempt, found.failures, error=joined.error, reason=joined.reason
         )
-        if member.state != "running":
+        if joined.state != "running":
             return order
-        by_rank = (found.members[other] for other in range(found.size))
-        peers = tuple((each.worker, each.ticket, each.endpoint) for each in by_rank)
+        by_rank = (found.ranks[other] for other in range(found.size))
+        peers = tuple((each.worker, each.token, each.endpoint) for each in by_rank)
         return replace(order, peers=peers, resume=found.resume, holders=found.holders)
 
     def join(
@@ -144,7 +144,7 @@ class Coordinator:
         gang: str,  # its name
         size: int,  # its number of ranks
         rank: int,  # the rank that joins
-        ticket: str,  # attempt token: unique to this run of the rank's task
+        token: str,  # attempt token: unique to this run of the rank's task
         worker: str,  # address of the worker that runs it
         endpoint: str = "",  # address for connections of other ranks
         # By rank: the steps whose states that worker has.
@@ -158,7 +158,7 @@ class Coordinator:
         found = self._gangs.setdefault(gang, _Gang(size))
         if found.size != size or not 0 <= rank < size:
             raise ValueError(f"expected a rank of {found.size}, got {rank} of {size}")
-        if self._member(gang, rank, ticket) is not None:
+        if self._rank(gang, rank, token) is not None:
             return []  # a repeated request
         again: list[int] = []
         if found.phase == "running":
@@ -166,7 +166,7 @@ class Coordinator:
         elif found.phase == "committed":
             found.phase = "gathering"
             again = [other for other in range(size) if other != rank]
-        found.members[rank] = _Member(ticket, worker, endpoint, saved)
+        found.ranks[rank] = _JoinedRank(token, worker, endpoint, saved)
         self._settle(gang)
         return again
 
@@ -174,32 +174,32 @@ class Coordinator:
         self,
         gang: str,
         rank: int,
-        ticket: str,  # attempt token of its `join`
+        token: str,  # attempt token of its `join`
         cause: str = "",  # reason why the attempt cannot go on; empty if the function has returned
         error: bytes | None = None,  # pickled exception for all ranks; None if all run again
     ) -> None:
         """Record that a rank's function has ended."""
-        member = self._member(gang, rank, ticket)
-        if member is None or member.state != "running" or member.has_returned:
+        joined = self._rank(gang, rank, token)
+        if joined is None or joined.state != "running" or joined.has_returned:
             return
         found = self._gangs[gang]
         if cause:
             self._end(found, cause, error)
         else:
-            member.has_returned = True
+            joined.has_returned = True
             self._commit_if_complete(found)
         self._settle(gang)
 
     def drop(self, gang: str, rank: int, cause: str) -> None:
         """Record that a rank's task no longer runs: it was cancelled, moved or lost its worker."""
         found = self._gangs.get(gang)
-        member = found.members.get(rank) if found else None
-        if found is None or member is None:
+        joined = found.ranks.get(rank) if found else None
+        if found is None or joined is None:
             return
-        if member.state == "running":
+        if joined.state == "running":
             self._end(found, cause)
-        elif member.state == "waiting":
-            member.stop()
+        elif joined.state == "waiting":
+            joined.stop()
         self._settle(gang)
 
     def is_committed(self, gang: str) -> bool:
@@ -217,15 +217,15 @@ class Coordinator:
 
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
         """Return the ranks of a gang that wait for it, on all workers or on one."""
-        members = self._gangs[gang].members.items() if gang in self._gangs else ()
-        here = ((rank, each) for rank, each in members if worker in (None, each.worker))
+        ranks = self._gangs[gang].ranks.items() if gang in self._gangs else ()
+        here = ((rank, each) for rank, each in ranks if worker in (None, each.worker))
         return {rank for rank, each in here if each.state == "waiting"}
 
     def wait(self, gang: str) -> Wait | None:
         """Return the reason why a gang waits; None if no rank of it waits."""
         found = self._gangs.get(gang)
-        members = found.members if found else {}
-        there = [rank for rank, member in members.items() if member.state == "waiting"]
+        ranks = found.ranks if found else {}
+        there = [rank for rank, joined in ranks.items() if joined.state == "waiting"]
         if found is None or not there:
             return None
         missing = [rank for rank in range(found.size) if rank not in there]
@@ -241,10 +241,10 @@ class Coordinator:
         self._gangs.pop(gang, None)
         self._settle(gang)
 
-    def _member(self, gang: str, rank: int, ticket: str) -> _Member | None:
+    def _rank(self, gang: str, rank: int, token: str) -> _JoinedRank | None:
         found = self._gangs.get(gang)
-        member = found.members.get(rank) if found else None
-        return member if member is not None and member.ticket == ticket else None
+        joined = found.ranks.get(rank) if found else None
+        return joined if joined is not None and joined.token == token else None
 
     def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
         """End an attempt, if one runs, on all ranks."""
@@ -255,15 +255,15 @@ class Coordinator:
         if error is not None or reason:
             gang.failures = 0  # ranks with retries left start afresh
         gang.phase = "gathering"
-        for member in gang.members.values():
-            if member.state == "running":
-                member.stop(error, reason)
+        for joined in gang.ranks.values():
+            if joined.state == "running":
+                joined.stop(error, reason)
 
     def _commit_if_complete(self, gang: _Gang) -> None:
-        if all(member.has_returned for member in gang.members.values()):
+        if all(joined.has_returned for joined in gang.ranks.values()):
             gang.phase, gang.failures, gang.resume = "committed", 0, None
-            for member in gang.members.values():
-                member.state = "committed"
+            for joined in gang.ranks.values():
+                joined.state = "committed"
 
     def _settle(self, changed: str) -> None:
         """Queue the changed gang if it is complete, and start all gangs that can start."""

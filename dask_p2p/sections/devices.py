@@ -28,13 +28,13 @@ from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
 from dask_p2p.sections.gpu_regions import GpuRegions
+from dask_p2p.sections.halo_messages import HaloCall, HaloMessages
+from dask_p2p.sections.halo_windows import HaloWindows
 from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.lost_events import NOT_READY
 from dask_p2p.sections.recorder import recorder_of
-from dask_p2p.sections.regions import Regions
-from dask_p2p.sections.rim_messages import RimCall, RimMessages
-from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.regions import RegionExchange
 from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, DTypeLike, Kind
@@ -117,13 +117,15 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
+    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
         """Return an object that exchanges packed halos with other ranks."""
-        return RimMessages(call)
+        return HaloMessages(call)
 
-    def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
+    def region_mover(
+        self, links: Connections | None, reads_memory: bool
+    ) -> RegionExchange | GpuRegions:
         """Return an object that exchanges regions of local blocks with other ranks."""
-        return Regions(links, reads_memory)
+        return RegionExchange(links, reads_memory)
 
     def keep_up(self, step: int) -> None:
         """Limit the lead of the host over the device; `step` counts the steps enqueued."""
@@ -142,13 +144,13 @@ class Gpu(Host):
     stream: Any  # for computation
     copies: Any  # for reads of other ranks' windows
 
-    _idle: ClassVar[defaultdict[int, list[_Streams]]] = defaultdict(list)
-    _lost: ClassVar[list[_Streams]] = []  # streams that wait for work that never comes
+    _idle: ClassVar[defaultdict[int, list[_RankStreams]]] = defaultdict(list)
+    _lost: ClassVar[list[_RankStreams]] = []  # streams that wait for work that never comes
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
-        links: Links | None,  # connections to other ranks; None for a single rank
+        links: Connections | None,  # connections to other ranks; None for a single rank
         has_windows: bool = True,  # whether ranks of one host may read each other's memory
         part_bytes: int = 0,  # part of a region that copy engines bring at a time; 0: kernels read
     ) -> None:
@@ -174,7 +176,9 @@ class Gpu(Host):
             device = self.module.cuda.runtime.getDevice()
             with self._lock:
                 idle = self._idle[device]
-                self._streams = streams = idle.pop() if idle else _Streams(self.module.cuda.Stream)
+                self._streams = streams = (
+                    idle.pop() if idle else _RankStreams(self.module.cuda.Stream)
+                )
             self.stream, self.copies = streams.stream, streams.copies
             # Streams are kept: memory of a function that raised is freed later, and RMM frees
             # memory on the stream that allocated it.
@@ -312,10 +316,12 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def moved_rims(self, call: RimCall) -> RimMessages | RimWindows:
-        return RimWindows(self, call)
+    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
+        return HaloWindows(self, call)
 
-    def moved_regions(self, links: Links | None, reads_memory: bool) -> Regions | GpuRegions:
+    def region_mover(
+        self, links: Connections | None, reads_memory: bool
+    ) -> RegionExchange | GpuRegions:
         return GpuRegions(self, links, reads_memory)
 
     def let_go(self, is_orderly: bool) -> None:
@@ -327,7 +333,7 @@ class Gpu(Host):
             _drop(exported)
 
 
-class _Streams:
+class _RankStreams:
     """Streams that ranks use in turn: a memory pool keeps a stream's memory for that stream."""
 
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
@@ -349,7 +355,7 @@ def _drop(exported: list[Any]) -> None:
             exported.clear()
 
 
-def device_for(kind: Kind, options: Options, links: Links | None = None) -> Host:
+def device_for(kind: Kind, options: Options, links: Connections | None = None) -> Host:
     """Return the device of a rank's local blocks of this kind."""
     if kind == HOST.kind:
         return HOST

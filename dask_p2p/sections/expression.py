@@ -36,5 +36,5 @@ class SectionExpr(PlannedExpr):
 
     def _layer(self) -> dict[Any, Any]:
         gang, tasks = self.section.tasks([array._name for array in self.dependencies()])
-        both: dict[Any, Any] = tasks | self.section.hand_outs(self._name, gang, self.number)
+        both: dict[Any, Any] = tasks | self.section.output_tasks(self._name, gang, self.number)
         return both

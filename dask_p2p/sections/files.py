@@ -20,12 +20,12 @@ _SPARE = 256  # for all other files that a process opens while ranks run
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
 _REMEDY = (
     "Raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a "
-    "container), or give the section fewer ranks, members=."
+    "container), or give the section fewer ranks, ranks=."
 )
 _raising = threading.Lock()
 
 
-def reserve_files(members: int, others: int) -> None:
+def reserve_files(ranks: int, others: int) -> None:
     """Raise the limit of open files for the connections of this process's ranks to others.
 
     Raises
@@ -35,13 +35,13 @@ def reserve_files(members: int, others: int) -> None:
     """
     with _raising:
         soft, hard = (_bound(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-        needed = len(os.listdir("/proc/self/fd")) + members * others
+        needed = len(os.listdir("/proc/self/fd")) + ranks * others
         if needed > hard:
             raise SectionError(
-                f"expected room for {needed} open files in a worker's process, where {members} of "
-                f"{members + others} ranks run, got a hard limit of {hard}. {_REMEDY}"
+                f"expected room for {needed} open files in a worker's process, where {ranks} of "
+                f"{ranks + others} ranks run, got a hard limit of {hard}. {_REMEDY}"
             )
-        wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * members)
+        wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * ranks)
         if soft < wanted:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), most))

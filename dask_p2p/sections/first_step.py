@@ -14,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.ops.rims import unread_value
 from dask_p2p.sections.devices import Host
-from dask_p2p.sections.halo import Padded, Part
+from dask_p2p.sections.halo import HaloArray, HaloPart
 from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.types import Array, DType
 
@@ -47,10 +47,10 @@ class FirstStep:
         self,
         step: StepFunction,
         device: Host,
-        fields: Sequence[Padded],
+        fields: Sequence[HaloArray],
         given: Sequence[Any],
-        part: Part,
-        spare: Padded,
+        part: HaloPart,
+        spare: HaloArray,
     ) -> None:
         self._step, self._device, self._fields = step, device, fields
         self._given, self._part, self._spare = given, part, spare

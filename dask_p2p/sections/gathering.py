@@ -33,7 +33,7 @@ _BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner
 
 
 @dataclass
-class _Gang:
+class _WaitingGang:
     """State of a gang that gathers its ranks."""
 
     could_run: bool = False  # True once there were workers for all ranks
@@ -55,7 +55,7 @@ class Gathering:
     ) -> None:
         self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting
         self._warn_after_s, self._now_s = warn_after_s, now_s
-        self._gangs: dict[str, _Gang] = {}
+        self._gangs: dict[str, _WaitingGang] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._joined_s = self._lost_s = self._asked_s = float("-inf")
         self._lost = 0  # lost workers that were not replaced
@@ -63,7 +63,7 @@ class Gathering:
     def add(self, keys: Iterable[Any]) -> None:
         """Begin to check the gangs among new tasks of the scheduler."""
         for name in gangs_of(keys):
-            self._gangs.setdefault(name, _Gang())
+            self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
             self._look_later()
 
@@ -115,7 +115,7 @@ class Gathering:
             else:
                 self._move(name, tasks)
 
-    def _lack(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
+    def _lack(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
         """Return a text about lacking resources or workers, once there is no use in waiting."""
         text = ""
         if self._scheduler.workers and any(map(is_restricted, tasks)):
@@ -137,7 +137,7 @@ class Gathering:
             warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
         return ""
 
-    def _block(self, name: str, gang: _Gang, tasks: Sequence[Any]) -> str:
+    def _block(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
         """Return a text about a gang that occupies this one's workers, and may wait for it."""
         around, others = [*self._nesting.outer(name)], []
         if around or self._nesting.may_be_inner(name):
@@ -153,7 +153,7 @@ class Gathering:
         if now_s - since_s < (_INNER_S if outer else _BLOCKED_S):
             return ""
         remedy = (
-            "Build it in the function itself, where it has one rank, give members=1, or compute "
+            "Build it in the function itself, where it has one rank, give ranks=1, or compute "
             "it before."
         )
         if outer:

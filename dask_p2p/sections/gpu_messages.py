@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import along
-from dask_p2p.sections.regions import Call, Regions
+from dask_p2p.sections.regions import RegionCall, RegionExchange
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array
 
@@ -32,20 +32,20 @@ class GpuMessages:
     gpu
         The rank's GPU.
     links, reads_memory
-        As for `Regions`.
+        As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
+    def __init__(self, gpu: Gpu, links: Connections | None, reads_memory: bool) -> None:
         self._gpu, self._links = gpu, links
-        self._of_host = Regions(links, reads_memory)
+        self._of_host = RegionExchange(links, reads_memory)
 
     def prepare(self) -> None:
-        """Prepare exchanges, as `Regions.prepare` does."""
+        """Prepare exchanges, as `RegionExchange.prepare` does."""
         self._of_host.prepare()
 
     def bring(
         self,
-        call: Call,
+        call: RegionCall,
         axis: int,  # axis along which regions are in pieces
         regions: dict[int, list[Array]],  # by rank of the receiver: the pieces
         targets: dict[int, Array],  # by rank of the sender
@@ -58,8 +58,8 @@ class GpuMessages:
 
     def _by_ucx(
         self,
-        links: Links,
-        call: Call,
+        links: Connections,
+        call: RegionCall,
         axis: int,
         regions: dict[int, list[Array]],
         targets: dict[int, Array],
@@ -102,7 +102,7 @@ class GpuMessages:
 
     def _through_host(
         self,
-        call: Call,
+        call: RegionCall,
         axis: int,
         regions: Mapping[int, Sequence[Array]],
         targets: Mapping[int, Array],

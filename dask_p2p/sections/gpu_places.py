@@ -13,21 +13,21 @@ from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.types import DType
 
 #: Number, shape, strides, and CUDA IPC handle.
-Piece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.Place]
+RegionPiece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.IpcHandle]
 
 
 @lru_cache(maxsize=64)  # repeated calls use the same memory
-def told(axis: int, pieces: tuple[Piece, ...]) -> bytes:
+def told(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
     """Return the descriptor of a region: its axis, and the handles of its pieces."""
     return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
 
 
 @lru_cache(maxsize=64)
-def _said(text: bytes) -> tuple[int, list[Piece]]:
+def _said(text: bytes) -> tuple[int, list[RegionPiece]]:
     """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
-        (number, tuple(length), tuple(strides), cuda_ipc.Place(**place))
+        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**place))
         for number, length, strides, place in pieces
     ]
 
@@ -43,7 +43,7 @@ def mapped(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[
 
 def _piece(
     of: PeerMemory,
-    place: cuda_ipc.Place,
+    place: cuda_ipc.IpcHandle,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: DType,

@@ -31,14 +31,14 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p.backends import RUN_BYTES, order_of
-from dask_p2p.geometry import Box, Runs, box_slices, gapless_from, split_box, taper_last
+from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.gpu_messages import GpuMessages
 from dask_p2p.sections.gpu_places import mapped, told
 from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
-from dask_p2p.sections.regions import Call, Local
+from dask_p2p.sections.regions import LocalRegion, RegionCall
 from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
 from dask_p2p.types import Array
 
@@ -60,7 +60,7 @@ _Region: TypeAlias = Sequence[tuple[int, Array]]  # pieces, each with its number
 class _Unsettled(NamedTuple):
     """An exchange that other ranks may still be reading."""
 
-    call: Call
+    call: RegionCall
     axis: int  # of the pieces
     made: list[Array]  # the pieces
     regions: Mapping[int, _Region]  # by rank of the reader
@@ -69,17 +69,17 @@ class _Unsettled(NamedTuple):
 
 
 class GpuRegions:
-    """Exchanges regions in GPU memory, repeatedly: the counterpart of `Regions` for host memory.
+    """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory.
 
     Parameters
     ----------
     gpu
         The rank's GPU.
     links, reads_memory
-        As for `Regions`.
+        As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, links: Links | None, reads_memory: bool) -> None:
+    def __init__(self, gpu: Gpu, links: Connections | None, reads_memory: bool) -> None:
         self._gpu, self._links = gpu, links
         self._messages = GpuMessages(gpu, links, reads_memory)
         self._own: OwnEvents | None = None
@@ -88,18 +88,18 @@ class GpuRegions:
 
     def bring(
         self,
-        call: Call,
-        share: Array | Pieces,
+        call: RegionCall,
+        local_block: Array | Pieces,
         boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
-        local: Local | None = None,
+        local: LocalRegion | None = None,
     ) -> None:
-        """Exchange regions as `Regions.bring` does, on the rank's stream.
+        """Exchange regions as `RegionExchange.bring` does, on the rank's stream.
 
         Others may still read the local block: it must not change until `settle` has returned.
         """
         self.settle()
-        pieces = share if isinstance(share, Pieces) else Pieces.one(share)
+        pieces = local_block if isinstance(local_block, Pieces) else Pieces.one(local_block)
         made: list[Array] = []
         try:
             self._unsettled = self._bring_directly(call, pieces, made, boxes, targets, local)
@@ -132,12 +132,12 @@ class GpuRegions:
 
     def _bring_directly(
         self,
-        call: Call,
+        call: RegionCall,
         pieces: Pieces,
         made: list[Array],
         boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
-        local: Local | None,
+        local: LocalRegion | None,
     ) -> _Unsettled | None:
         """Make a local block and read regions of others where possible; return the pending rest."""
         gpu, links = self._gpu, self._links
@@ -169,11 +169,11 @@ class GpuRegions:
 
     def _place_own(
         self,
-        call: Call,
+        call: RegionCall,
         pieces: Pieces,
         made: Sequence[Array],
         written: Sequence[Any],  # an event after each piece
-        local: Local,
+        local: LocalRegion,
     ) -> None:
         """Enqueue copies of the parts of each piece that stay on this rank."""
         queue = self._gpu.queue
@@ -190,7 +190,11 @@ class GpuRegions:
         return self._gpu.stream.record(self._own.events[number])
 
     def _read(
-        self, links: Links, call: Call, said: Mapping[int, Buffer], targets: Mapping[int, Array]
+        self,
+        links: Connections,
+        call: RegionCall,
+        said: Mapping[int, Buffer],
+        targets: Mapping[int, Array],
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
         gpu, near, found = self._gpu, self._open(links, call), {}
@@ -210,7 +214,7 @@ class GpuRegions:
         return {*found}
 
     def _read_piece(
-        self, call: Call, axis: int, start: int, piece: Array, target: Array, is_last: bool
+        self, call: RegionCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
     ) -> None:
         """Put a piece of another rank's region into place; it begins at `start` along the axis."""
         queue = self._gpu.queue
@@ -239,7 +243,7 @@ class GpuRegions:
         return told(axis, tuple(found)) if found else b""
 
     def _tell_read(
-        self, links: Links, call: Call, read: set[int]
+        self, links: Connections, call: RegionCall, read: set[int]
     ) -> Callable[[], Mapping[int, Buffer]]:
         """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
@@ -248,7 +252,7 @@ class GpuRegions:
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
         return links.begin(f"{call.text}, read", told, into)
 
-    def _open(self, links: Links, call: Call) -> dict[int, PeerMemory]:
+    def _open(self, links: Connections, call: RegionCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
             gpu, (own_rank, size) = self._gpu, links.place
@@ -282,7 +286,7 @@ def _parts(
     order = order_of(strides)
     lies, steps = ([of[axis] for axis in order] for of in (shape, strides))
     others_from = gapless_from(lies, steps, item_bytes)
-    runs = Runs(order.index(axes[-1]), RUN_BYTES // item_bytes, others_from)
+    runs = ContiguousRuns(order.index(axes[-1]), RUN_BYTES // item_bytes, others_from)
     in_memory = tuple(whole[axis] for axis in order)
     parts = split_box(in_memory, max(1, part_bytes // item_bytes), runs)
     if is_last:

@@ -23,14 +23,14 @@ from dask_p2p.backends import as_array, backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.memory import in_memory_bytes
-from dask_p2p.engine.task import Blocks, MemberTask, WaitTask
+from dask_p2p.engine.task import Blocks, RankTask, WaitTask
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.coordinator import COMMIT
 from dask_p2p.sections.devices import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.estimate import SectionEstimate, check_memory
-from dask_p2p.sections.member import run_member
+from dask_p2p.sections.member import run_rank
 from dask_p2p.sections.registration import register_sections_if_possible
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
@@ -40,23 +40,22 @@ def section_arrays(
     prefix: str,  # of the new arrays' names, and thus of Dask's tasks
     function: Callable[..., Any],
     arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
-    members: Members,  # decomposition of the arrays
+    ranks: RankGrid,  # decomposition of the arrays
     dtypes: Sequence[DType],  # of the arrays that are made
     options: Options,  # sent with the tasks
-    per_member: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
+    per_rank: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
     converts: bool = True,  # whether the function may return numbers of another kind
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
-    Each rank calls the function with a context and its `Shares` of the arrays. The function returns
-    a tuple: an array of the local block's shape for each dtype, and then the values.
+    Each rank calls the function with a context and its `LocalBlocks`. The function returns a tuple: an array of the local block's shape for each dtype, and then the values.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
-    kind, specs = backend_for(arrays[0]._meta).name, tuple(per_member)
+    kind, specs = backend_for(arrays[0]._meta).name, tuple(per_rank)
     made = tuple(map(np.dtype, dtypes))
-    body = _Body(function, members, inputs, made, specs, kind, converts)
+    body = _Body(function, ranks, inputs, made, specs, kind, converts)
     section = Section(prefix, body, options)
-    if members.size > 1:
+    if ranks.size > 1:
         register_sections_if_possible()
     if hasattr(arrays[0], "expr"):
         from dask_p2p.sections.expression import SectionExpr
@@ -70,8 +69,8 @@ def section_arrays(
     collections = []
     for number in range(body.arrays):
         name = f"{prefix}-{number}-{section.token(names)}"
-        hand_outs = MaterializedLayer(section.hand_outs(name, gang, number))
-        layers = {**graph.layers, name: hand_outs}
+        output_tasks = MaterializedLayer(section.output_tasks(name, gang, number))
+        layers = {**graph.layers, name: output_tasks}
         whole = HighLevelGraph(layers, {**graph.dependencies, name: {gang}})
         meta = section.meta(number)
         chunks = section.chunks(number)
@@ -101,27 +100,27 @@ class Section:
 
     def tasks(self, names: Sequence[str]) -> tuple[str, dict[Any, Task]]:
         """Return the name of the gang, and the tasks of its ranks and of the commit."""
-        gang, members = f"{self.prefix}-members-{self.token(names)}", self.body.members
+        gang, ranks = f"{self.prefix}-ranks-{self.token(names)}", self.body.ranks
         tasks: dict[Any, Task] = {}
-        for rank in range(members.size):
-            indices = [index for index, _ in members.blocks(rank)]
+        for rank in range(ranks.size):
+            indices = [index for index, _ in ranks.blocks(rank)]
             blocks = [List(*(TaskRef((name, *index)) for index in indices)) for name in names]
-            key, given = (gang, rank), (gang, rank, members, self.body, self.options)
-            tasks[key] = MemberTask(key, run_member, *given, *blocks)
+            key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
+            tasks[key] = RankTask(key, run_rank, *given, *blocks)
         tasks[gang, COMMIT] = WaitTask((gang, COMMIT), _depend_on_all, Blocks(*tasks))
         return gang, tasks
 
     def _value(self, number: int) -> ValueSpec | None:
         """Return the spec of the values in an array; None for an array of local blocks."""
         beside = number - self.body.outputs
-        return None if beside < 0 else self.body.per_member[beside]
+        return None if beside < 0 else self.body.per_rank[beside]
 
     def chunks(self, number: int) -> Chunks:
         """Return the chunks of one of the arrays."""
-        members, value = self.body.members, self._value(number)
+        ranks, value = self.body.ranks, self._value(number)
         if value is None:
-            return members.chunks
-        return ((1,) * members.size, *((length,) for length in value.shape))
+            return ranks.chunks
+        return ((1,) * ranks.size, *((length,) for length in value.shape))
 
     def meta(self, number: int) -> Array:
         """Return an empty array of the same kind as one of the arrays."""
@@ -130,55 +129,55 @@ class Section:
         backend = backend_named(self.body.kind) if value is None else NUMPY
         return backend.empty((0,) * len(self.chunks(number)), dtype)
 
-    def hand_outs(self, name: str, gang: str, number: int) -> dict[Any, Task]:
+    def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
         value, commit = self._value(number), Blocks((gang, COMMIT))
-        for rank in range(self.body.members.size):
-            indices = [index for index, _ in self.body.members.blocks(rank)]
+        for rank in range(self.body.ranks.size):
+            indices = [index for index, _ in self.body.ranks.blocks(rank)]
             if value is not None:
                 indices = [(rank, *(0 for _ in value.shape))]
             for position, index in enumerate(indices):
                 key, made = (name, *index), TaskRef((gang, rank))
-                tasks[key] = WaitTask(key, _hand_out, commit, made, number, position)
+                tasks[key] = WaitTask(key, _output, commit, made, number, position)
         return tasks
 
 
-class Shares:
+class LocalBlocks:
     """A rank's local blocks of the arrays, not yet joined from Dask's blocks."""
 
     def __init__(
         self,
-        members: Members,  # decomposition of the arrays
+        ranks: RankGrid,  # decomposition of the arrays
         rank: int,  # this rank
         arrays: Sequence[Sequence[Array]],  # by array: the Dask blocks of this rank
         dtypes: Sequence[DType],  # declared dtype of each array
         device: Host = HOST,  # of the blocks
     ) -> None:
-        blocks = list(members.blocks(rank))
+        blocks = list(ranks.blocks(rank))
         self._device = device
         self._indices, self._dtypes = [index for index, _ in blocks], dtypes
         self.boxes = [box_slices(box) for _, box in blocks]
-        self.shape = members.shape(rank)
+        self.shape = ranks.shape(rank)
         self._arrays = arrays
 
     def __len__(self) -> int:
         return len(self._arrays)
 
-    def copy_into(self, number: int, share: Array) -> None:
-        """Copy the local block of one array into `share`."""
+    def copy_into(self, number: int, local_block: Array) -> None:
+        """Copy the local block of one array into `local_block`."""
         dtype = self._dtypes[number]
         for box, block, index in zip(self.boxes, self._arrays[number], self._indices, strict=True):
-            key, shape = (f"input {number}", *index), share[box].shape
+            key, shape = (f"input {number}", *index), local_block[box].shape
             given = checked_block(as_array(block), key, shape, dtype)
             check_kind(self._device, f"block {key}", given)
-            share[box] = given
+            local_block[box] = given
 
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""
-        share = self._device.empty(self.shape, self._dtypes[number])
-        self.copy_into(number, share)
-        return share
+        local_block = self._device.empty(self.shape, self._dtypes[number])
+        self.copy_into(number, local_block)
+        return local_block
 
 
 @dataclass(frozen=True)
@@ -186,17 +185,17 @@ class _Body:
     """The work of a rank: joins its blocks, calls the function, and splits the result."""
 
     function: Callable[..., Any]
-    members: Members
+    ranks: RankGrid
     inputs: tuple[DType, ...]
     dtypes: tuple[DType, ...]  # of the arrays that are made
-    per_member: tuple[ValueSpec, ...] = ()
+    per_rank: tuple[ValueSpec, ...] = ()
     kind: Kind = "numpy"
     converts: bool = True
 
     @property
     def arrays(self) -> int:
         """Number of arrays that are made."""
-        return self.outputs + len(self.per_member)
+        return self.outputs + len(self.per_rank)
 
     @property
     def outputs(self) -> int:
@@ -212,16 +211,18 @@ class _Body:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
         check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
         with ctx.device.running([block for blocks in arrays for block in blocks]):
-            return self._made(ctx, Shares(self.members, ctx.rank, arrays, self.inputs, ctx.device))
+            return self._made(
+                ctx, LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
+            )
 
-    def _made(self, ctx: Any, shares: Shares) -> list[list[Any]]:
-        returned = own_copy(self.function)(ctx, shares)
-        values = self._values(ctx, returned) if self.per_member else []
-        returned = returned[: self.outputs] if self.per_member else returned
-        self._check(ctx, shares.shape, returned)
+    def _made(self, ctx: Any, local_blocks: LocalBlocks) -> list[list[Any]]:
+        returned = own_copy(self.function)(ctx, local_blocks)
+        values = self._values(ctx, returned) if self.per_rank else []
+        returned = returned[: self.outputs] if self.per_rank else returned
+        self._check(ctx, local_blocks.shape, returned)
         block = ctx.device.block
         made = [
-            [block(each[box], dtype) for box in shares.boxes]
+            [block(each[box], dtype) for box in local_blocks.boxes]
             for each, dtype in zip(returned, self.dtypes, strict=True)
         ]
         return made + [[value] for value in values]
@@ -233,15 +234,15 @@ class _Body:
         if count != self.arrays:
             raise BlockMismatchError(
                 f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
-                f"{len(self.per_member)} per_member from the function on rank {rank}, got "
+                f"{len(self.per_rank)} per_rank from the function on rank {rank}, got "
                 f"{count} in all. Return all of them in one tuple."
             )
-        for value, spec in zip(returned[self.outputs :], self.per_member, strict=True):
-            check_not_masked("per_member", value)
+        for value, spec in zip(returned[self.outputs :], self.per_rank, strict=True):
+            check_not_masked("per_rank", value)
             own = _as_numbers(ctx.device.to_host(value))
             if own.shape != spec.shape or not _holds(spec.dtype, own):
                 raise BlockMismatchError(
-                    f"expected a per_member value of shape {spec.shape} that becomes {spec.dtype} "
+                    f"expected a per_rank value of shape {spec.shape} that becomes {spec.dtype} "
                     f"from the function on rank {rank}, got {own.shape} {own.dtype}."
                 )
             found.append(own.astype(spec.dtype)[np.newaxis])
@@ -249,17 +250,17 @@ class _Body:
 
     def estimate(self) -> SectionEstimate:
         """Return the estimate of the rank that needs most memory."""
-        each = map(self._estimate, range(self.members.size))
+        each = map(self._estimate, range(self.ranks.size))
         return max(each, key=lambda found: found.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
-        count = prod(self.members.shape(rank))
+        count = prod(self.ranks.shape(rank))
         given = sum(count * each.itemsize for each in self.inputs)
         made = sum(count * each.itemsize for each in self.dtypes)
-        size = self.members.size
+        size = self.ranks.size
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
-        return found if more is None else more(found, self.members, rank, self.inputs)
+        return found if more is None else more(found, self.ranks, rank, self.inputs)
 
     def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
         rank, kind = ctx.rank, ctx.device.module.ndarray
@@ -335,9 +336,9 @@ def _as_numbers(value: Any) -> Array:
         return np.asarray(None)
 
 
-def _depend_on_all(members: list[Any]) -> None:
+def _depend_on_all(ranks: list[Any]) -> None:
     """Do nothing: the outputs of all ranks count as soon as this is done."""
 
 
-def _hand_out(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
+def _output(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
     return made[number][position]

@@ -11,16 +11,16 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.ops.rims import unread_value
-from dask_p2p.plans.rims import interior_and_frames
+from dask_p2p.plans.rims import interior_and_boundary
 from dask_p2p.sections.devices import HOST, Host
-from dask_p2p.sections.rim_messages import RimCall
-from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.halo_messages import HaloCall
+from dask_p2p.sections.halo_windows import HaloWindows
 from dask_p2p.types import Array
 
 _MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
 
 
-class Part(NamedTuple):
+class HaloPart(NamedTuple):
     """A part of a local block, and the elements that a stencil reads for it."""
 
     data: Array  # the part with its halo: read-only, as NumPy enforces
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     where: Any  # slices of the part in the local block
 
 
-class Padded:
+class HaloArray:
     """A rank's local block with a halo around it.
 
     Attributes
@@ -39,13 +39,13 @@ class Padded:
         The local block: a view of `data`.
     """
 
-    def __init__(self, exchange: Exchange) -> None:  # fills the halo of arrays like this one
+    def __init__(self, exchange: HaloExchange) -> None:  # fills the halo of arrays like this one
         self.exchange = exchange
         self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
         self.inner: Array = self.data[box_slices(exchange.rims.inner)]
         self.fill_unread(unread_value(exchange.dtype))
-        self._parts: dict[Any, Part] = {}  # each step needs the same ones
-        self.first_copy: FirstCopy | None = None  # returned by `Context.halo`
+        self._parts: dict[Any, HaloPart] = {}  # each step needs the same ones
+        self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
 
     def fill_unread(self, value: Any) -> None:
         """Set the corners that no exchange fills."""
@@ -53,27 +53,27 @@ class Padded:
             self.data[box_slices(box)] = value
 
     @property
-    def interior(self) -> Part:
+    def interior(self) -> HaloPart:
         """The part that can be computed without halos of other ranks; it may be empty.
 
-        It is a `Part`. Its `data` is the part with its halo, `inner` the slices of the part in
+        It is a `HaloPart`. Its `data` is the part with its halo, `inner` the slices of the part in
         `data`, and `where` the slices of the part in the local block.
         """
         return self.part(self.exchange.boxes[0])
 
     @property
-    def frames(self) -> list[Part]:
+    def boundary_parts(self) -> list[HaloPart]:
         """The boundary: two parts for each divided axis, or the whole local block."""
         return [self.part(box) for box in self.exchange.boxes[1:]]
 
-    def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> Part:
+    def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> HaloPart:
         """Return a box of the local block, with a halo that is no wider than `depth`."""
         widths = self.exchange.rims.depth if depth is None else tuple(depth)
         if (box, widths) not in self._parts:
             self._parts[box, widths] = self._part(box, widths)
         return self._parts[box, widths]
 
-    def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> Part:
+    def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> HaloPart:
         rims, seen, own = self.exchange.rims, [], []
         of_axes = zip(box, rims.inner, rims.shape, widths, strict=True)
         for (start, stop), (first, _), size, (before, after) in of_axes:
@@ -82,23 +82,23 @@ class Padded:
             own.append((first + start - low, first + stop - low))
         # Other parts are computed from the same elements later.
         data = self.exchange.device.read_only(self.data[box_slices(tuple(seen))])
-        return Part(data, box_slices(tuple(own)), box_slices(box))
+        return HaloPart(data, box_slices(tuple(own)), box_slices(box))
 
 
 class FirstCopy:
-    """The first copy of a local block that `Context.halo` returned, checked once.
+    """The first copy of a local block that `Context.update_halo` returned, checked once.
 
     A function that computes in the copy, and expects the local block to change, would go on with
     the old values.
     """
 
-    def __init__(self, padded: Padded, copy: Array) -> None:
-        self._device, self._data = padded.exchange.device, padded.data
-        own = box_slices(padded.exchange.rims.inner)
-        row_bytes = padded.inner.nbytes // max(1, *padded.inner.shape[:1])
+    def __init__(self, halo_array: HaloArray, copy: Array) -> None:
+        self._device, self._data = halo_array.exchange.device, halo_array.data
+        own = box_slices(halo_array.exchange.rims.inner)
+        row_bytes = halo_array.inner.nbytes // max(1, *halo_array.inner.shape[:1])
         rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
-        some = (rows,) * min(1, padded.inner.ndim)
-        self._inner: Array = padded.inner[some]
+        some = (rows,) * min(1, halo_array.inner.ndim)
+        self._inner: Array = halo_array.inner[some]
         self._copied: Any = copy[own][some]
         self._before = self._sums()
 
@@ -110,8 +110,9 @@ class FirstCopy:
             if inner == self._before[0] and copied != self._before[1]:
                 raise InputError(
                     "expected a function that writes its results to the local block, p.inner[...] "
-                    "= ..., got one that writes them to the copy that ctx.halo(p) returned. Write "
-                    "to p.inner, or use the local block itself: ctx.halo(p, copy=False)."
+                    "= ..., got one that writes them to the copy that ctx.update_halo(p) returned. "
+                    "Write to p.inner, or use the local block itself: "
+                    "ctx.update_halo(p, copy=False)."
                 )
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
@@ -125,16 +126,16 @@ class FirstCopy:
         return self._device.checksum(self._inner), self._device.checksum(self._copied)
 
 
-class Exchange:
+class HaloExchange:
     """Fills the halos of local blocks, repeatedly."""
 
     def __init__(
         self,
-        call: RimCall,  # the exchange of all ranks
+        call: HaloCall,  # the exchange of all ranks
         device: Host = HOST,  # of the local blocks
     ) -> None:
         self.rims, self.dtype, self.device = call.rims, call.dtype, device
-        self._moved = device.moved_rims(call)
+        self._moved = device.halo_mover(call)
         self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.copies]
         # NumPy cannot assign a number to an item of raw bytes.
         is_bytes = call.dtype.kind == "V" and call.dtype.names is None
@@ -153,7 +154,7 @@ class Exchange:
     @cached_property
     def boxes(self) -> list[Box]:
         """Boxes of the local block: the interior, then those that need halos of other ranks."""
-        return interior_and_frames(self.rims)
+        return interior_and_boundary(self.rims)
 
     @cached_property
     def is_worth_hiding(self) -> bool:
@@ -163,13 +164,13 @@ class Exchange:
     def begin(
         self,
         data: Array,  # the local block with its halo
-        beside: bool = True,  # whether the caller works during the exchange: see `RimMessages`
+        beside: bool = True,  # whether the caller works during the exchange: see `HaloMessages`
     ) -> Pending:
         """Begin to fill the halo of this rank's local block, from those of all ranks."""
         if self._pending is not None:
             raise InputError(
-                "expected wait() of the exchange that halo_begin() began, before the same halo is "
-                "exchanged again. Give other fields memory of their own: ctx.padded."
+                "expected wait() of the exchange that update_halo_begin() began, before the same "
+                "halo is exchanged again. Give other fields memory of their own: ctx.with_halo."
             )
         self._fill(data)  # before the halos for others are packed: they include these elements
         end = self._moved.begin(data, beside)
@@ -178,11 +179,11 @@ class Exchange:
 
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange, and prepare it."""
-        return isinstance(self._moved, RimWindows) and self._moved.can_put()
+        return isinstance(self._moved, HaloWindows) and self._moved.can_put()
 
     def put(self, data: Array) -> None:
-        """Enqueue the whole exchange on the GPU's stream: see `RimWindows.put`."""
-        assert isinstance(self._moved, RimWindows)
+        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
+        assert isinstance(self._moved, HaloWindows)
         self._fill(data)
         self._moved.put(data)
 
@@ -203,11 +204,11 @@ class Pending:
 
     def __init__(
         self,
-        exchange: Exchange,  # fills the halo
+        exchange: HaloExchange,  # fills the halo
         data: Array,  # the local block with its halo
         end: Callable[[], Any] | None,  # waits until the halo is in place
     ) -> None:
-        self._exchange: Exchange | None = exchange
+        self._exchange: HaloExchange | None = exchange
         self._data, self._end = data, end
 
     def wait(self) -> Array:

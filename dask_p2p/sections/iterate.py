@@ -17,9 +17,9 @@ from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,
+    check_decompositions,
     check_same_kind,
-    check_shares,
-    chosen_members,
+    chosen_ranks,
 )
 from dask_p2p.sections.graph import section_arrays
 from dask_p2p.sections.iteration import Iteration
@@ -44,7 +44,7 @@ def iterate(
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
-    members: int | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     capture: bool = ...,
     **kwargs: Any,
@@ -67,7 +67,7 @@ def iterate(
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
-    members: int | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     capture: bool = ...,
     **kwargs: Any,
@@ -89,7 +89,7 @@ def iterate(
     until: Callable[..., bool] | None = None,
     check_every: int = 1,
     checkpoint_every: int | str | None = "30 s",
-    members: int | None = None,
+    ranks: int | None = None,
     dtype: DTypeLike | None = None,
     capture: bool = False,
     **kwargs: Any,
@@ -241,7 +241,7 @@ def iterate(
         "p2p-iterate",
         iteration,
         [*fields, *arrays],
-        chosen_members(first, members, None),
+        chosen_ranks(first, ranks, None),
         [first.dtype] * len(fields),
         options,
     )
@@ -251,7 +251,7 @@ def iterate(
 def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
     """Return the fields, converted to their common dtype."""
     fields = list(x) if isinstance(x, (list, tuple)) else [x]
-    check_shares(fields)
+    check_decompositions(fields)
     kind = np.dtype(fields[0].dtype if dtype is None else dtype)
     if kind.hasobject:
         raise UnsupportedArrayError(
@@ -291,5 +291,5 @@ def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
             f"shape {constant.shape}. Compute it first if each rank needs the whole array."
         )
     aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
-    check_shares([aligned])
+    check_decompositions([aligned])
     return aligned

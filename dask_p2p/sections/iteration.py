@@ -12,16 +12,16 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.rims import rims
 from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.estimate import SectionEstimate
 from dask_p2p.sections.first_step import FirstStep
-from dask_p2p.sections.graph import Shares
-from dask_p2p.sections.halo import Padded, Part, Pending
-from dask_p2p.sections.rim_messages import elements_of
+from dask_p2p.sections.graph import LocalBlocks
+from dask_p2p.sections.halo import HaloArray, HaloPart, Pending
+from dask_p2p.sections.halo_messages import elements_of
 from dask_p2p.sections.saved import GENERATIONS, Period
 from dask_p2p.sections.step_function import StepFunction
 from dask_p2p.sections.windows import SLOTS
@@ -47,12 +47,12 @@ class Iteration:
     capture: bool
     kwargs: Mapping[str, Any]
 
-    def __call__(self, ctx: Context, shares: Shares) -> tuple[Array, ...]:
-        levels, constants = self._levels(ctx, shares), self._constants(ctx, shares)
-        first, period = ctx.restore(*levels.shares), Period(self.period)
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> tuple[Array, ...]:
+        levels, constants = self._levels(ctx, local_blocks), self._constants(ctx, local_blocks)
+        first, period = ctx.restore(*levels.local_blocks), Period(self.period)
         step, ctx.progress.steps = first, self.steps
         for field in levels.fields:
-            ctx.halo(field, copy=False)
+            ctx.update_halo(field, copy=False)
         overlaps = self.overlap
         if overlaps == "auto":
             overlaps = levels.newest.exchange.is_worth_hiding and not self.capture
@@ -81,18 +81,18 @@ class Iteration:
                     break
                 pending = self._begun(ctx, levels, step) if overlaps else None
                 if pending is None and step < self.steps:
-                    ctx.halo(levels.newest, copy=False)
+                    ctx.update_halo(levels.newest, copy=False)
             ctx.progress.step = step
             ctx.device.keep_up(step)
             if step < self.steps and ctx.is_due(period, step):
-                ctx.checkpoint(step, *levels.shares)
-        return levels.shares
+                ctx.checkpoint(step, *levels.local_blocks)
+        return levels.local_blocks
 
     def _begun(self, ctx: Context, levels: _Levels, step: int) -> Pending | None:
         """Begin the next halo exchange; None at the last step, or before a call of `until`."""
         if step == self.steps or self._is_asked(step + 1):  # its numbers are of a whole local block
             return None
-        return ctx.halo_begin(levels.newest)
+        return ctx.update_halo_begin(levels.newest)
 
     def _captured(
         self, ctx: Context, levels: _Levels, constants: list[Any], cycle: int
@@ -131,7 +131,7 @@ class Iteration:
         step = FirstStep(self._step, ctx.device, levels.fields, given, part, levels.spare)
         return step()
 
-    def _given(self, box: Box, levels: _Levels, constants: list[Any]) -> tuple[Part, list[Any]]:
+    def _given(self, box: Box, levels: _Levels, constants: list[Any]) -> tuple[HaloPart, list[Any]]:
         """Return the part of the newest field for a box, and all arguments of the function."""
         of_fields = zip(levels.fields, self.depths, strict=True)
         parts = [field.part(box, depth) for field, depth in of_fields]
@@ -157,12 +157,12 @@ class Iteration:
             )
         return bool(self.until(*map(ctx.allreduce, numbers)))
 
-    def _levels(self, ctx: Context, shares: Shares) -> _Levels:
+    def _levels(self, ctx: Context, local_blocks: LocalBlocks) -> _Levels:
         what = self._widest, self.boundary, self.corners, self.dtype
-        spare = ctx.padded(None, *what, exchange=self.exchange)
-        fields = [Padded(spare.exchange) for _ in self.depths]
+        spare = ctx.with_halo(None, *what, exchange=self.exchange)
+        fields = [HaloArray(spare.exchange) for _ in self.depths]
         for number, field in enumerate(fields):
-            shares.copy_into(number, field.inner)
+            local_blocks.copy_into(number, field.inner)
         return _Levels(fields, spare)
 
     @property
@@ -172,22 +172,22 @@ class Iteration:
         return tuple((max(b for b, _ in sides), max(a for _, a in sides)) for sides in by_axis)
 
     def estimate(
-        self, found: SectionEstimate, members: Members, rank: int, inputs: Sequence[DType]
+        self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs: Sequence[DType]
     ) -> SectionEstimate:
         """Return the estimate of one rank; `found` is the estimate for any function."""
-        own = rims(members, rank, self._widest, self.boundary, self.corners)
+        own = rims(ranks, rank, self._widest, self.boundary, self.corners)
         fields, count, item_bytes = len(self.depths), box_size(own.inner), self.dtype.itemsize
-        has_states = self.period is not None and members.size > 1
+        has_states = self.period is not None and ranks.size > 1
         state_bytes = fields * count * item_bytes if has_states else 0
         packed_bytes, staging_bytes = (
             sum(map(elements_of, each.values())) * item_bytes for each in (own.sends, own.receives)
         )
-        padded_bytes = prod(own.shape) * item_bytes
+        halo_array_bytes = prod(own.shape) * item_bytes
         constants_bytes = sum(count * each.itemsize for each in inputs[fields:])
         return replace(
             found,
-            work_bytes=(fields + 1) * padded_bytes + constants_bytes,
-            returned_bytes=fields * padded_bytes,
+            work_bytes=(fields + 1) * halo_array_bytes + constants_bytes,
+            returned_bytes=fields * halo_array_bytes,
             staging_bytes=staging_bytes,
             packed_bytes=packed_bytes * (1 if found.kind == "numpy" else SLOTS),
             state_bytes=2 * GENERATIONS * state_bytes,
@@ -195,11 +195,12 @@ class Iteration:
             checkpoint_bytes=state_bytes,
         )
 
-    def _constants(self, ctx: Context, shares: Shares) -> list[Any]:
+    def _constants(self, ctx: Context, local_blocks: LocalBlocks) -> list[Any]:
         """Return the constants, local blocks for Dask arrays; arrays are for reading only."""
-        numbers, device = iter(range(len(self.depths), len(shares))), ctx.device
+        numbers, device = iter(range(len(self.depths), len(local_blocks))), ctx.device
         own = (
-            shares.copy(next(numbers)) if is_share else value for is_share, value in self.constants
+            local_blocks.copy(next(numbers)) if is_share else value
+            for is_share, value in self.constants
         )
         return [
             device.read_only(each) if isinstance(each, device.module.ndarray) else each
@@ -211,15 +212,15 @@ class Iteration:
 class _Levels:
     """The fields with their halos, the newest first, and memory for the next one."""
 
-    fields: list[Padded]
-    spare: Padded
+    fields: list[HaloArray]
+    spare: HaloArray
 
     @property
-    def newest(self) -> Padded:
+    def newest(self) -> HaloArray:
         return self.fields[0]
 
     @property
-    def shares(self) -> tuple[Array, ...]:
+    def local_blocks(self) -> tuple[Array, ...]:
         return tuple(field.inner for field in self.fields)
 
     def turn(self) -> None:
@@ -227,13 +228,13 @@ class _Levels:
         self.fields, self.spare = [self.spare, *self.fields[:-1]], self.fields[-1]
 
 
-def _boxes(field: Padded, pending: Pending | None) -> Iterator[Box]:
+def _boxes(field: HaloArray, pending: Pending | None) -> Iterator[Box]:
     """Yield boxes of a local block when they can be computed, the interior before the boundary."""
     if pending is None:
         yield field.exchange.whole
         return
-    interior, *frames = field.exchange.boxes
+    interior, *boundary_parts = field.exchange.boxes
     if box_size(interior):
         yield interior
     pending.wait()
-    yield from frames
+    yield from boundary_parts

@@ -24,16 +24,16 @@ class AttemptEndedError(P2PError):
 
 
 @dataclass(frozen=True)
-class Peer:
+class RankAddress:
     """One rank of the gang, this rank included."""
 
     worker: str  # address of its worker
-    ticket: str  # its attempt token: a secret of the gang
-    endpoint: str  # address of its listeners: `Links.endpoint`
+    token: str  # its attempt token: a secret of the gang
+    endpoint: str  # address of its listeners: `Connections.endpoint`
 
 
 @dataclass
-class Link:
+class Connection:
     """One socket, and its messages of the current exchange.
 
     A message by UCX sends only its header through the socket.

@@ -25,8 +25,8 @@ from dask_p2p.plans.orders import branch
 from dask_p2p.sections.channel import Channel
 from dask_p2p.sections.endpoint import Reach, host_of, is_lost, uses_ucx
 from dask_p2p.sections.in_process import Stream
-from dask_p2p.sections.link import TEXT_BYTES, AttemptEndedError, Buffer, Link, Peer
-from dask_p2p.sections.meeting import Meeting
+from dask_p2p.sections.link import TEXT_BYTES, AttemptEndedError, Buffer, Connection, RankAddress
+from dask_p2p.sections.meeting import ConnectionSetup
 
 _LOOKS = 4  # checks for lost connections within one timeout
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
@@ -35,23 +35,23 @@ _SPIN_S = 50e-6
 _NO_MORE = "finalize() at the return of its function"
 
 
-class Links:
+class Connections:
     """The connections of one rank in one attempt."""
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
-        self._links: dict[int, Link] = {}  # by rank
+        self._links: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
         self._beside: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._timeout_s, self._look_s = reach.timeout_s, 0.0  # time of the next check
-        self._meeting = Meeting(reach)
+        self._meeting = ConnectionSetup(reach)
         self.endpoint = self._meeting.endpoint
         self._is_woken = self._is_finishing = False
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
 
-    def start(self, rank: int, peers: Sequence[Peer]) -> None:
+    def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the addresses and attempt tokens of all ranks."""
         self._rank, self._peers = rank, peers
         self._meeting.start(rank, peers)
@@ -226,7 +226,7 @@ class Links:
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
         return [(r, each.received_bytes, each.waited_s) for r, each in self._links.copy().items()]
 
-    def _begin(self, rank: int, link: Link) -> None:
+    def _begin(self, rank: int, link: Connection) -> None:
         """Begin the sends and receives of the current exchange on a connection."""
         link.number += 1
         try:
@@ -239,7 +239,7 @@ class Links:
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
-    def _advance(self, rank: int, link: Link) -> None:
+    def _advance(self, rank: int, link: Connection) -> None:
         """Send and receive on a connection without blocking."""
         try:
             is_done = link.advance(self._text, self._rank, rank)
@@ -301,7 +301,7 @@ class Links:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
         return AttemptEndedError(self._failure)
 
-    def _connect(self, rank: int) -> Link:
+    def _connect(self, rank: int) -> Connection:
         try:
             return self._meeting.connect(rank)
         except OSError as exc:

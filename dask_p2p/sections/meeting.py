@@ -17,13 +17,13 @@ from dask_p2p.errors import TransferError
 from dask_p2p.sections.endpoint import Endpoint, Reach
 from dask_p2p.sections.files import reserve_files
 from dask_p2p.sections.in_process import Bell, Stream
-from dask_p2p.sections.link import Link, Peer
+from dask_p2p.sections.link import Connection, RankAddress
 
 _KNOCK_S = 0.5  # time that a rank waits for a lower one before it knocks
 _AT_DOOR_S = 1.0  # timeout of a knock's connection
 
 
-class Meeting:
+class ConnectionSetup:
     """Makes and accepts the connections of one rank."""
 
     def __init__(self, reach: Reach) -> None:  # network settings of its worker
@@ -35,14 +35,16 @@ class Meeting:
             self.bell.close()
             raise
         self.endpoint = self._endpoint.text
-        self._knocks: dict[int, Link] = {}  # knocks with tokens still to send, by file descriptor
+        self._knocks: dict[
+            int, Connection
+        ] = {}  # knocks with tokens still to send, by file descriptor
         self._knocked = set[int]()  # ranks that got a knock in this attempt: one at most
         self._knock_s = inf  # time of the next knock
 
-    def start(self, rank: int, peers: Sequence[Peer]) -> None:
+    def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the attempt tokens and addresses of all ranks."""
         self._rank, self._peers, self._own = rank, peers, peers[rank]
-        self._ranks = {peer.ticket: rank for rank, peer in enumerate(peers)}
+        self._ranks = {peer.token: rank for rank, peer in enumerate(peers)}
         self._is_here = [self._endpoint.is_here(peer.endpoint) for peer in peers]
 
     @property
@@ -62,14 +64,14 @@ class Meeting:
             knock.close()
         self.bell.close()
 
-    def connect(self, rank: int, **most_s: float) -> Link:
+    def connect(self, rank: int, **most_s: float) -> Connection:
         """Return a connection to a rank. Raises `OSError` if the rank cannot be reached."""
         peer = self._peers[rank]
-        tickets = f"{self._own.ticket}{peer.ticket}".encode()
-        if (stream := self._endpoint.stream_to(peer.endpoint, tickets)) is not None:
-            return Link(stream)
+        tokens = f"{self._own.token}{peer.token}".encode()
+        if (stream := self._endpoint.stream_to(peer.endpoint, tokens)) is not None:
+            return Connection(stream)
         made = self._endpoint.connect(peer.endpoint, peer.worker, **most_s)
-        return Link(made, [memoryview(tickets)])
+        return Connection(made, [memoryview(tokens)])
 
     def begin(self) -> None:
         """Set the time of the next knock, as an exchange begins."""
@@ -101,7 +103,7 @@ class Meeting:
             else:
                 self._knocks[knock.socket.fileno()] = knock
 
-    def _show_tickets(self, ready: set[int]) -> None:
+    def _show_tokens(self, ready: set[int]) -> None:
         for number in ready & self._knocks.keys():
             try:
                 is_done = self._knocks[number].send()
@@ -110,18 +112,18 @@ class Meeting:
             if is_done:
                 self._knocks.pop(number).close()
 
-    def callers(self, ready: set[int]) -> list[tuple[int, Link | None]]:
+    def callers(self, ready: set[int]) -> list[tuple[int, Connection | None]]:
         """Accept new connections; return their ranks with the connections. A knock has None."""
-        self._show_tickets(ready)
-        found: list[tuple[int, Link | None]] = []
-        length = len(self._own.ticket)
+        self._show_tokens(ready)
+        found: list[tuple[int, Connection | None]] = []
+        length = len(self._own.token)
         for said, made in self._endpoint.accepted(ready, 2 * length):
             theirs, own = said[:length].decode("latin"), said[length:].decode("latin")
             rank = self._ranks.get(theirs)
-            if own == self._own.ticket and rank is not None and rank < self._rank:
-                found.append((rank, Link(made)))
+            if own == self._own.token and rank is not None and rank < self._rank:
+                found.append((rank, Connection(made)))
                 continue
             made.close()  # a knock, a rank of another attempt, or no rank at all
-            if own == self._own.ticket and rank is not None and rank > self._rank:
+            if own == self._own.token and rank is not None and rank > self._rank:
                 found.append((rank, None))
         return found

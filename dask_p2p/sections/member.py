@@ -15,12 +15,12 @@ from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.sections.arguments import within_gang
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
-from dask_p2p.sections.link import AttemptEndedError, Peer
+from dask_p2p.sections.link import AttemptEndedError, RankAddress
 from dask_p2p.sections.progress import Watch
 from dask_p2p.sections.units import Units
 from dask_p2p.types import Kind
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dask_p2p.interprocess.messenger import Messenger
     from dask_p2p.sections.coordinator import Order
     from dask_p2p.sections.threads import PoolThread
-    from dask_p2p.sections.worker import Member
+    from dask_p2p.sections.worker import RankAttempt
     from dask_p2p.transports.packed.ucx import UcxTransport
 
 _SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
@@ -40,10 +40,10 @@ _MOST_CHARS = 1000  # longest text of an exception that cannot be pickled
 
 
 @drops_frames
-def run_member(
+def run_rank(
     gang: str,  # name of the gang
     rank: int,
-    members: Members,  # the partition of the arrays
+    ranks: RankGrid,  # the partition of the arrays
     body: Any,
     options: Options,  # of the section's arrays
     *arrays: Sequence[Any],  # this rank's blocks of each array
@@ -53,17 +53,17 @@ def run_member(
     The body is called with a context and the blocks. Its ``dtype`` is that of the blocks that it
     returns. Its ``kind`` is that of the blocks that it gets and returns.
     """
-    check_readable(members, options)
+    check_readable(ranks, options)
     _, context = current_worker()
     key = (gang, rank)
     try:
-        if members.size == 1:
-            ctx = Context(members, device=device_for(body.kind, options))
-            watch = Watch(key, members, rank, body.dtype, ctx.progress, context)
+        if ranks.size == 1:
+            ctx = Context(ranks, device=device_for(body.kind, options))
+            watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
             with watch.running():
                 watch.made(result := _called(body, ctx, arrays))
             return result
-        return _run_in_gang(gang, rank, members, body, options, arrays)
+        return _run_in_gang(gang, rank, ranks, body, options, arrays)
     except DeviceLostError as exc:
         go_elsewhere(context, exc)
 
@@ -71,7 +71,7 @@ def run_member(
 def _run_in_gang(
     gang: str,
     rank: int,
-    members: Members,
+    ranks: RankGrid,
     body: Any,
     options: Options,
     arrays: Sequence[Sequence[Any]],
@@ -80,8 +80,8 @@ def _run_in_gang(
     worker, context = current_worker()
     if worker is None:
         raise InputError(
-            f"expected a cluster for {members.size} ranks that run at the same time, got another "
-            f"scheduler of Dask. Compute with a distributed.Client, or give members=1."
+            f"expected a cluster for {ranks.size} ranks that run at the same time, got another "
+            f"scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
         )
     from distributed.utils import sync
 
@@ -95,21 +95,21 @@ def _run_in_gang(
     units, thread = Units(worker, (gang, rank)), PoolThread(worker)
     with (
         closing(thread),
-        plugin.member(gang, rank, members.size, **reach) as member,
+        plugin.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
         closing(units),
     ):
-        order, result = _order_when_whole(member, units, thread), None
+        order, result = _order_when_whole(rank_attempt, units, thread), None
         if order.state == "running":
-            member.links.start(rank, [Peer(*peer) for peer in order.peers])
+            rank_attempt.links.start(rank, [RankAddress(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
-            device = device_for(body.kind, options, member.links)
-            checkpoints = member.checkpoints(order, device)
-            ctx = Context(members, rank, member.links, checkpoints, reads_memory, device)
-            of_gang = member.links, [worker for worker, *_ in order.peers], order.attempt
+            device = device_for(body.kind, options, rank_attempt.links)
+            checkpoints = rank_attempt.checkpoints(order, device)
+            ctx = Context(ranks, rank, rank_attempt.links, checkpoints, reads_memory, device)
+            of_gang = rank_attempt.links, [worker for worker, *_ in order.peers], order.attempt
             key, progress = (gang, rank), ctx.progress
-            watch = Watch(key, members, rank, body.dtype, progress, context, *of_gang)
+            watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
             with watch.running():
-                result, order = _attempt(member, ctx, body, arrays, watch, ucx)
+                result, order = _attempt(rank_attempt, ctx, body, arrays, watch, ucx)
                 if order.state == "committed":
                     watch.made(result)
                 else:
@@ -119,14 +119,16 @@ def _run_in_gang(
     return result
 
 
-def _order_when_whole(member: Member, units: Units, thread: PoolThread) -> Order:
+def _order_when_whole(rank_attempt: RankAttempt, units: Units, thread: PoolThread) -> Order:
     """Wait for the other ranks outside the thread pool; return the order that follows."""
-    if member.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+    if rank_attempt.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
         units.lend()
         thread.secede()  # any number of ranks may wait on a worker with one thread
-    if member.order_after("waiting").state == "running":
-        units.take(lambda: member.order_after("running", timeout_s=_LOOK_S).state == "running")
-    return member.order_after("waiting")
+    if rank_attempt.order_after("waiting").state == "running":
+        units.take(
+            lambda: rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
+        )
+    return rank_attempt.order_after("waiting")
 
 
 def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
@@ -145,7 +147,7 @@ def _started(ucx: UcxTransport | None) -> Messenger | None:
 
 
 def _attempt(
-    member: Member,
+    rank_attempt: RankAttempt,
     ctx: Context,
     body: Callable[..., Any],
     arrays: Sequence[Any],
@@ -155,27 +157,27 @@ def _attempt(
     """Call the function; return its result, and the scheduler's order once all ranks are done."""
     result = None
     try:
-        member.links.reserve_files()
-        member.links.open_channels(partial(_started, ucx))
+        rank_attempt.links.reserve_files()
+        rank_attempt.links.open_channels(partial(_started, ucx))
         with within_gang():
             result = _called(body, ctx, arrays)
         # Otherwise other ranks might wait for one whose function has returned.
-        member.links.finish()
+        rank_attempt.links.finish()
         ctx.device.let_go(is_orderly=True)
-        return result, member.leave()
+        return result, rank_attempt.leave()
     except AttemptEndedError as exc:
         watch.error = str(exc)
-        return None, member.leave(str(exc))
+        return None, rank_attempt.leave(str(exc))
     except DeviceLostError as exc:
-        member.leave(f"rank {member.rank} has lost its GPU: {exc}")
+        rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
         raise  # all ranks run again, this one on another worker
     except Exception as exc:
         if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
             watch.error = f"another rank was lost; then the function raised {_described(exc)}"
-            return None, member.leave(watch.error)
-        error, is_itself = _pickled(exc, member.rank)
+            return None, rank_attempt.leave(watch.error)
+        error, is_itself = _pickled(exc, rank_attempt.rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
-        order = member.leave(f"rank {member.rank} raised {type(exc).__name__}", error)
+        order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
             raise  # with its traceback
         return None, order

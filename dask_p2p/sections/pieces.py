@@ -35,10 +35,10 @@ class Pieces:
     make: Callable[[int], Array]
 
     @classmethod
-    def one(cls, share: Array) -> Pieces:
+    def one(cls, local_block: Array) -> Pieces:
         """Return a complete local block as one piece."""
-        ends = (0, share.shape[0] if share.ndim else 1)
-        return cls(share.dtype, 0, ends, lambda _: share)
+        ends = (0, local_block.shape[0] if local_block.ndim else 1)
+        return cls(local_block.dtype, 0, ends, lambda _: local_block)
 
     def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
         """Yield the pieces of a box: number, part in the piece's indices, and in the box's."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
-from dask_p2p.plans.members import Members
-from dask_p2p.sections.links import Links
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.links import Connections
 from dask_p2p.types import DType, Key
 
 #: Name of the exchanges between ranks, used like a transport's name.
@@ -33,12 +33,12 @@ class Watch:
     """Registers a rank's function with its worker while it runs, and records it afterwards."""
 
     key: Key  # key of the rank's task
-    members: Members  # partition of the arrays
+    ranks: RankGrid  # partition of the arrays
     rank: int
     dtype: DType  # data type of the first output
     progress: Progress  # current step
     context: TaskContext | None  # task context of the worker; None: nothing is recorded
-    links: Links | None = None  # connections to other ranks
+    links: Connections | None = None  # connections to other ranks
     workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
     error: str = ""  # why the function, or the attempt, has ended early
@@ -69,7 +69,7 @@ class Watch:
 
     def _record(self, **more: Any) -> Record:
         """Return a record of the current state. Thread-safe."""
-        members, progress = self.members, self.progress
+        ranks, progress = self.ranks, self.progress
         is_made = not more.get("error")
         assert self.context is not None
         return Record(
@@ -78,12 +78,12 @@ class Watch:
             stop_s=time.time(),
             stages=self._stages(),
             worker=self.context.address,
-            shape=members.shape(self.rank) if is_made else (),
+            shape=ranks.shape(self.rank) if is_made else (),
             dtype=str(self.dtype) if is_made else "",
             nbytes=self.nbytes if is_made else 0,
-            array_shape=tuple(map(sum, members.chunks)),
-            blocks=members.grid,
-            axes=tuple(range(len(members.grid))),
+            array_shape=tuple(map(sum, ranks.chunks)),
+            blocks=ranks.grid,
+            axes=tuple(range(len(ranks.grid))),
             step=progress.step,
             steps=progress.steps,
             first_step=progress.first,

@@ -22,7 +22,7 @@ from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.orders import partners
 from dask_p2p.sections.link import AttemptEndedError, Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
@@ -34,7 +34,7 @@ _PROOF = struct.Struct(
 
 
 @dataclass(frozen=True)
-class Call:
+class RegionCall:
     """A collective call, the same on all ranks."""
 
     text: str  # compared between ranks, to find mismatched calls
@@ -47,26 +47,26 @@ class Call:
         """Return a region's shape before its axes are permuted, from the one afterwards."""
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
-    def in_turn(self, links: Links, sources: Collection[int]) -> list[int]:
+    def in_turn(self, links: Connections, sources: Collection[int]) -> list[int]:
         """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
         in_turn = (stage.source for stage in partners(order, *links.place))
         return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
-class Local(NamedTuple):
+class LocalRegion(NamedTuple):
     """The region that stays on its rank."""
 
     box: Box  # source, in the local block
     target: Array  # destination
 
 
-class Regions:
+class RegionExchange:
     """Exchanges regions of local blocks in host memory between ranks."""
 
     def __init__(
         self,
-        links: Links | None,  # connections to other ranks; None for a single rank
+        links: Connections | None,  # connections to other ranks; None for a single rank
         reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
         self._links = links
@@ -76,16 +76,18 @@ class Regions:
 
     def bring(
         self,
-        call: Call,
-        share: Array,  # this rank's local block
+        call: RegionCall,
+        local_block: Array,  # this rank's local block
         boxes: Mapping[int, Box],  # regions of it to send, by rank
         targets: Mapping[int, Array],  # destinations of regions to receive, by rank
-        local: Local | None = None,  # region that stays on this rank
+        local: LocalRegion | None = None,  # region that stays on this rank
     ) -> None:
         """Exchange regions of local blocks with other ranks."""
-        self.give(call, {rank: share[box_slices(box)] for rank, box in boxes.items()}, targets)
+        self.give(
+            call, {rank: local_block[box_slices(box)] for rank, box in boxes.items()}, targets
+        )
         if local is not None:
-            NUMPY.permute_into(local.target, share[box_slices(local.box)], call.axes)
+            NUMPY.permute_into(local.target, local_block[box_slices(local.box)], call.axes)
 
     def settle(self) -> None:
         """Wait until no rank reads the local block any more: in host memory, `bring` has waited."""
@@ -98,7 +100,9 @@ class Regions:
         if self._reads is not None:
             self._reads.try_all()
 
-    def give(self, call: Call, regions: Mapping[int, Array], targets: Mapping[int, Array]) -> None:
+    def give(
+        self, call: RegionCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
+    ) -> None:
         """Exchange regions of any arrays with other ranks."""
         links = self._links
         if links is None:
@@ -134,9 +138,9 @@ class Regions:
 
     def _read(
         self,
-        links: Links,
+        links: Connections,
         reads: Reads,
-        call: Call,
+        call: RegionCall,
         regions: Mapping[int, Array],
         targets: Mapping[int, Array],
     ) -> tuple[set[int], set[int]]:
@@ -173,7 +177,7 @@ class Reads:
         self,
         rank: int,
         size: int,  # number of ranks
-        links: Links,
+        links: Connections,
         is_allowed: bool,  # whether this rank reads others' memory, and offers its own
     ) -> None:
         self._rank, self._size, self._links = rank, size, links

@@ -24,7 +24,7 @@ from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.link import AttemptEndedError, Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.state_memory import (
     CHANGED,
     EMPTY,
@@ -99,7 +99,7 @@ class SavedStates:
             return list(self._gangs)
 
 
-def buddies(workers: Sequence[str]) -> list[int | None]:
+def replica_ranks(workers: Sequence[str]) -> list[int | None]:
     """Return the replica rank of each rank: the next one on another worker, or None.
 
     >>> buddies(["a", "a", "b", "c"])
@@ -131,12 +131,12 @@ class Checkpoints:
         self,
         rank: int,
         workers: Sequence[str],  # addresses, by rank
-        links: Links,  # connections to other ranks
+        links: Connections,  # connections to other ranks
         states: States,
         device: Host = HOST,  # device of the saved arrays
     ) -> None:
         self._rank, self._links, self._states, self._device = rank, links, states, device
-        self._buddies = buddies(workers)
+        self._replica_ranks = replica_ranks(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
         self._kept: GangStates | None = None
@@ -162,7 +162,7 @@ class Checkpoints:
         own = memory.own
         assert own is not None
         copied_into(own, arrays, self._device)
-        sends = self._to_buddy(b"" if memory.is_seen else own)
+        sends = self._to_replica(b"" if memory.is_seen else own)
         self._links.exchange(f"{call}, its state", sends, memory.places())
         for rank, state in {self._rank: own, **memory.theirs}.items():
             self._states.saved.add(self._kept, rank, step, state)
@@ -175,19 +175,19 @@ class Checkpoints:
 
     def _renew(self, memory: StateMemory, call: str, size_bytes: int | None) -> None:
         """Allocate memory of a size, if given, and open the guarded ranks' new memory."""
-        wards = [rank for rank, of in enumerate(self._buddies) if of == self._rank]
-        has_buddy = self._buddies[self._rank] is not None
-        name = b"" if size_bytes is None else memory.make(size_bytes, has_buddy)
-        told = self._links.exchange(call, self._to_buddy(name), dict.fromkeys(wards))
+        guarded_ranks = [rank for rank, of in enumerate(self._replica_ranks) if of == self._rank]
+        has_replica = self._replica_ranks[self._rank] is not None
+        name = b"" if size_bytes is None else memory.make(size_bytes, has_replica)
+        told = self._links.exchange(call, self._to_replica(name), dict.fromkeys(guarded_ranks))
         answers = {rank: memory.take(rank, bytes(of)) if of else b"" for rank, of in told.items()}
-        receives: dict[int, None] = dict.fromkeys(self._to_buddy(b""))
+        receives: dict[int, None] = dict.fromkeys(self._to_replica(b""))
         heard = self._links.exchange(f"{call}, seen", answers, receives)
         if size_bytes is not None:
             memory.know(b"".join(heard.values()))
 
-    def _to_buddy(self, data: Buffer) -> dict[int, Buffer]:
-        buddy = self._buddies[self._rank]
-        return {} if buddy is None else {buddy: data}
+    def _to_replica(self, data: Buffer) -> dict[int, Buffer]:
+        replica = self._replica_ranks[self._rank]
+        return {} if replica is None else {replica: data}
 
     def restore(self, arrays: Sequence[Array]) -> int:
         """Fill arrays with the state to resume from; return its step, or 0 without a state.
@@ -202,8 +202,8 @@ class Checkpoints:
         if step is None:
             return 0
         holder, device = self._states.holders[self._rank], self._device
-        wards = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
-        sends = {rank: self._found(rank, step) for rank in wards}
+        guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
+        sends = {rank: self._found(rank, step) for rank in guarded_ranks}
         receives = {} if holder == self._rank else {holder: None}
         found = self._links.exchange(f"state of step {step}", sends, receives)
         own = self._found(self._rank, step) if holder == self._rank else found[holder]

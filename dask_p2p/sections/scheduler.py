@@ -36,7 +36,7 @@ FORGET = "p2p_section_forget"
 
 _POLL_S = 5.0
 _ELSEWHERE_S = 1.0  # delay until a rank without room is rescheduled
-_MOST_MEMBERS = 2**16
+_MOST_RANKS = 2**16
 _MOST_STEPS = 2**62
 _MOST_STATES = 2**16  # states in one worker's request
 
@@ -113,11 +113,11 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @answering
     async def join(
-        self, gang: Any, size: Any, rank: Any, ticket: Any, worker: Any, endpoint: Any, saved: Any
+        self, gang: Any, size: Any, rank: Any, token: Any, worker: Any, endpoint: Any, saved: Any
     ) -> Any:
         """Add a waiting rank to its gang; reply with its next order."""
-        size = checked_integer("size", size, 1, _MOST_MEMBERS)
-        gang, rank, ticket = _checked(gang, rank, ticket)
+        size = checked_integer("size", size, 1, _MOST_RANKS)
+        gang, rank, token = _checked(gang, rank, token)
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
         if not self._is_processing((gang, rank), checked_text("worker", worker)):
@@ -127,37 +127,37 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await asyncio.sleep(_ELSEWHERE_S)
             return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
-        again = self._coordinator.join(gang, size, rank, ticket, worker, endpoint, states)
+        again = self._coordinator.join(gang, size, rank, token, worker, endpoint, states)
         if again or is_new:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, other) for other in (*range(size), COMMIT))
         self._tell()
         self._waiting.watch(gang)
-        return await self._next_order(gang, rank, ticket, "waiting")
+        return await self._next_order(gang, rank, token, "waiting")
 
     @answering
     async def leave(
-        self, gang: Any, rank: Any, ticket: Any, cause: Any = "", error: Any = None
+        self, gang: Any, rank: Any, token: Any, cause: Any = "", error: Any = None
     ) -> Any:
         """Record that a rank's function has returned, or why it has not."""
         if error is not None and type(error) is not bytes:
             raise MalformedRequestError("error: expected bytes")
-        gang, rank, ticket = _checked(gang, rank, ticket)
-        self._coordinator.leave(gang, rank, ticket, checked_text("cause", cause), error)
+        gang, rank, token = _checked(gang, rank, token)
+        self._coordinator.leave(gang, rank, token, checked_text("cause", cause), error)
         self._tell()
         if self._coordinator.is_committed(gang):
             self._drop_states(gang)
         return {}
 
     @answering
-    async def order(self, gang: Any, rank: Any, ticket: Any, known: Any) -> Any:
+    async def order(self, gang: Any, rank: Any, token: Any, known: Any) -> Any:
         """Reply with a rank's next order, once its state differs from `known`."""
-        return await self._next_order(*_checked(gang, rank, ticket), checked_text("known", known))
+        return await self._next_order(*_checked(gang, rank, token), checked_text("known", known))
 
     @answering
-    async def saves(self, gang: Any, rank: Any, ticket: Any, worker: Any) -> Any:
+    async def saves(self, gang: Any, rank: Any, token: Any, worker: Any) -> Any:
         """Record that a worker is about to keep states of a gang."""
-        gang, rank, _ = _checked(gang, rank, ticket)
+        gang, rank, _ = _checked(gang, rank, token)
         self._keepers[gang].add(checked_text("worker", worker))
         task = self._scheduler.tasks.get((gang, rank))
         has_failed = task is not None and task.state == "erred"
@@ -225,12 +225,12 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 self._drop_states(gang)
         self._tell()
 
-    async def _next_order(self, gang: str, rank: int, ticket: str, known: str) -> dict[str, Any]:
+    async def _next_order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
         now_s = asyncio.get_running_loop().time
         deadline_s = now_s() + _POLL_S
         while True:
             self._check_is_on()
-            order = self._coordinator.order(gang, rank, ticket)
+            order = self._coordinator.order(gang, rank, token)
             if order.state == "running" and order.resume is not None and not order.failures:
                 # Dask counts the workers lost under a task, up to `allowed-failures`. After a new
                 # checkpoint the count starts again, as that of attempts does.
@@ -272,11 +272,11 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
 
 
-def _checked(gang: Any, rank: Any, ticket: Any) -> tuple[str, int, str]:
+def _checked(gang: Any, rank: Any, token: Any) -> tuple[str, int, str]:
     return (
         checked_text("gang", gang),
-        checked_integer("rank", rank, 0, _MOST_MEMBERS),
-        checked_text("ticket", ticket),
+        checked_integer("rank", rank, 0, _MOST_RANKS),
+        checked_text("token", token),
     )
 
 

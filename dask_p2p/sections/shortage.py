@@ -48,7 +48,7 @@ def _shortage(scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequ
     have = sum(ws.resources.get(name, 0) for ws in among)
     may = f" that may run them ({restrictions})" if restrictions else ""
     enough = f"enough for {_counted(most, 'rank')}" if most else "too few for any rank"
-    fewer = f"Give members={most}, or start" if most else "Start"
+    fewer = f"Give ranks={most}, or start" if most else "Start"
     return (
         f"{gang}, which run at the same time. {len(tasks)} of them need "
         f"{_counted(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "

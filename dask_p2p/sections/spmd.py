@@ -13,9 +13,9 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.arguments import check_computed, check_shares, chosen_members
+from dask_p2p.sections.arguments import check_computed, check_decompositions, chosen_ranks
 from dask_p2p.sections.context import Context
-from dask_p2p.sections.graph import Shares, ValueSpec, section_arrays
+from dask_p2p.sections.graph import LocalBlocks, ValueSpec, section_arrays
 from dask_p2p.types import DaskArray, DTypeLike
 
 
@@ -25,10 +25,10 @@ def spmd(
     /,
     *arrays: DaskArray,
     outputs: Literal[1] = ...,
-    cut: Sequence[int] | None = ...,
-    members: int | None = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    per_member: tuple[()] = ...,
+    per_rank: tuple[()] = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
 
@@ -39,10 +39,10 @@ def spmd(
     /,
     *arrays: DaskArray,
     outputs: Literal[1] = ...,
-    cut: Sequence[int] | None = ...,
-    members: int | None = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    per_member: Sequence[Any],
+    per_rank: Sequence[Any],
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -53,10 +53,10 @@ def spmd(
     /,
     *arrays: DaskArray,
     outputs: Literal[2, 3, 4, 5, 6, 7, 8],
-    cut: Sequence[int] | None = ...,
-    members: int | None = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    per_member: Sequence[Any] = ...,
+    per_rank: Sequence[Any] = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -68,10 +68,10 @@ def spmd(
     /,
     *arrays: DaskArray,
     outputs: int,
-    cut: Sequence[int] | None = ...,
-    members: int | None = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    per_member: Sequence[Any] = ...,
+    per_rank: Sequence[Any] = ...,
     **kwargs: Any,
 ) -> DaskArray | Any: ...
 
@@ -81,13 +81,13 @@ def spmd(
     /,
     *arrays: DaskArray,
     outputs: int = 1,
-    cut: Sequence[int] | None = None,
-    members: int | None = None,
+    partition: Sequence[int] | None = None,
+    ranks: int | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | None = None,
-    per_member: Sequence[Any] = (),
+    per_rank: Sequence[Any] = (),
     **kwargs: Any,
 ) -> DaskArray | tuple[DaskArray, ...]:
-    """Run a function on all workers at the same time: ``func(ctx, *shares, **kwargs)``.
+    """Run a function on all workers at the same time: ``func(ctx, *local_blocks, **kwargs)``.
 
     The function runs once on each *rank*. A rank has one contiguous local block of each array,
     which `func` may change. Ranks exchange data by the methods of `ctx`, a
@@ -105,7 +105,7 @@ def spmd(
         not synchronize.
     outputs : int, optional
         Number of arrays that `func` returns, in a tuple unless it is one. 0 if `func` returns only
-        the values of `per_member`.
+        the values of `per_rank`.
     cut : sequence of int, optional
         Axes that may be divided between ranks. By default all.
     members : int, optional
@@ -116,7 +116,7 @@ def spmd(
         Data type of all outputs, or a tuple with one for each output. Outputs are converted to it
         as by `numpy.can_cast` with "same_kind". By default, output i has the dtype of array i, or
         of the first array if there is no such array; only the precision of floats is converted.
-    per_member : sequence, optional
+    per_rank : sequence, optional
         Examples of the values that `func` returns after its arrays, in the same tuple. An example
         is a number, or an array of the value's shape and dtype. Each value becomes an array of
         NumPy blocks, one for each rank, along a new first axis.
@@ -127,16 +127,16 @@ def spmd(
     Returns
     -------
     dask.array.Array, or tuple of them
-        The outputs, with the chunks of the arrays; then the values of `per_member`.
+        The outputs, with the chunks of the arrays; then the values of `per_rank`.
 
     Raises
     ------
     InputError
-        If `func` is not callable, a number is too small, or an example in `per_member` is
+        If `func` is not callable, a number is too small, or an example in `per_rank` is
         unsuitable. Also if an argument for `func` is a Dask collection, or has the name of a
         parameter of `spmd`, or if `dtype` has another length than `outputs`.
     AxesError
-        If `cut` has an axis that the arrays do not have.
+        If `partition` has an axis that the arrays do not have.
     ChunksError
         If chunk sizes are unknown, or differ between the arrays.
     UnsupportedArrayError
@@ -158,17 +158,17 @@ def spmd(
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
-    check_shares(arrays)
+    check_decompositions(arrays)
     check_computed(*kwargs.values())
-    chosen = chosen_members(arrays[0], members, cut)
+    chosen = chosen_ranks(arrays[0], ranks, partition)
     options = checked_options()
     register_if_possible()
-    if not isinstance(per_member, (list, tuple)):
+    if not isinstance(per_rank, (list, tuple)):
         raise InputError(
-            f"per_member: expected a list with an example of each value, got {per_member!r}. Give "
+            f"per_rank: expected a list with an example of each value, got {per_rank!r}. Give "
             f"one as [example]."
         )
-    values = [_checked_example(example) for example in per_member]
+    values = [_checked_example(example) for example in per_rank]
     if not values or outputs != 0:
         checked_count("outputs", outputs=outputs)
     made = section_arrays(
@@ -203,7 +203,7 @@ def _checked_example(example: Any) -> ValueSpec:
     value = np.asarray(example)
     if is_dask_array(example) or value.dtype.kind in "OSU":
         raise InputError(
-            f"per_member: expected numbers or NumPy arrays, as examples of returned values, got "
+            f"per_rank: expected numbers or NumPy arrays, as examples of returned values, got "
             f"{type(example).__name__}. Give a number or an array for each value."
         )
     return ValueSpec(value.shape, value.dtype)
@@ -217,8 +217,8 @@ class _Function:
     outputs: int
     kwargs: Mapping[str, Any]
 
-    def __call__(self, ctx: Context, shares: Shares) -> Any:
-        arrays = map(shares.copy, range(len(shares)))
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> Any:
+        arrays = map(local_blocks.copy, range(len(local_blocks)))
         returned = self.function(ctx, *arrays, **self.kwargs)
         made = (returned,) if self.outputs == 1 else returned
         ctx.check_returned(made if isinstance(made, tuple) else ())

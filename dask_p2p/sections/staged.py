@@ -8,7 +8,7 @@ from typing import Any
 from dask_p2p.errors import InputError
 from dask_p2p.plans.orders import ORDERS, partners
 from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 
 
 def checked_order(exchange: Any) -> str:
@@ -19,14 +19,14 @@ def checked_order(exchange: Any) -> str:
 
 
 def begin_in_order(
-    links: Links,  # connections of this rank
+    links: Connections,  # connections of this rank
     order: str,  # one of `ORDERS`
-    call: str,  # see `Links.begin`
+    call: str,  # see `Connections.begin`
     sends: Mapping[int, Buffer],
     receives: Mapping[int, Buffer | None],
     beside: bool = False,
 ) -> Callable[[], Any]:
-    """Begin an exchange as `Links.begin` does. All stages but the last complete in this call."""
+    """Begin an exchange like `Connections.begin`. All stages but the last complete in this call."""
     if order == "auto":
         return links.begin(call, sends, receives, beside)
     end: Callable[[], Any] = dict

@@ -32,10 +32,10 @@ class StateMemory:
         self._seen: set[int] = set()  # guarded ranks whose own memory is shared here
         self._segment: Segment | None = None  # kept until the replica rank has opened it
 
-    def make(self, size_bytes: int, has_buddy: bool) -> bytes:
+    def make(self, size_bytes: int, has_replica: bool) -> bytes:
         """Allocate `own`; return its descriptor for `take` on the replica rank."""
         self.own, self.is_seen = None, False  # free the old memory first
-        if has_buddy and size_bytes:
+        if has_replica and size_bytes:
             with suppress(OSError):  # no shared memory, or too many open files
                 self._segment = segment = Segment.make(size_bytes)
                 self.own = _view(segment.bytes)

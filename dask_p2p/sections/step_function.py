@@ -12,7 +12,7 @@ from dask.utils import has_keyword
 
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.graph import shape_of
-from dask_p2p.sections.halo import Part
+from dask_p2p.sections.halo import HaloPart
 from dask_p2p.sections.recorder import check_kept
 from dask_p2p.types import Array
 
@@ -34,7 +34,7 @@ class StepFunction:
         self,
         given: Sequence[Any],  # parts of fields, then constants
         out: Array,  # memory for the result
-        part: Part,  # part of the newest field
+        part: HaloPart,  # part of the newest field
     ) -> tuple[Any, ...]:
         """Fill `out`; return the numbers for `until`.
 
@@ -135,7 +135,7 @@ def _is_number(value: Any) -> bool:
 def _replace(
     out: Array,  # memory for the new local block, or a part of it
     new: Any,  # the returned array
-    part: Part,  # part of the newest field that was passed to the function
+    part: HaloPart,  # part of the newest field that was passed to the function
 ) -> None:
     """Copy a returned array, with or without halo, into `out`."""
     shape, seen = shape_of(new, type(out)), part.data

@@ -23,25 +23,25 @@ from dask_p2p.ops.fft_stages import (
     transform_of,
 )
 from dask_p2p.ops.local_fft import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
-from dask_p2p.plans.cuts import transform_stages
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.partitions import transform_stages
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.devices import Host, check_kind
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.recut import Redistribution, checked_shape
+from dask_p2p.sections.repartition import Redistribution, checked_shape
 from dask_p2p.types import Array, DType
 
-_Cut = Sequence[int] | None
+_Partition = Sequence[int] | None
 _Step = Callable[[Any, bool], tuple[Any, bool]]  # of a local block, and whether it is a temporary
 _PIECE_BYTES = 2**28  # size of a piece, if there are more than two: the host needs 0.1 ms for each
 
 
-class _Call(NamedTuple):
+class _TransformCall(NamedTuple):
     """The parameters of a transform: see `Transforms.fftn`."""
 
     kind: str
     axes: Axes
-    cut: _Cut
-    from_cut: _Cut
+    partition: _Partition
+    from_partition: _Partition
     shape: Sequence[int] | None
     norm: Norm
 
@@ -58,16 +58,16 @@ class Transforms:
         a: Array,
         axes: Axes = None,
         *,
-        cut: _Cut = None,
-        from_cut: _Cut = None,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
         """Transform a distributed array, as `numpy.fft.fftn` does.
 
         The result has the partition of the section's arrays by default, which takes two exchanges
-        for slabs. One is enough if the result may be divided along another axis: ``cut=(1,)`` for
-        slabs along axis 0, and ``from_cut=(1,)`` for the way back.
+        for slabs. One is enough if the result may be divided along another axis: ``partition=(1,)``
+        for slabs along axis 0, and ``from_partition=(1,)`` for the way back.
 
         Parameters
         ----------
@@ -75,7 +75,7 @@ class Transforms:
             This rank's local block. It is not changed.
         axes : sequence of int, optional
             Axes to transform, without repetition. By default all.
-        cut, from_cut : sequence of int, optional
+        cut, from_partition : sequence of int, optional
             Axes that may be divided in the result, and in `a`: as for `redistribute`.
         shape : sequence of int, optional
             Shape of the whole array in space: the input of `fftn` and `rfftn`, the result of
@@ -97,28 +97,32 @@ class Transforms:
         SectionError
             If the ranks made different calls.
         """
-        return self._transformed(a, _Call("fft", axes, cut, from_cut, shape, norm))
+        return self._transformed(
+            a, _TransformCall("fft", axes, partition, from_partition, shape, norm)
+        )
 
     def ifftn(
         self,
         a: Array,
         axes: Axes = None,
         *,
-        cut: _Cut = None,
-        from_cut: _Cut = None,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
         """Return the inverse of `fftn`, with the same parameters and errors."""
-        return self._transformed(a, _Call("ifft", axes, cut, from_cut, shape, norm))
+        return self._transformed(
+            a, _TransformCall("ifft", axes, partition, from_partition, shape, norm)
+        )
 
     def rfftn(
         self,
         a: Array,
         axes: Axes = None,
         *,
-        cut: _Cut = None,
-        from_cut: _Cut = None,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
@@ -126,27 +130,31 @@ class Transforms:
 
         Parameters and errors are those of `fftn`.
         """
-        return self._transformed(a, _Call("rfft", axes, cut, from_cut, shape, norm))
+        return self._transformed(
+            a, _TransformCall("rfft", axes, partition, from_partition, shape, norm)
+        )
 
     def irfftn(
         self,
         a: Array,
         axes: Axes = None,
         *,
-        cut: _Cut = None,
-        from_cut: _Cut = None,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
         """Return the inverse of `rfftn`: real numbers. Parameters and errors as for `fftn`."""
-        return self._transformed(a, _Call("irfft", axes, cut, from_cut, shape, norm))
+        return self._transformed(
+            a, _TransformCall("irfft", axes, partition, from_partition, shape, norm)
+        )
 
     def wavenumbers(
         self,
         spacing: float | Sequence[float] = 1.0,
         axes: Axes = None,
         *,
-        cut: _Cut = None,
+        partition: _Partition = None,
         shape: Sequence[int] | None = None,
         real: bool = False,
     ) -> tuple[Array, ...]:
@@ -180,7 +188,7 @@ class Transforms:
                 f"spacing: expected a number, or one for each of {len(along)} axes, got "
                 f"{spacing!r}."
             ) from None
-        _, divided = self._divisions("rfft" if real else "fft", whole, along, cut, None)
+        _, divided = self._divisions("rfft" if real else "fft", whole, along, partition, None)
         box = divided.box(self.rank)
         found = []
         for number, axis in enumerate(along):
@@ -195,21 +203,28 @@ class Transforms:
         return self._redistribution.shape if shape is None else checked_shape(shape)
 
     def _divisions(
-        self, kind: str, whole: tuple[int, ...], along: tuple[int, ...], cut: _Cut, from_cut: _Cut
-    ) -> tuple[Members, Members]:
+        self,
+        kind: str,
+        whole: tuple[int, ...],
+        along: tuple[int, ...],
+        partition: _Partition,
+        from_partition: _Partition,
+    ) -> tuple[RankGrid, RankGrid]:
         """Return the partitions of an array before and after the transform."""
-        names = {"cut": cut, "from_cut": from_cut}
-        space, waves = ("cut", "from_cut") if kind in INVERSE else ("from_cut", "cut")
+        names = {"partition": partition, "from_partition": from_partition}
+        space, waves = (
+            ("partition", "from_partition") if kind in INVERSE else ("from_partition", "partition")
+        )
         lengths = list(whole)
         if kind in (*TO_COMPLEX, *TO_REAL):
             lengths[along[-1]] = whole[along[-1]] // 2 + 1
         found = {
-            space: self._redistribution.members(names[space], whole, space),
-            waves: self._redistribution.members(names[waves], lengths, waves),
+            space: self._redistribution.ranks(names[space], whole, space),
+            waves: self._redistribution.ranks(names[waves], lengths, waves),
         }
-        return found["from_cut"], found["cut"]
+        return found["from_partition"], found["partition"]
 
-    def _transformed(self, a: Any, call: _Call) -> Array:
+    def _transformed(self, a: Any, call: _TransformCall) -> Array:
         check_norm(call.norm)
         given = self.device.as_array(a)
         check_kind(self.device, "a", given)
@@ -219,15 +234,15 @@ class Transforms:
             raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
         make = partial(self._steps, call, given.dtype.itemsize)
         steps = self._redistribution.once(f"{call!r} {given.dtype.itemsize}", make)
-        share, is_own = given, False
+        local_block, is_own = given, False
         try:
             for step in steps:
-                share, is_own = step(share, is_own)
+                local_block, is_own = step(local_block, is_own)
         finally:
             self._redistribution.settle()
-        return share if is_own else share.copy()
+        return local_block if is_own else local_block.copy()
 
-    def _steps(self, call: _Call, item_bytes: int) -> list[_Step]:
+    def _steps(self, call: _TransformCall, item_bytes: int) -> list[_Step]:
         """Return the steps of a transform: functions of the local block, in order."""
         kind, whole = call.kind, self._whole(call.shape)
         along = _checked_axes(call.axes, len(whole))
@@ -236,38 +251,44 @@ class Transforms:
             raise InputError(f"expected elements along the axes {along}, got shape {whole}.")
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
         transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
-        first, last = self._divisions(kind, whole, along, call.cut, call.from_cut)
+        first, last = self._divisions(kind, whole, along, call.partition, call.from_partition)
         axes, current = tuple(range(len(whole))), first
         made: list[_Step] = []
         way = transform_stages(first, last, transform)
         on_device, done = self.device.kind == "cupy", [stage.axes for stage in way]
         each = local_transforms(kind, special, lengths, call.norm, done, on_device)
         for stage, local in zip(way, each, strict=True):
-            is_there = stage.before.share_sizes == current.share_sizes
+            is_there = stage.before.local_sizes == current.local_sizes
             order = axes
             if stage.axes and not is_there:
                 order = order_in_memory(len(whole), stage.axes, transform, on_device)
-            recut = self._redistribution.between(current, stage.before, axes, f"{kind}n()", order)
-            if made and isinstance(last_made := made[-1], _Local) and not is_there:
+            repartition = self._redistribution.between(
+                current, stage.before, axes, f"{kind}n()", order
+            )
+            if made and isinstance(last_made := made[-1], _LocalTransform) and not is_there:
                 made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
-            made.append(partial(_exchanged, recut, is_there))
+            made.append(partial(_exchanged, repartition, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
                 to_real = special in stage.axes and kind in TO_REAL
-                made.append(_Local(local, stage.after.shape(self.rank), to_real, self.device))
+                made.append(
+                    _LocalTransform(local, stage.after.shape(self.rank), to_real, self.device)
+                )
             current = stage.after
         return made
 
 
-def _exchanged(recut: Any, is_there: bool, share: Any, is_own: bool) -> tuple[Array, bool]:
+def _exchanged(
+    repartition: Any, is_there: bool, local_block: Any, is_own: bool
+) -> tuple[Array, bool]:
     if is_there:
-        recut.check(share)
-        return share, is_own
-    return recut.begin(share), True
+        repartition.check(local_block)
+        return local_block, is_own
+    return repartition.begin(local_block), True
 
 
 @dataclass(frozen=True)
-class _Local:
+class _LocalTransform:
     """Transforms a local block along axes that are not divided.
 
     Parameters
@@ -287,36 +308,36 @@ class _Local:
     to_real: bool
     device: Host
 
-    def __call__(self, share: Array, is_own: bool) -> tuple[Array, bool]:
-        if share.size:
-            return self.transform.transformed(share, is_own), True
-        return self.device.module.zeros(self.shape, self._dtype(share)), True
+    def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
+        if local_block.size:
+            return self.transform.transformed(local_block, is_own), True
+        return self.device.module.zeros(self.shape, self._dtype(local_block)), True
 
-    def in_pieces(self, share: Array, is_own: bool) -> tuple[Any, bool]:
+    def in_pieces(self, local_block: Array, is_own: bool) -> tuple[Any, bool]:
         """Return the result as `Pieces`, which peers read while the next is made, if it is large.
 
         Otherwise return it as `__call__` does.
         """
-        order = self.transform.order or order_of(share.strides)
+        order = self.transform.order or order_of(local_block.strides)
         done = {axis for _, axes, _ in self.transform.steps for axis in axes}
         axis = next((axis for axis in order if axis not in done), None)
         if self.device.kind != "cupy" or axis is None:
-            return self(share, is_own)
-        count = min(MOST_PIECES, max(2, share.nbytes // _PIECE_BYTES), self.shape[axis])
-        if count < 2 or share.nbytes < _PIECE_BYTES:
-            return self(share, is_own)
+            return self(local_block, is_own)
+        count = min(MOST_PIECES, max(2, local_block.nbytes // _PIECE_BYTES), self.shape[axis])
+        if count < 2 or local_block.nbytes < _PIECE_BYTES:
+            return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
         place = axis if self.transform.order is None else order.index(axis)
 
         def piece(number: int) -> Array:
             along = slice(bounds[number], bounds[number + 1])
-            part = share[(slice(None),) * place + (along,)]
+            part = local_block[(slice(None),) * place + (along,)]
             return self.transform.transformed(part, is_own)
 
-        return Pieces(self._dtype(share), axis, bounds, piece), True
+        return Pieces(self._dtype(local_block), axis, bounds, piece), True
 
-    def _dtype(self, share: Array) -> DType:
-        dtype = complex_dtype(share.dtype)
+    def _dtype(self, local_block: Array) -> DType:
+        dtype = complex_dtype(local_block.dtype)
         return np.empty(0, dtype).real.dtype if self.to_real else dtype
 
 

@@ -66,7 +66,7 @@ class Waiting:
         if not wait.missing:
             which = ", ".join(wait.gangs[:_MOST_NAMED])
             return f"all its ranks are there, but some of their workers are still needed by {which}"
-        missing = [self._member(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
+        missing = [self._rank(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
         if wait.missing[_MOST_NAMED:]:
             missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
         return f"of its {wait.size} ranks, these are missing: " + "; ".join(missing)
@@ -75,7 +75,7 @@ class Waiting:
         task = self._scheduler.tasks.get((gang, rank))
         return "forgotten" if task is None else task.state
 
-    def _member(self, gang: str, rank: int) -> str:
+    def _rank(self, gang: str, rank: int) -> str:
         state, why = self._state(gang, rank), ""
         if state == "processing":
             worker = self._scheduler.tasks[gang, rank].processing_on

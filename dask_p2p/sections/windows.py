@@ -33,7 +33,7 @@ from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.interprocess.processes import PROCESSES, own_name
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.lost_events import NOT_READY, LostEvents
 from dask_p2p.types import Array
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
 _ALIGNMENT_BYTES = 512
-_MEETING_SOURCE = r"""
+_BARRIER_SOURCE = r"""
 extern "C" __global__ void meet(
     volatile unsigned long long* own,  // number of barriers so far, and whether waiting has ended
     const volatile unsigned long long* const* theirs, int peers
@@ -59,7 +59,7 @@ extern "C" __global__ void meet(
     __threadfence_system();
 }
 """
-_MEETING_THREADS = 32
+_BARRIER_THREADS = 32
 _LOOK_S = 0.001
 
 _T = TypeVar("_T")
@@ -139,7 +139,7 @@ class PeerMemory:
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
-        self._peer, self._mapped = peer, dict[int, cuda_ipc.Mapping]()
+        self._peer, self._mapped = peer, dict[int, cuda_ipc.MappedAllocation]()
         self._gpu, self._device = gpu, self._runtime.getDevice()
         self._lost: LostEvents | None = None  # the events, once their process has ended
         self._lock = threading.Lock()  # held while events may be destroyed
@@ -152,7 +152,7 @@ class PeerMemory:
         PROCESSES.watch(peer.process, peer.pid, self._on_end)
         PROCESSES.watch(peer.process, peer.pid, self._unmap, last=True)
 
-    def mapped(self, place: cuda_ipc.Place, size_bytes: int) -> int:
+    def mapped(self, place: cuda_ipc.IpcHandle, size_bytes: int) -> int:
         """Return the mapped address of the other rank's memory, valid until `close`.
 
         Raises `TransferError` if the memory cannot be mapped.
@@ -239,7 +239,7 @@ class PeerWindow(PeerMemory):
         try:
             if said["size_bytes"] != size_bytes:
                 raise TransferError(f"expected {size_bytes} bytes, got {said['size_bytes']}")
-            start = self.mapped(cuda_ipc.Place(**said["place"]), SLOTS * size_bytes)
+            start = self.mapped(cuda_ipc.IpcHandle(**said["place"]), SLOTS * size_bytes)
             self.counters = start
         except BaseException:
             self.close()
@@ -251,7 +251,7 @@ class PeerWindow(PeerMemory):
         return self._addresses[slot]
 
 
-class Meeting:
+class DeviceBarrier:
     """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows.
 
     Parameters
@@ -268,7 +268,7 @@ class Meeting:
         self._gpu, self._counters = gpu, own.counters
         addresses = np.array([peer.counters for peer in peers], np.uint64)
         theirs = gpu.module.asarray(addresses)
-        self._kernel = gpu.module.RawKernel(_MEETING_SOURCE, "meet")
+        self._kernel = gpu.module.RawKernel(_BARRIER_SOURCE, "meet")
         self._kernel.compile()
         self._given = own.counters, theirs, np.int32(len(peers))
         with gpu.reading:
@@ -277,7 +277,7 @@ class Meeting:
 
     def put(self) -> None:
         """Enqueue a barrier on the rank's stream, which is the current one."""
-        self._kernel((1,), (_MEETING_THREADS,), self._given)
+        self._kernel((1,), (_BARRIER_THREADS,), self._given)
 
     def _end(self) -> None:
         """End all barriers of this rank's GPU, present and later ones."""
@@ -295,7 +295,7 @@ def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
 
 def opened(
     gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
-    links: Links,
+    links: Connections,
     call: str,  # text of the call, the same on all ranks
     # Descriptors to send, by rank; empty if this rank shares no memory with the other.
     told: Mapping[int, bytes],

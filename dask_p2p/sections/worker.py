@@ -24,7 +24,7 @@ from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.registration import give_plugin
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
@@ -38,7 +38,7 @@ _CAUSE_CHARS = 1000
 _SAMPLE_MS = 100.0
 
 
-class Member:
+class RankAttempt:
     """One attempt of a rank's task."""
 
     def __init__(
@@ -49,9 +49,9 @@ class Member:
         size: int,  # number of ranks
         **reach: Any,  # changes to the worker's network settings
     ) -> None:
-        self.ticket = uuid4().hex
+        self.token = uuid4().hex
         self.rank, self.size = rank, size
-        self.links = Links(replace(plugin.reach, **reach))
+        self.links = Connections(replace(plugin.reach, **reach))
         self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
         self._changed = threading.Condition()
         self._order = Order("waiting")
@@ -135,7 +135,7 @@ class Member:
         return Order(**reply)
 
     async def _call(self, op: str, **kwargs: Any) -> dict[str, Any]:
-        own = {"gang": self._gang, "rank": self.rank, "ticket": self.ticket}
+        own = {"gang": self._gang, "rank": self.rank, "token": self.token}
         reply: Any = await getattr(self._worker.scheduler, op)(**own, **kwargs)
         if not isinstance(reply, dict) or reply.pop("status", None) != "ok":
             raise SectionError(f"the scheduler could not answer: {reply}")
@@ -173,7 +173,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
         #: Network settings of the ranks on this worker.
         self.reach = _reach(worker)
         self.saved = SavedStates()
-        self._members: dict[str, Member] = {}  # by attempt token
+        self._ranks: dict[str, RankAttempt] = {}  # by attempt token
         worker.handlers[FORGET] = self.forget
         self._sampling = worker.periodic_callbacks.get("profile")  # None: the profiler is off
         self._sample_ms = _SAMPLE_MS if self._sampling is None else self._sampling.callback_time
@@ -183,8 +183,8 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
     def teardown(self, worker: Worker) -> None:
         """End the attempts of all ranks here, which wakes their threads."""
         worker.handlers.pop(FORGET, None)
-        for member in tuple(self._members.values()):
-            member.stop()
+        for rank_attempt in tuple(self._ranks.values()):
+            rank_attempt.stop()
 
     def finish(self, what: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine that is independent of its rank's attempt. On the event loop."""
@@ -200,7 +200,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""
         if self._sampling is not None:
-            least_ms = _SAMPLE_MS if self._members else 0.0
+            least_ms = _SAMPLE_MS if self._ranks else 0.0
             self._sampling.callback_time = max(self._sample_ms, least_ms)
 
     @answering
@@ -216,18 +216,18 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
             self._is_registered = True
 
     @contextmanager
-    def member(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[Member]:
-        """Run a rank of a gang inside this context. For parameters see `Member`."""
-        member = Member(self, gang, rank, size, **reach)
-        self._members[member.ticket] = member
+    def rank_attempt(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[RankAttempt]:
+        """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
+        rank_attempt = RankAttempt(self, gang, rank, size, **reach)
+        self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)
-            member.start()
-            yield member
+            rank_attempt.start()
+            yield rank_attempt
         finally:
-            del self._members[member.ticket]
+            del self._ranks[rank_attempt.token]
             self.worker.loop.add_callback(self._sample)
-            member.close()
+            rank_attempt.close()
 
 
 def _reach(worker: Worker) -> Reach:

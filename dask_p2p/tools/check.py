@@ -192,12 +192,12 @@ async def _measure_from(
     """Return the measured link from this worker's holder; runs in a thread, as tasks do."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
-    pair = _Pair(context, holders[dask_worker.address], kind, nbytes, options)
+    pair = _WorkerPair(context, holders[dask_worker.address], kind, nbytes, options)
     return await asyncio.to_thread(pair.link)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _WorkerPair:
     """A reader, given by its worker context, and the holder whose blocks it reads."""
 
     context: DaskWorkerContext

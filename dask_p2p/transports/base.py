@@ -38,9 +38,9 @@ from functools import wraps
 from typing import Any, ClassVar
 
 from dask_p2p.backends import RUN_BYTES, backend_named
-from dask_p2p.config import Options, Section
+from dask_p2p.config import Options, TransportOptions
 from dask_p2p.errors import Obstacle, TransferError, without_frames
-from dask_p2p.geometry import Box, Runs, box_size, split_box, taper_last
+from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import ByteBudget, Footprint
@@ -73,13 +73,13 @@ class Request:
     def __str__(self) -> str:
         return f"block {self.key!r} of {self.holder}"
 
-    def runs(self, box: Box) -> Runs | None:
+    def runs(self, box: Box) -> ContiguousRuns | None:
         """Return the runs of a box that a GPU kernel writes at a time; None on a CPU."""
         if self.kind != "cupy" or self.fast_axis is None:
             return None
         partial = (a for a, shape in enumerate(self.shape) if box[a][1] - box[a][0] < shape)
         least = RUN_BYTES // max(1, self.dtype.itemsize)
-        return Runs(self.fast_axis, least, max(partial, default=0))
+        return ContiguousRuns(self.fast_axis, least, max(partial, default=0))
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Transport(ABC):
     #: True if the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
     #: Sections of the options that the transport reads.
-    sections: ClassVar[tuple[type[Section], ...]] = ()
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = ()
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         self.worker = worker

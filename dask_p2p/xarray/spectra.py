@@ -23,7 +23,7 @@ _EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _Dimension:
     """A transformed dimension; times are in seconds."""
 
     name: Hashable  # name of the result's dimension
@@ -57,7 +57,7 @@ def spectrum(
         attrs = {"spacing": 1 / (n * step), "direct_lag": first + n // 2 * step}
         amplitude = step if true_amplitude else 1.0
         number = a.get_axis_num(name)
-        axes.append(_Axis(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
+        axes.append(_Dimension(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
     numbers = [axis.number for axis in axes]
     transform = transforms.fftn if real_dim is None else transforms.rfftn
     y = transform(as_dask(a.variable, a.name), axes=numbers)
@@ -86,7 +86,7 @@ def undone(
         amplitude = 1 / step if true_amplitude else 1.0
         values = start + step * np.arange(n)
         title = str(name).removeprefix(prefix)
-        axes.append(_Axis(title, number, values, factor * amplitude, {"spacing": step}))
+        axes.append(_Dimension(title, number, values, factor * amplitude, {"spacing": step}))
         lengths.append(n)
     y = _scaled(as_dask(a.variable, a.name), axes)
     if shifted:
@@ -169,7 +169,7 @@ def _numbers(a: Any, name: Hashable) -> Any:
     return values.astype(float)
 
 
-def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:
+def _scaled(x: Any, axes: Sequence[_Dimension]) -> Any:
     """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
@@ -181,7 +181,7 @@ def _scaled(x: Any, axes: Sequence[_Axis]) -> Any:
     return x
 
 
-def _made(a: Any, y: Any, axes: Sequence[_Axis]) -> Any:
+def _made(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
     """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
     kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}

@@ -19,6 +19,6 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["members"] == 2
+    assert row["ranks"] == 2
     assert row["times_s"].keys() == {*cuts.WAYS, cuts.LAYER}
     assert all(len(times) == 2 and min(times) > 0 for times in row["times_s"].values())

@@ -44,7 +44,7 @@ def test_the_two_forms_of_the_kernel_agree():
     u = np.random.default_rng(0).random((5, 6))
     out = np.empty((3, 4))
     five_points(u, out)
-    assert np.array_equal(sections.with_rims(u)[1:-1, 1:-1], out)
+    assert np.array_equal(sections.with_halo(u)[1:-1, 1:-1], out)
     assert out[0, 0] == (u[0, 1] + u[2, 1] + u[1, 0] + u[1, 2]) / 4
 
 

@@ -629,8 +629,8 @@ def test_what_a_function_gets_is_its_own_and_not_known_to_be_written(peers):
     assert not np.shares_memory(result, block)
     assert (result == 7).all()
     np.testing.assert_array_equal(block, X[:3])
-    assert made.post.seconds > 0
-    handed_on = Assembly(plan, replace(output, post=None), [block], peers)
+    assert made.epilogue.seconds > 0
+    handed_on = Assembly(plan, replace(output, epilogue=None), [block], peers)
     assert handed_on.finish(handed_on.run(), (0, 0)) is block
 
 

@@ -62,7 +62,7 @@ def test_of_a_member_whose_function_raises(client):
             raise ZeroDivisionError("of member 1")
         ctx.barrier()
 
-    future = client.compute(spmd(function, da.zeros(4, chunks=2), members=2))
+    future = client.compute(spmd(function, da.zeros(4, chunks=2), ranks=2))
     with pytest.raises(ZeroDivisionError, match="of member 1"):
         result_of(client, future)
     del future
@@ -80,7 +80,7 @@ def test_of_a_member_whose_peer_dies(client, tmp_path):
         ctx.barrier()
         return x + 1
 
-    y = spmd(function, da.zeros(4, chunks=2), members=2, path=tmp_path / "died")
+    y = spmd(function, da.zeros(4, chunks=2), ranks=2, path=tmp_path / "died")
     assert np.array_equal(y.compute(), np.ones(4))
     check_all_is_gone(client)
 

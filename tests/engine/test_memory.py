@@ -115,13 +115,13 @@ def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
 
 
 def test_what_is_done_to_the_block_afterwards_counts(peers):
-    class Post:
+    class Epilogue:
         def extra_bytes(self, shape, dtype):
             assert (shape, dtype) == ((3, 9), np.dtype("f8"))
             return 500
 
     made = assembly(peers)
-    made.output = replace(made.output, post=Post())
+    made.output = replace(made.output, epilogue=Epilogue())
     peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
     with pytest.raises(MemoryLimitError, match="transfer, or afterwards 500 B to transform it"):
         made.run()

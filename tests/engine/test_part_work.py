@@ -220,14 +220,14 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]
     task.run_spec = SimpleNamespace(func=max)
-    called = part_work.PartsFunction.__call__
+    called = part_work.GpuMapFunction.__call__
 
     def alone(function, *args, **kwargs):
         task.run_spec = SimpleNamespace(func=function)
         return called(function, *args, **kwargs)
 
     if is_alone:
-        monkeypatch.setattr(part_work.PartsFunction, "__call__", alone)
+        monkeypatch.setattr(part_work.GpuMapFunction, "__call__", alone)
     y = on_gpu(gpu, np.negative, x)
     np.testing.assert_array_equal(computed(gpu, y.blocks[0]), -VALUES[:12])
     assert notes.count("the next") == begun

@@ -126,7 +126,7 @@ def holder(tmp_path_factory):
             return loop.run(all_of_them())
 
     with pytest.MonkeyPatch.context() as patch:
-        place = cuda_ipc.Place("", "00", 1, 0, 1, 0)
+        place = cuda_ipc.IpcHandle("", "00", 1, 0, 1, 0)
         patch.setattr(cuda_ipc, "export", lambda block: place)
         patch.setattr(IpcTransport, "kinds", ("numpy",))  # which the blocks are here
         patch.setattr(ipc_module, "wait_until_written", lambda blocks, any_stream: None)

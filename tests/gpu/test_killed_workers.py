@@ -50,9 +50,9 @@ def pool(request):
     """Options of a pool of which a GPU has no room for a second one."""
     import cupy
 
-    share = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
+    local_block = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
     total_bytes = cupy.cuda.runtime.memGetInfo()[1]
-    return {"rmm_pool_size": round_down(int(POOL_FRACTION * share * total_bytes))}
+    return {"rmm_pool_size": round_down(int(POOL_FRACTION * local_block * total_bytes))}
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def by_turns(ctx, x):
     for _ in ctx.steps(STEPS):
         there = ctx.redistribute(x, (1,))
         there += 1
-        ctx.redistribute(there, from_cut=(1,), out=x)
+        ctx.redistribute(there, from_partition=(1,), out=x)
     return x
 
 
@@ -211,7 +211,7 @@ def turns_slowly(ctx, x, path):
         spin(cupy.cuda.get_current_stream(), 20_000_000)
         there = ctx.redistribute(x, (1,))
         there += 1
-        ctx.redistribute(there, from_cut=(1,), out=x)
+        ctx.redistribute(there, from_partition=(1,), out=x)
         if ctx.rank == 0:
             die_once(path, 0.5)
     return x
@@ -230,8 +230,8 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
 
 def waits_on_the_host(ctx, x, path, gate):
     """One member ends when both have mapped each other's memory; the other one takes its time."""
-    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
-    ctx.halo(p)
+    p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
+    ctx.update_halo(p)
     ctx.redistribute(x, (1,))
     if ctx.rank:
         if not os.path.exists(f"{gate}.open"):
@@ -240,7 +240,7 @@ def waits_on_the_host(ctx, x, path, gate):
         die_once(path, 0.5)
         if path.read_text() == str(os.getpid()):
             time.sleep(BOUND_S)
-    ctx.halo(p)
+    ctx.update_halo(p)
     return p.inner
 
 

@@ -253,9 +253,9 @@ def test_the_limit_of_device_memory_is_kept(transport):
             wait_until(lambda: max(client.run(device_bytes).values()) <= 40e6 + 2 * 16e6)
 
 
-@pytest.mark.parametrize("share", ["one block", "all blocks"])
+@pytest.mark.parametrize("local_block", ["one block", "all blocks"])
 @pytest.mark.parametrize("transport", ["ipc", "comm"])
-def test_an_array_of_three_times_the_device_memory(transport, share):
+def test_an_array_of_three_times_the_device_memory(transport, local_block):
     """A task's own blocks stay in host memory, where dask-cuda has put them.
 
     Each pool has room for a third of its worker's blocks.
@@ -276,7 +276,7 @@ def test_an_array_of_three_times_the_device_memory(transport, share):
         before = client.run(keys_on_host, x.name)
         assert sum(map(len, before.values())) >= 30
         y = dask_p2p.transpose(x, chunks=(500, -1))
-        if share == "one block":
+        if local_block == "one block":
             y = persisted(client, y[:500])
             after = client.run(keys_on_host, x.name)
             assert all(set(keys) <= set(after[worker]) for worker, keys in before.items())

@@ -21,10 +21,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
-@pytest.mark.parametrize("members", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
-def test_functions_that_read_corners(client, way, options, members, boundary):
-    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, boundary=boundary, members=members, **options)
+def test_functions_that_read_corners(client, way, options, ranks, boundary):
+    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, boundary=boundary, ranks=ranks, **options)
     check(y, reference(nine, [X], 1, 50, boundary)[0])
 
 
@@ -40,14 +40,14 @@ def test_cubes_whose_functions_read_corners(client, way):
 
     x = np.random.default_rng(0).normal(size=(20, 24, 18))
     for boundary in ("periodic", "nearest"):
-        for members in (2, 4):
-            y = iterate(box, on_gpu(x, (10, 8, 9)), 1, 20, boundary=boundary, members=members)
+        for ranks in (2, 4):
+            y = iterate(box, on_gpu(x, (10, 8, 9)), 1, 20, boundary=boundary, ranks=ranks)
             check(y, reference(box, [x], 1, 20, boundary)[0])
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i8", "u1"])
-@pytest.mark.parametrize("members", [1, 2])
-def test_corners_that_are_asked_not_to_be_exchanged(client, way, members, dtype):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_corners_that_are_asked_not_to_be_exchanged(client, way, ranks, dtype):
     def star(u, out):
         out[...] = u[2:, 1:-1] + u[:-2, 1:-1]
 
@@ -55,10 +55,10 @@ def test_corners_that_are_asked_not_to_be_exchanged(client, way, members, dtype)
         out[...] = u[2:, 2:]
 
     x = np.arange(X.size).reshape(X.shape).astype(dtype)
-    y = iterate(star, on_gpu(x, UNEVEN), 1, 5, corners=False, members=members)
+    y = iterate(star, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks)
     assert np.array_equal(y.map_blocks(lambda b: b.get(), meta=x[:0]), reference_of(star, x))
     with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
-        iterate(corner, on_gpu(x, UNEVEN), 1, 5, corners=False, members=members).compute()
+        iterate(corner, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks).compute()
 
 
 def reference_of(function, x):

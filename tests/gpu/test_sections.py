@@ -75,9 +75,9 @@ def check(y, wanted, char="d"):
 def test_a_member_alone(char, boundary):
     x = X.astype(char)
     with dask.config.set(scheduler="sync"):
-        y = iterate(heat, on_gpu(x, UNEVEN), 1, 12, boundary=boundary, members=1)
+        y = iterate(heat, on_gpu(x, UNEVEN), 1, 12, boundary=boundary, ranks=1)
         check(y, reference(heat, [X], 1, 12, boundary)[0], char)
-        y = spmd(lambda ctx, a: a / ctx.allreduce((a * a).sum()), on_gpu(x, UNEVEN), members=1)
+        y = spmd(lambda ctx, a: a / ctx.allreduce((a * a).sum()), on_gpu(x, UNEVEN), ranks=1)
         check(y, x / (x.astype("d") ** 2).sum(), char)
 
 
@@ -93,7 +93,7 @@ def test_functions_may_work_on_for_long():
         return out.sum()
 
     with dask.config.set(scheduler="sync"):
-        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, members=1)
+        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, ranks=1)
         check(y, reference(heat, [X], 1, 5, "periodic")[0])
 
 
@@ -101,7 +101,7 @@ def test_functions_may_work_on_for_long():
 def test_two_workers_of_one_gpu():
     """Which read each other's windows, too, where the driver lets them."""
     with own_client(threads_per_worker=2):
-        y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, members=2)
+        y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, ranks=2)
         check(y, reference(heat, [X], 1, 100, "periodic")[0])
         assert [right for right, _ in by_turned()] == [True, True]
 
@@ -119,27 +119,27 @@ def way(request):
 
 def windows_of(ctx, x):
     """How many windows a member reads."""
-    from dask_p2p.sections import rim_windows
+    from dask_p2p.sections import halo_windows
 
-    read, opened = [], rim_windows.opened
+    read, opened = [], halo_windows.opened
 
     def noted(*args):
         by_rank = opened(*args)
         read.extend(by_rank)
         return by_rank
 
-    p = ctx.padded(x, boundary="periodic")
-    rim_windows.opened = noted  # a process has one member
+    p = ctx.with_halo(x, boundary="periodic")
+    halo_windows.opened = noted  # a process has one member
     try:
-        ctx.halo(p)
+        ctx.update_halo(p)
     finally:
-        rim_windows.opened = opened
+        halo_windows.opened = opened
     return x, len(read)
 
 
 @pytest.mark.gpu(2)
 def test_windows_are_read(client, way):
-    _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_member=[0])
+    _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_rank=[0])
     assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
 
 
@@ -155,9 +155,9 @@ def test_heat(client, way, char, boundary, overlap):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("members", [2, 4])
-def test_corners(client, way, members):
-    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, corners=True, members=members)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_corners(client, way, ranks):
+    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, corners=True, ranks=ranks)
     check(y, reference(nine, [X], 1, 50, "periodic")[0])
 
 
@@ -208,7 +208,7 @@ def test_captured_steps_of_a_member_alone():
         return heat_of(u * 2) / 2
 
     with dask.config.set(scheduler="sync"):
-        y = iterate(doubled, on_gpu(X, UNEVEN), 1, 50, members=1, capture=True)
+        y = iterate(doubled, on_gpu(X, UNEVEN), 1, 50, ranks=1, capture=True)
         check(y, reference(heat, [X], 1, 50, "periodic")[0])
 
 
@@ -324,17 +324,17 @@ def test_a_member_is_killed_while_graphs_run(tmp_path):
 
 def exchanging(ctx, x):
     total = ctx.allreduce(x.sum())
-    turned = ctx.redistribute(x, cut=(1,))
-    back = ctx.redistribute(turned, from_cut=(1,))
-    waves = ctx.fftn(back, cut=(1,))
-    again = ctx.ifftn(waves, from_cut=(1,)).real
+    turned = ctx.redistribute(x, partition=(1,))
+    back = ctx.redistribute(turned, from_partition=(1,))
+    waves = ctx.fftn(back, partition=(1,))
+    again = ctx.ifftn(waves, from_partition=(1,)).real
     ctx.barrier()
     return again / total, x.max()
 
 
 @pytest.mark.gpu(2)
 def test_spmd_with_all_it_can_do(client, way):
-    y, most = spmd(exchanging, on_gpu(X, (24, 70)), cut=(0,), per_member=[0.0])
+    y, most = spmd(exchanging, on_gpu(X, (24, 70)), partition=(0,), per_rank=[0.0])
     np.testing.assert_allclose(on_host(y), X / X.sum(), rtol=1e-9)
     assert most.compute().max() == X.max()
 
@@ -359,8 +359,8 @@ def turned(ctx, x, axes, to):
 def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
     """What `turned` says on each of two members."""
     x = on_gpu(CUBE.astype(char), CUBE_CHUNKS)
-    given = {"axes": axes, "to": to, "members": 2}
-    _, found = spmd(turned, x, per_member=[np.zeros(2, "?")], **given)
+    given = {"axes": axes, "to": to, "ranks": 2}
+    _, found = spmd(turned, x, per_rank=[np.zeros(2, "?")], **given)
     return found.compute().tolist()
 
 
@@ -377,8 +377,8 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
         for _ in range(2):
-            y = there(x, cut=(1,), from_cut=(0,), **given)
-            z = back(y, cut=(0,), from_cut=(1,), **given)
+            y = there(x, partition=(1,), from_partition=(0,), **given)
+            z = back(y, partition=(0,), from_partition=(1,), **given)
     box = tuple(slice(*each) for each in ctx.box_of((1,), wanted.shape))
     errors = abs(y.get() - wanted[box]).max() / abs(wanted).max(), abs(z - own).max() / 100
     return x, np.array([*map(float, errors), float(abs(x - own).max())])
@@ -388,8 +388,8 @@ def by_transforms(char, axes, is_reversed, piece_bytes):
     """What `there_and_back` says on two members, the worse of both."""
     x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
     given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
-    given |= {"is_reversed": is_reversed, "members": 2}
-    _, found = spmd(there_and_back, x, per_member=[np.zeros(3)], **given)
+    given |= {"is_reversed": is_reversed, "ranks": 2}
+    _, found = spmd(there_and_back, x, per_rank=[np.zeros(3)], **given)
     return found.compute().max(axis=0)
 
 
@@ -493,7 +493,7 @@ def test_memory_that_goes_back_to_the_driver():
     def gives_memory_back(ctx, x):
         for _ in range(10):
             there = ctx.redistribute(x, (1,))
-            x = ctx.redistribute(there + 1, from_cut=(1,)) * 1
+            x = ctx.redistribute(there + 1, from_partition=(1,)) * 1
             del there
             free_all_blocks()
         return x
@@ -517,7 +517,7 @@ def test_late_kernels_and_redistributions(client, way):
             there = ctx.redistribute(x, (1,))
             x[...] = -1
             there += 1
-            x = ctx.redistribute(there, from_cut=(1,))
+            x = ctx.redistribute(there, from_partition=(1,))
             there[...] = -1
         return x
 
@@ -532,11 +532,11 @@ def test_late_kernels_and_windows(client, way):
     def late(ctx, x):
         import cupy
 
-        p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+        p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
         for step in range(20):
             if step % 2 == ctx.rank:
                 spin(cupy.cuda.get_current_stream(), 20_000_000)
-            ctx.halo(p)
+            ctx.update_halo(p)
             p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
         return p.inner
 
@@ -562,10 +562,10 @@ def test_a_function_that_raises(client, way):
 @pytest.mark.gpu(2)
 def test_calls_that_differ(client, way):
     def differs(ctx, x):
-        p = ctx.padded(x, boundary="periodic")
+        p = ctx.with_halo(x, boundary="periodic")
         for _ in range(5):
-            ctx.halo(p)
-        ctx.barrier() if ctx.rank else ctx.halo(p)
+            ctx.update_halo(p)
+        ctx.barrier() if ctx.rank else ctx.update_halo(p)
         return x
 
     with pytest.raises(SectionError, match="expected the same calls on all ranks"):
@@ -592,7 +592,7 @@ def used_bytes(dask_worker):
 def test_no_memory_of_the_gpu_is_lost(client, way, of):
     def there_and_back(ctx, x):
         for _ in range(5):
-            x = ctx.redistribute(ctx.redistribute(x, (1,)), from_cut=(1,))
+            x = ctx.redistribute(ctx.redistribute(x, (1,)), from_partition=(1,))
         return x
 
     def run():
@@ -629,9 +629,9 @@ def test_estimate_says_what_is_on_the_gpu(client):
 
 def dies_once(ctx, x, path, steps):
     """Ends its process in the middle, between the two members' exchanges."""
-    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+    p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     for step in ctx.steps(steps, [p.inner], every=10):
-        ctx.halo(p)
+        ctx.update_halo(p)
         p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
         if step == steps // 2 and ctx.rank == 0 and not os.path.exists(path):
             open(path, "w").close()
@@ -647,7 +647,7 @@ def turns_and_dies_once(ctx, x, path):
         if step == 25 and ctx.rank == 0 and not os.path.exists(path):
             open(path, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        ctx.redistribute(there, from_cut=(1,), out=x)
+        ctx.redistribute(there, from_partition=(1,), out=x)
     return x
 
 
@@ -695,7 +695,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
     def tries(ctx, x, path):
         from dask_p2p.sections.link import AttemptEndedError
 
-        p = ctx.padded(x)
+        p = ctx.with_halo(x)
         first = None
         for step in ctx.steps(20, [p.inner], every=5):
             first = step if first is None else first
@@ -705,7 +705,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
                 raise AttemptEndedError("for a test")
         return p.inner, first
 
-    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_member=[0], path=str(tmp_path / "tried"))
+    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_rank=[0], path=str(tmp_path / "tried"))
     y, firsts = client.persist([y, firsts])
     wait([y, firsts])
     assert firsts.compute().tolist() == [10, 10]
@@ -714,10 +714,10 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
 
 def spills(ctx, x):
     """Fill the store of the worker meanwhile: what the member works with stays."""
-    p = ctx.padded(x, depth={0: 1}, boundary="periodic")
+    p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     addresses = {p.data.data.ptr}
     for _ in range(200):
-        ctx.halo(p)
+        ctx.update_halo(p)
         p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
         addresses.add(p.data.data.ptr)
     assert len(addresses) == 1
@@ -745,10 +745,10 @@ def test_members_work_where_blocks_are_spilled():
 
 
 def two_fields(ctx, x, mask):
-    p = ctx.padded(x, boundary="periodic")
-    first = ctx.halo(p)
+    p = ctx.with_halo(x, boundary="periodic")
+    first = ctx.update_halo(p)
     p.inner[...] = -x
-    second = ctx.halo(p)
+    second = ctx.update_halo(p)
     inner = (slice(1, -1),) * 2
     return (first - second)[inner] / 2, (first[2:, 2:] == -second[2:, 2:]) & mask, x > 1e9
 
@@ -767,10 +767,10 @@ def test_fields_in_one_padded_and_outputs_of_other_dtypes(client, way):
 @pytest.mark.gpu(2)
 def test_corners_that_are_left_out_show(client, way):
     def corners(ctx, x):
-        rims = ctx.halo(ctx.padded(x, boundary="periodic", corners=False))
+        rims = ctx.update_halo(ctx.with_halo(x, boundary="periodic", corners=False))
         return x + 0, int(ctx.device.module.isnan(rims).sum())
 
-    y, found = spmd(corners, on_gpu(X, (48, 70)), per_member=[0])
+    y, found = spmd(corners, on_gpu(X, (48, 70)), per_rank=[0])
     check(y, X)
     assert found.compute().tolist() == [4, 4]
 
@@ -791,7 +791,7 @@ def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
                 raise AttemptEndedError("for a test")
         return y, first
 
-    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_member=[0], path=str(tmp_path / "tried"))
+    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_rank=[0], path=str(tmp_path / "tried"))
     y, firsts = client.persist([y, firsts])
     wait([y, firsts])
     assert firsts.compute().tolist() == [0, 0]

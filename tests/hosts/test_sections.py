@@ -197,7 +197,7 @@ def turned_and_back(ctx, x, times):
     """Exchange all with all, as a solver that alternates does."""
     for _ in range(times):
         columns = ctx.redistribute(x, [1])
-        x = ctx.redistribute(columns + 1, [0], from_cut=[1])
+        x = ctx.redistribute(columns + 1, [0], from_partition=[1])
     return x
 
 
@@ -255,7 +255,7 @@ def test_hosts_are_cut_while_members_compute_between_large_messages(client, clus
         columns = ctx.redistribute(x, [1])
         path.touch()
         wait_until(lambda: os.path.exists(f"{path}.done"))
-        return ctx.redistribute(columns, [0], from_cut=[1])
+        return ctx.redistribute(columns, [0], from_partition=[1])
 
     options = {"p2p.timeouts.request": f"{REQUEST_S} s", "p2p.transports.order": ["ucx"]}
     with dask.config.set(options):

@@ -12,7 +12,7 @@ import pytest
 
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.cuda_ipc import Mappings, Place, array_at
+from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.interprocess.peer import Peer
 from tests.transports.loopback import wait_until
 
@@ -64,7 +64,7 @@ def mappings(runtime):
 def place(buffer_id, handle="aa", base=None, nbytes=MIB):
     """Of a block in an allocation; by default allocations do not overlap."""
     base = buffer_id * GPU_BYTES if base is None else base
-    return Place("gpu", handle, buffer_id, base, nbytes, 0)
+    return IpcHandle("gpu", handle, buffer_id, base, nbytes, 0)
 
 
 def peer(process, pid=0):

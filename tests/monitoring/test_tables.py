@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from dask_p2p.monitoring.records import Stage
-from dask_p2p.monitoring.runs import Run, Runs
+from dask_p2p.monitoring.runs import ContiguousRuns, Run
 from dask_p2p.monitoring.tables import OF_SOME, cells
 from tests.monitoring.support import record
 
 
 def member(i, start_s=0.0, waited_s=0.25, **values):
     """Of a second, of which it waited a quarter."""
-    name = "p2p-iterate-members-0123456789abcdef0123456789abcdef"
+    name = "p2p-iterate-ranks-0123456789abcdef0123456789abcdef"
     values = {"name": name, "attempt": 1, "steps": 10} | values
     return record(i, start_s, (Stage("b", "link", 100, waited_s),), **values)
 
@@ -49,5 +49,5 @@ def test_how_much_copies_and_the_function_overlapped():
 def test_columns_that_nobody_fills_are_left_out():
     transpose, of_members = Run((record(0),)), Run((member(0, step=1),))
     assert [cells(transpose)[name] for name in OF_SOME] == ["", "", ""]
-    assert "waited" not in repr(Runs([transpose]))
-    assert "waited" in repr(Runs([transpose, of_members]))
+    assert "waited" not in repr(ContiguousRuns([transpose]))
+    assert "waited" in repr(ContiguousRuns([transpose, of_members]))

@@ -40,7 +40,7 @@ def test_what_moves_and_how_often():
     assert [one.before[0] for one in back.exchanges] == [(16,) * 4, (64,)] * 4, "in their order"
     half = fft.estimate(fft.rfftn(cube((16, -1, -1), "d")), workers=4)
     assert half.moved_bytes == 3 * MIB * 33 / 64
-    of_a_gang = spmd(lambda ctx, a: a, cube((16, -1, -1)), members=4)
+    of_a_gang = spmd(lambda ctx, a: a, cube((16, -1, -1)), ranks=4)
     assert fft.estimate(fft.fftn(of_a_gang), workers=4) == found, "what a gang exchanges apart"
     assert fft.estimate(cube(16)).exchanges == ()
     assert str(fft.estimate(cube(16), workers=2)).startswith("0 exchanges between 2 workers; 0 B")

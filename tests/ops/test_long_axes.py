@@ -117,9 +117,9 @@ def test_on_workers(client):
     x = persisted(client, da.from_array(a, chunks=500))
     y = fft.fft(x)
     functions = [
-        task.output.post for task in dict(y.dask).values() if isinstance(task, AssembleTask)
+        task.output.epilogue for task in dict(y.dask).values() if isinstance(task, AssembleTask)
     ]
-    assert all(pickle.loads(pickle.dumps(post)) == post for post in functions)
+    assert all(pickle.loads(pickle.dumps(epilogue)) == epilogue for epilogue in functions)
     y = persisted(client, y)
     assert_close(y.compute(), np.fft.fft(a))
     assert run_of(client, y) is None, "the last layer only folds"

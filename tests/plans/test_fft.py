@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import split_evenly
-from dask_p2p.plans.fft import Stage, Transform, moved_cut, stages
+from dask_p2p.plans.fft import FftStage, Transform, moved_division, stages
 
 
 @st.composite
@@ -55,8 +55,8 @@ def test_each_axis_is_transformed_once_where_it_is_whole(request):
 def test_no_exchange_is_for_nothing(request):
     chunks, transform, _ = request
     way = stages(chunks, transform)
-    cut = sum(len(chunks[axis]) > 1 for axis in transform.lengths)
-    assert len(way) - 1 >= (cut > 0)
+    partition = sum(len(chunks[axis]) > 1 for axis in transform.lengths)
+    assert len(way) - 1 >= (partition > 0)
     for before, after in pairwise(way):
         assert transform.after(before.chunks, frozenset(before.axes)) != after.chunks
 
@@ -136,7 +136,7 @@ def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
     pencils = ((6, 6), (6, 6), (12,))
     transform = Transform({0: 12, 1: 12, 2: 12})
     slabs = ((12,), (12,), (3, 3, 3, 3))
-    assert stages(pencils, transform, slabs) == [Stage(pencils, (2,)), Stage(slabs, (0, 1))]
+    assert stages(pencils, transform, slabs) == [FftStage(pencils, (2,)), FftStage(slabs, (0, 1))]
 
 
 def test_what_halves_goes_first_and_what_grows_last():
@@ -164,4 +164,4 @@ def test_parallel_work_is_kept_where_there_is_room():
     ],
 )
 def test_cuts_that_move(sizes, others, expected):
-    assert moved_cut(sizes, others) == expected
+    assert moved_division(sizes, others) == expected

@@ -80,7 +80,7 @@ def test_without_corners_only_they_are_left_out(halo):
     for (index, all_of_it), (_, part) in zip(block_plans(whole), block_plans(star), strict=True):
         expected = assembled(all_of_it, sources, x.dtype)
         inner = [
-            [part.is_rim for part in mapping.segments(i) for _ in range(*part.dst)]
+            [part.is_halo for part in mapping.segments(i) for _ in range(*part.dst)]
             for mapping, i in zip(whole.mappings, index, strict=True)
         ]
         rims = sum(np.ix_(*(np.array(row, int) for row in inner)))

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.halo import halo_plan, rims_of
+from dask_p2p.plans.halo import halo_plan, halo_widths_of
 from dask_p2p.plans.parts import Input, plan_parts, steps
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
-def with_rims(x, chunks, depth, boundary):
+def with_halo(x, chunks, depth, boundary):
     """What each block with its rims holds, as `map_overlap` assembles them; and the rims."""
     plan = halo_plan((chunks,), (depth,), (boundary,))
     bounds = np.cumsum((0, *chunks))
@@ -30,7 +30,7 @@ def with_rims(x, chunks, depth, boundary):
         for fill in block.fills:
             out[box_slices(fill.dst)] = fill.value
         blocks.append(out)
-    return blocks, rims_of(plan)[0]
+    return blocks, halo_widths_of(plan)[0]
 
 
 @given(chunks=lengths, boundary=boundaries, data=st.data())
@@ -39,7 +39,7 @@ def test_parts_have_the_rims_that_blocks_of_their_size_would_have(chunks, bounda
     width = st.integers(0, min(4, len(x)))
     depth = data.draw(st.tuples(width, width))
     part_bytes = data.draw(st.integers(1, 100))
-    blocks, rims = with_rims(x, chunks, depth, boundary)
+    blocks, rims = with_halo(x, chunks, depth, boundary)
     parts, sizes = [], []
     for block, block_rims, length in zip(blocks, rims, chunks, strict=True):
         given_block = Input(block.shape, 8, 0, block_rims, depth)
@@ -48,7 +48,7 @@ def test_parts_have_the_rims_that_blocks_of_their_size_would_have(chunks, bounda
             parts.append(block[slice(*read)])
             sizes.append(part.own[1] - part.own[0])
             assert len(parts[-1]) == before + sizes[-1] + after
-    expected, _ = with_rims(x, tuple(sizes), depth, boundary)
+    expected, _ = with_halo(x, tuple(sizes), depth, boundary)
     assert [part.tolist() for part in parts] == [each.tolist() for each in expected]
     assert sum(sizes) == len(x)
 

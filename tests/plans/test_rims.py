@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.halo import halo_plan
-from dask_p2p.plans.members import Members
-from dask_p2p.plans.rims import interior_and_frames, rims
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plans.rims import interior_and_boundary, rims
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
@@ -19,16 +19,16 @@ boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
-    members = Members.at_most(chunks, data.draw(st.integers(1, 6)))
+    ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
     widths = [st.tuples(*[st.integers(0, min(3, length))] * 2) for length in shape]
     depth = [data.draw(width) for width in widths]
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
-    all_rims = [rims(members, r, depth, boundary, has_corners) for r in range(members.size)]
+    all_rims = [rims(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
     padded = [np.full(each.shape, -1) for each in all_rims]
     for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
-        array[box_slices(own.inner)] = x[box_slices(members.box(rank))]
+        array[box_slices(own.inner)] = x[box_slices(ranks.box(rank))]
     for own, array in zip(all_rims, padded, strict=True):
         for src, dst in own.copies:
             array[box_slices(dst)] = array[box_slices(src)]
@@ -41,12 +41,12 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
             for src, dst in zip(given_boxes, boxes, strict=True):
                 array[box_slices(dst)] = padded[peer][box_slices(src)]
         assert all(rank in all_rims[peer].receives for peer in own.sends)
-    plan = halo_plan(members.share_sizes, depth, boundary, has_corners)
+    plan = halo_plan(ranks.local_sizes, depth, boundary, has_corners)
     for rank, array in enumerate(padded):
-        block = plan.block(members.places[rank])
+        block = plan.block(ranks.places[rank])
         wanted = np.zeros(block.shape, int)
         for piece in block.pieces:
-            source = x[box_slices(members.box(members.rank(block.sources[piece.source].block)))]
+            source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source].block)))]
             wanted[box_slices(piece.dst)] = source[box_slices(piece.src)]
         for fill in block.fills:
             wanted[box_slices(fill.dst)] = fill.value
@@ -58,10 +58,10 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
 
 def test_rims_of_slabs_with_corners_are_as_many_regions_as_without():
     """One region from each neighbor: corners come along with it."""
-    members = Members(((8, 8, 8), (6,), (5,)), (3, 1, 1))
+    ranks = RankGrid(((8, 8, 8), (6,), (5,)), (3, 1, 1))
     for boundary in ("periodic", "reflect", "none", 3):
         lean, full = (
-            rims(members, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            rims(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
         for each in (full.receives, full.sends):
@@ -76,20 +76,20 @@ def test_rims_of_slabs_with_corners_are_as_many_regions_as_without():
 def test_the_interior_reads_no_rims_of_others_and_all_is_covered_once(data):
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
-    members = Members.at_most(chunks, data.draw(st.integers(1, 6)))
+    ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
     depth = [
         data.draw(st.tuples(*[st.integers(0, min(2, length))] * 2)) for length in shape
     ]  # before, after
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
-    for rank in range(members.size):
-        own = rims(members, rank, depth, boundary, has_corners)
-        interior, *frames = interior_and_frames(own)
-        covered = np.zeros(members.shape(rank), int)
-        for box in (interior, *frames):
+    for rank in range(ranks.size):
+        own = rims(ranks, rank, depth, boundary, has_corners)
+        interior, *boundary_parts = interior_and_boundary(own)
+        covered = np.zeros(ranks.shape(rank), int)
+        for box in (interior, *boundary_parts):
             covered[box_slices(box)] += 1
         assert (covered == 1).all()
-        assert len(frames) <= max(1, 2 * sum(count > 1 for count in members.grid))
+        assert len(boundary_parts) <= max(1, 2 * sum(count > 1 for count in ranks.grid))
         foreign = np.zeros(own.shape, bool)
         for box in (box for boxes in own.receives.values() for box in boxes):
             foreign[box_slices(box)] = True
@@ -106,16 +106,16 @@ def test_the_interior_reads_no_rims_of_others_and_all_is_covered_once(data):
 
 
 def test_frames_are_where_rims_come_from_others():
-    members = Members(((6, 6), (6, 6)), (2, 1))
-    own = rims(members, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_frames(own) == [
+    ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
+    own = rims(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    assert interior_and_boundary(own) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
-    ends = rims(members, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
-    assert interior_and_frames(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
-    near = Members(((1, 5),), (2,))  # where the array ends within the rim
-    assert interior_and_frames(rims(near, 1, [(2, 0)], ["none"], True)) == [((2, 5),), ((0, 2),)]
-    narrow = rims(members, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_frames(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]
+    ends = rims(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
+    assert interior_and_boundary(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
+    near = RankGrid(((1, 5),), (2,))  # where the array ends within the rim
+    assert interior_and_boundary(rims(near, 1, [(2, 0)], ["none"], True)) == [((2, 5),), ((0, 2),)]
+    narrow = rims(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
+    assert interior_and_boundary(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

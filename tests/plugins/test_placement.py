@@ -239,8 +239,8 @@ def test_the_members_of_a_gang_are_spread():
             holder = cluster.workers[0].address
             x = client.persist(da.ones((12, 2), chunks=(1, 2)), workers=[holder])
             await wait(x)
-            for members in (3, 6):
-                y = await client.compute(dask_p2p.spmd(place, x, members=members))
+            for ranks in (3, 6):
+                y = await client.compute(dask_p2p.spmd(place, x, ranks=ranks))
                 assert Counter(y[:, 0]) == {0: 4, 1: 4, 2: 4}
 
     asyncio.run(main())
@@ -256,7 +256,7 @@ def test_members_go_where_their_blocks_are():
                     x = da.full((3, 2), shift, chunks=(1, 2))
                 x = client.persist(x, optimize_graph=False)
                 await wait(x)
-                y = await client.compute(dask_p2p.spmd(place, x, members=3))
+                y = await client.compute(dask_p2p.spmd(place, x, ranks=3))
                 assert y[:, 0].tolist() == order
 
     asyncio.run(main())
@@ -270,16 +270,16 @@ def test_blocks_of_members_are_handed_out_where_they_are():
             await dask_p2p.register(client)
             x = da.ones((12, 2), chunks=(1, 2))
             for _ in range(3):
-                y = client.persist(dask_p2p.spmd(place, x, members=3))
+                y = client.persist(dask_p2p.spmd(place, x, ranks=3))
                 await wait(y)
                 blocks = await client.gather(client.compute([*y.blocks.ravel()]))
                 made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
                 holders = await client.who_has(y)
                 assert [holders[key] for key in sorted(holders)] == [[each] for each in made_on]
-                members = {key for key in cluster.scheduler.tasks if "members" in str(key)}
+                ranks = {key for key in cluster.scheduler.tasks if "ranks" in str(key)}
                 for worker in cluster.workers.values():
                     sent = {key for each in worker.transfer_outgoing_log for key in each["keys"]}
-                    assert not members & sent
+                    assert not ranks & sent
                 del y, blocks
 
     asyncio.run(main())

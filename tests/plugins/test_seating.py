@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dask_p2p.engine.task import WaitTask
-from dask_p2p.plugins.seating import allowed_workers, is_full, place_member, unstarted
+from dask_p2p.plugins.seating import allowed_workers, is_full, place_rank, unstarted
 from tests.sections.schedulers import Scheduler, Task
 
 GPU = {"GPU": 1}
@@ -32,7 +32,7 @@ def placed(scheduler, *tasks):
     for task in tasks:
         task.dependents = {commit}
     for task in tasks:
-        task.processing_on = place_member(scheduler, task)
+        task.processing_on = place_rank(scheduler, task)
     return [task.processing_on and task.processing_on.address for task in tasks]
 
 

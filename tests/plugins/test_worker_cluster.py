@@ -330,7 +330,7 @@ def test_the_end_of_a_section_brings_nothing_back():
     ):
         x = slabs(200, 1000, 2)
         client.run(watch_store)
-        y = dask_p2p.iterate(lambda u: u[1:-1] + 1, x, depth={0: 1}, steps=3, members=2)
+        y = dask_p2p.iterate(lambda u: u[1:-1] + 1, x, depth={0: 1}, steps=3, ranks=2)
         y = persisted(client, y)
         tasks = {task for pairs in client.run(brought_back).values() for task, _ in pairs}
         np.testing.assert_allclose(y.compute(), x.compute() + 3)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p.sections import rim_windows
+from dask_p2p.sections import halo_windows
 from tests.sections.emulated import emulated_gpu
 
 
@@ -29,12 +29,12 @@ def gpu(monkeypatch):
 @pytest.fixture
 def opened(monkeypatch):
     """Of each exchange that is made, the ranks whose windows it reads."""
-    found, original = [], rim_windows.opened
+    found, original = [], halo_windows.opened
 
     def noted(*args):
         by_rank = original(*args)
         found.append(sorted(by_rank))
         return by_rank
 
-    monkeypatch.setattr(rim_windows, "opened", noted)
+    monkeypatch.setattr(halo_windows, "opened", noted)
     return found

@@ -15,10 +15,10 @@ import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.slots import KeptSlots
-from dask_p2p.engine.task import MemberTask
+from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections import captured, devices, endpoint, link, rim_windows, windows
+from dask_p2p.sections import captured, devices, endpoint, halo_windows, link, windows
 from dask_p2p.sections.devices import Gpu
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
@@ -37,9 +37,9 @@ def emulated_gpu(monkeypatch):
         """As of a pool of RMM, which is one allocation."""
         start, size_bytes = recorder.base, recorder.memory.nbytes
         handle = start.to_bytes(8, "little").hex()
-        return cuda_ipc.Place("gpu", handle, 1, start, size_bytes, block.data.ptr - start)
+        return cuda_ipc.IpcHandle("gpu", handle, 1, start, size_bytes, block.data.ptr - start)
 
-    begin = rim_windows.begin_in_order
+    begin = halo_windows.begin_in_order
 
     def noted(links, order, call, sends, receives, beside):
         """Sockets read and write from now on."""
@@ -56,7 +56,7 @@ def emulated_gpu(monkeypatch):
         return zlib.crc32(np.ascontiguousarray(array.values).tobytes())
 
     for where, name, value in (
-        (rim_windows, "begin_in_order", noted),
+        (halo_windows, "begin_in_order", noted),
         (devices, "checksum", checksum),
         (dask_p2p.backends, "cupy_kernels", kernels(recorder)),
         (cupy_backend, "_kernels", partial(kernels, recorder)),
@@ -166,7 +166,7 @@ def kernel(gpu, function):
 def member_tasks(y):
     """The tasks of a section's members, by rank."""
     graph = y.__dask_graph__()
-    tasks = [task for task in dict(graph).values() if isinstance(task, MemberTask)]
+    tasks = [task for task in dict(graph).values() if isinstance(task, RankTask)]
     return sorted(tasks, key=lambda task: task.key[1])
 
 
@@ -176,20 +176,20 @@ def run_section(gpu, y, inputs, **kwargs):
     `inputs` are the values of its inputs, which are put on the device as blocks.
     """
     task = member_tasks(y)[0]
-    members, body = task.args[2], task.body
+    ranks, body = task.args[2], task.body
 
     def function(ctx):
-        share = box_slices(ctx.box)
-        boxes = [box_slices(box) for _, box in members.blocks(ctx.rank)]
+        local_block = box_slices(ctx.box)
+        boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
         tasks = gpu.stream()  # that made the blocks, and has perhaps not done so yet
-        blocks = [[gpu.written(x[share][box], tasks) for box in boxes] for x in inputs]
+        blocks = [[gpu.written(x[local_block][box], tasks) for box in boxes] for x in inputs]
         try:
             made = body(ctx, *blocks)
         except BaseException:
             gpu.synchronize()  # what made them may be at work
             raise
         gpu.check()
-        wholes = [np.full(members.shape(ctx.rank), np.nan, body.dtype) for _ in made]
+        wholes = [np.full(ranks.shape(ctx.rank), np.nan, body.dtype) for _ in made]
         for whole, blocks in zip(wholes, made, strict=True):
             for box, block in zip(boxes, blocks, strict=True):
                 whole[box] = gpu.read(block)
@@ -197,7 +197,7 @@ def run_section(gpu, y, inputs, **kwargs):
 
     kwargs = {"device": Gpu, **kwargs}
     outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in range(body.outputs)]
-    for rank, shares in enumerate(run_gang(members, function, **kwargs)):
-        for output, share in zip(outputs, shares, strict=True):
-            output[box_slices(members.box(rank))] = share
+    for rank, local_blocks in enumerate(run_gang(ranks, function, **kwargs)):
+        for output, local_block in zip(outputs, local_blocks, strict=True):
+            output[box_slices(ranks.box(rank))] = local_block
     return outputs

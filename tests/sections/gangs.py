@@ -9,8 +9,8 @@ from dask_p2p.sections import Context
 from dask_p2p.sections.devices import HOST
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.in_process import Stream
-from dask_p2p.sections.link import Peer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.link import RankAddress
+from dask_p2p.sections.links import Connections
 
 BOUND_S = 60
 
@@ -30,7 +30,7 @@ def has_come(links, rank):
     return rank in {other for other, *_ in links.received} and link_to(links, rank).has_received
 
 
-def cut(links, rank):
+def partition(links, rank):
     """Have a link end, as if the process of one of its ends had died."""
     made = link_to(links, rank).socket
     made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)
@@ -49,21 +49,21 @@ def no_checkpoints(rank, links, device):
     pass
 
 
-def run_gang(members, function, device=lambda links: HOST, checkpoints=no_checkpoints, **kwargs):
+def run_gang(ranks, function, device=lambda links: HOST, checkpoints=no_checkpoints, **kwargs):
     """Call a function of a context on each member; return the results, or raise what one raised.
 
     `device` makes of a member's links where its shares lie, `checkpoints` of its rank, its links
     and that what keeps its states.
     """
-    links = [Links(Reach()) for _ in range(members.size)]
-    peers = [Peer("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
+    links = [Connections(Reach()) for _ in range(ranks.size)]
+    peers = [RankAddress("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
     contexts = []
     for rank, each in enumerate(links):
         each.start(rank, peers)
-        own = each if members.size > 1 else None
+        own = each if ranks.size > 1 else None
         at = device(own)
         keeps = checkpoints(rank, own, at)
-        contexts.append(Context(members, rank, own, keeps, device=at, **kwargs))
+        contexts.append(Context(ranks, rank, own, keeps, device=at, **kwargs))
 
     def run(ctx):
         links[ctx.rank].open_channels(messenger)
@@ -72,7 +72,7 @@ def run_gang(members, function, device=lambda links: HOST, checkpoints=no_checkp
         ctx.device.let_go(is_orderly=True)
         return result
 
-    with ThreadPoolExecutor(members.size) as threads:
+    with ThreadPoolExecutor(ranks.size) as threads:
         futures = [threads.submit(run, ctx) for ctx in contexts]
         done, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
         first = next((each.exception() for each in done if each.exception()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from dask_p2p.engine.task import MemberTask
+from dask_p2p.engine.task import RankTask
 from dask_p2p.sections.coordinator import COMMIT
 
 
@@ -16,7 +16,7 @@ class Task:
         self.resource_restrictions, self.loose_restrictions = needs, loose
         self.worker_restrictions, self.host_restrictions = workers, hosts
         self.dependencies, self.dependents = set(), set()
-        self.run_spec = object.__new__(MemberTask) if is_member else None
+        self.run_spec = object.__new__(RankTask) if is_member else None
 
 
 class Worker:

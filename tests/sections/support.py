@@ -28,9 +28,9 @@ def _of_scheduler(dask_scheduler):
 
 def _of_worker(dask_worker):
     plugin = dask_worker.plugins.get(SectionsPlugin.name)
-    members = [member.rank for member in plugin._members.values()] if plugin else []
-    members += plugin.saved.gangs if plugin else []
-    return members + ["run_member"] * members_that_run()
+    ranks = [rank_attempt.rank for rank_attempt in plugin._ranks.values()] if plugin else []
+    ranks += plugin.saved.gangs if plugin else []
+    return ranks + ["run_rank"] * members_that_run()
 
 
 def members_that_run():
@@ -39,7 +39,7 @@ def members_that_run():
 
 
 def _is_of_member(frame):
-    while frame is not None and frame.f_code.co_name != "run_member":
+    while frame is not None and frame.f_code.co_name != "run_rank":
         frame = frame.f_back
     return frame is not None
 

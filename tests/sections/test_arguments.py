@@ -57,7 +57,10 @@ def test_what_is_still_to_be_computed(given):
 
 
 ON_THE_WAY = [
-    *(f"dask_p2p.sections.{name}" for name in ("iterate", "iteration", "spmd", "graph", "member")),
+    *(
+        f"dask_p2p.sections.{name}"
+        for name in ("iterate", "iteration", "spmd", "graph", "rank_attempt")
+    ),
     *(f"dask_p2p.sections.{name}" for name in ("arguments", "context", "captured", "halo")),
     *("dask_p2p.ops.arguments", "functools", "dask.array.core"),
 ]
@@ -81,34 +84,34 @@ def test_all_other_keywords_are_for_the_function(operation):
         if of.kind in (of.POSITIONAL_OR_KEYWORD, of.KEYWORD_ONLY)
     }
     names = {*parameter_names(*ON_THE_WAY)} - own
-    assert {"func", "x", "self", "function", "share", "arrays", "kwargs"} <= names
+    assert {"func", "x", "self", "function", "local_block", "arrays", "kwargs"} <= names
     for name in names:
         np.testing.assert_array_equal(make(**{name: 3}).compute(scheduler="sync"), X + 3, name)
 
 
-def of_many(u, members=1, dtype=None):
-    return u + members
+def of_many(u, ranks=1, dtype=None):
+    return u + ranks
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda func: iterate(func, array(), 0, 1, members=2),
-        lambda func: spmd(lambda ctx, u, members=1: func(u, members), array(), members=2),
+        lambda func: iterate(func, array(), 0, 1, ranks=2),
+        lambda func: spmd(lambda ctx, u, ranks=1: func(u, ranks), array(), ranks=2),
     ],
     ids=["iterate", "spmd"],
 )
 def test_a_keyword_of_two_is_refused(make):
-    with pytest.raises(InputError, match=r"members=2.*both take.*partial\(func, members=\.\.\.\)"):
+    with pytest.raises(InputError, match=r"ranks=2.*both take.*partial\(func, ranks=\.\.\.\)"):
         make(of_many)
 
 
 def test_keywords_that_are_clear():
-    bound = partial(of_many, members=3)
-    y = iterate(bound, array(), 0, 1, members=1, dtype="f4")
+    bound = partial(of_many, ranks=3)
+    y = iterate(bound, array(), 0, 1, ranks=1, dtype="f4")
     np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3)
     one_block = array().rechunk(-1)
-    y = spmd(lambda ctx, members: members + 1, one_block, members=2)  # the name of its share
+    y = spmd(lambda ctx, ranks: ranks + 1, one_block, ranks=2)  # the name of its share
     np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 1)
 
 
@@ -129,11 +132,11 @@ def test_python_objects_are_no_fields(dtype):
     with pytest.raises(UnsupportedArrayError, match="expected fields without Python objects"):
         iterate(same, x, 0, 1)
 
-    def padded(ctx, a):
-        return ctx.padded(a).inner
+    def halo_array(ctx, a):
+        return ctx.with_halo(a).inner
 
     with pytest.raises(InputError, match="expected one without Python objects"):
-        spmd(padded, x, members=1).compute(scheduler="sync")
+        spmd(halo_array, x, ranks=1).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize(
@@ -148,8 +151,8 @@ def test_boundaries_that_the_fields_cannot_hold(dtype, boundary):
     iterate(same, x, 1, 1, boundary=1.0 if dtype != "f8" else np.inf)
 
 
-@pytest.mark.parametrize("cut", [0, (0.0,), (2,), ("x",)])
-def test_cuts_are_axes(cut):
+@pytest.mark.parametrize("partition", [0, (0.0,), (2,), ("x",)])
+def test_cuts_are_axes(partition):
     with pytest.raises(AxesError, match="cut: expected a tuple of axes of an array of 2 dim"):
-        spmd(lambda ctx, x: x, array(), cut=cut)
-    assert spmd(lambda ctx, x: x, array(), cut=(np.int64(-1),)).shape == (6, 4)
+        spmd(lambda ctx, x: x, array(), partition=partition)
+    assert spmd(lambda ctx, x: x, array(), partition=(np.int64(-1),)).shape == (6, 4)

@@ -14,11 +14,11 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections import rim_windows, windows
+from dask_p2p.sections import halo_windows, windows
 from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.halo_windows import HaloWindows
 from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.rim_windows import RimWindows
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.windows import Meeting
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.test_iterate import reference, star
@@ -41,10 +41,10 @@ def replayed(monkeypatch):
     return found
 
 
-def check(gpu, function, x, depth, steps, boundary="periodic", members=4, device=Gpu, **kwargs):
+def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=Gpu, **kwargs):
     a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
     y = iterate(
-        kernel(gpu, function), a, depth, steps, boundary=boundary, members=members,
+        kernel(gpu, function), a, depth, steps, boundary=boundary, ranks=ranks,
         capture=True, **kwargs,
     )  # fmt: skip
     (got,) = run_section(gpu, y, [x], device=device)
@@ -54,12 +54,12 @@ def check(gpu, function, x, depth, steps, boundary="periodic", members=4, device
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])
-@pytest.mark.parametrize("members", [1, 4])
-def test_steps(gpu, replayed, members, steps):
-    check(gpu, star, X, 1, steps, members=members)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_steps(gpu, replayed, ranks, steps):
+    check(gpu, star, X, 1, steps, ranks=ranks)
     # The first four are done one by one, and the last one has no exchange behind it. A graph is
     # tried when it is made.
-    assert len(replayed) == (members * (1 + (steps - 5) // 2) if steps > 6 else 0)
+    assert len(replayed) == (ranks * (1 + (steps - 5) // 2) if steps > 6 else 0)
 
 
 @pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
@@ -86,7 +86,7 @@ def test_a_function_that_allocates(gpu, replayed):
             held[-1][...] = 7.0
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
-    y = iterate(run, a, {0: 1}, 19, members=4, check_every=5, until=until, capture=True)
+    y = iterate(run, a, {0: 1}, 19, ranks=4, check_every=5, until=until, capture=True)
     (got,) = run_section(gpu, y, [X])
     wanted = X
     for _ in range(19):
@@ -105,7 +105,7 @@ def leaps(u, old, out):
 @pytest.mark.parametrize("steps", [13, 18, 19, 20])
 def test_levels_of_time_come_round(gpu, replayed, steps):
     fields = [on_gpu(gpu, da.from_array(x, chunks=(3, 10))) for x in (X, X + 1)]
-    y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, members=4, capture=True)
+    y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, ranks=4, capture=True)
     found = run_section(gpu, y[0], [X, X + 1])
     new, old = X, X + 1
     for _ in range(steps):
@@ -124,7 +124,7 @@ def test_until_is_asked_in_time(gpu, replayed):
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(
-        kernel(gpu, halved), a, 0, 100, members=4, check_every=7, capture=True,
+        kernel(gpu, halved), a, 0, 100, ranks=4, check_every=7, capture=True,
         until=lambda most: asked.append(most) or most < 1e-3,
     )  # fmt: skip
     (got,) = run_section(gpu, y, [X])
@@ -152,20 +152,20 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
 def test_members_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
     if has_windows:  # but two of the four are on another host
         monkeypatch.setattr(
-            Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+            Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
         )
     check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
     assert not replayed
 
 
 def test_hosts_exchange_nothing(gpu, monkeypatch):
-    begin, calls = Links.begin, []
+    begin, calls = Connections.begin, []
 
     def noted(links, call, *args):
         calls.append(call.partition(" ")[0])
         return begin(links, call, *args)
 
-    monkeypatch.setattr(Links, "begin", noted)
+    monkeypatch.setattr(Connections, "begin", noted)
     counts = []
     for steps in (7, 33):
         calls.clear()
@@ -181,7 +181,7 @@ def test_what_cannot_be_captured_is_named(gpu):
         return out
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
-    y = iterate(looks, a, 0, 9, members=4, capture=True)
+    y = iterate(looks, a, 0, 9, ranks=4, capture=True)
     with pytest.raises(
         InputError, match=r"capture: expected a function that only enqueues work .*Capture"
     ):
@@ -199,7 +199,7 @@ def test_memory_may_go_while_steps_are_captured(gpu, replayed):
         apply(u, out=out)
 
     a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
-    y = iterate(loses, a, 1, 9, boundary="periodic", members=4, capture=True)
+    y = iterate(loses, a, 1, 9, boundary="periodic", ranks=4, capture=True)
     (got,) = run_section(gpu, y, [X])
     assert np.array_equal(got, reference(star, [X], 1, 9, "periodic")[0])
     assert len(replayed) == 12
@@ -222,7 +222,7 @@ def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
             gpu.capture = captured
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
-    y = iterate(adds, a, 0, 19, members=1, capture=True)
+    y = iterate(adds, a, 0, 19, ranks=1, capture=True)
     with pytest.raises(InputError, match=r"differ from its own in \d+ of 960 bytes"):
         run_section(gpu, y, [X])
 
@@ -237,7 +237,7 @@ def test_numpy_blocks_go_on_as_without():
 
 
 def one_slot(monkeypatch):
-    for module in (windows, rim_windows):
+    for module in (windows, halo_windows):
         monkeypatch.setattr(module, "SLOTS", 1)
 
 
@@ -249,8 +249,8 @@ def nobody_waits(monkeypatch):
 
 
 def met_before_it_is_packed(monkeypatch):
-    meetings, make, make_ready = {}, Meeting.__init__, RimWindows.can_put
-    put_all, put = RimWindows.put, Meeting.put
+    meetings, make, make_ready = {}, Meeting.__init__, HaloWindows.can_put
+    put_all, put = HaloWindows.put, Meeting.put
 
     def noted(meeting, *args):
         make(meeting, *args)
@@ -269,8 +269,8 @@ def met_before_it_is_packed(monkeypatch):
         put_all(rims, data)
 
     monkeypatch.setattr(Meeting, "__init__", noted)
-    monkeypatch.setattr(RimWindows, "can_put", can_put)
-    monkeypatch.setattr(RimWindows, "put", early)
+    monkeypatch.setattr(HaloWindows, "can_put", can_put)
+    monkeypatch.setattr(HaloWindows, "put", early)
     monkeypatch.setattr(Meeting, "put", lambda meeting: None)
 
 
@@ -308,7 +308,7 @@ def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
     device = Gpu(links)
     threading.Timer(0.05, lambda: setattr(links, "has_ended", True)).start()
     monkeypatch.setattr(
-        windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.Place("", "", 1, 0, 1, 0)
+        windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.IpcHandle("", "", 1, 0, 1, 0)
     )
     with device.running([]):
         ended.set()

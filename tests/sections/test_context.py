@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 
 
 @pytest.fixture
 def alone():
-    return Context(Members.at_most(((3,),), 1))
+    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def test_a_member_alone_exchanges_with_nobody(alone):
@@ -41,15 +41,15 @@ def test_what_cannot_be_exchanged_is_refused(alone):
 
 @pytest.mark.parametrize("dtype", ["i1", "?", "f4", "c8", "M8[s]", "S3"])
 def test_a_share_with_rims_keeps_its_dtype(alone, dtype):
-    share = np.zeros(3, dtype)
-    assert alone.padded(share).data.dtype == share.dtype
-    assert alone.padded([1, 2, 3]).data.dtype == np.array([1]).dtype
+    local_block = np.zeros(3, dtype)
+    assert alone.with_halo(local_block).data.dtype == local_block.dtype
+    assert alone.with_halo([1, 2, 3]).data.dtype == np.array([1]).dtype
 
 
-@pytest.mark.parametrize(("share", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
-def test_a_share_is_not_narrowed(alone, share, dtype):
+@pytest.mark.parametrize(("local_block", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
+def test_a_share_is_not_narrowed(alone, local_block, dtype):
     with pytest.raises(InputError, match=r"share: expected an array that becomes .* Convert it"):
-        alone.padded(np.full(3, share), dtype=dtype)
+        alone.with_halo(np.full(3, local_block), dtype=dtype)
 
 
 MASKED = np.ma.masked_array([1.0, 2.0], [False, True])

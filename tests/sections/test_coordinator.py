@@ -28,7 +28,7 @@ class Task:
     """A member's task, as the scheduler has it, and its thread on a worker."""
 
     def __init__(self):
-        self.state, self.worker, self.ticket = "waiting", None, None
+        self.state, self.worker, self.token = "waiting", None, None
         self.attempt = 0  # whose output it is
 
 
@@ -36,7 +36,7 @@ class Gangs(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.coordinator = Coordinator(MOST)
-        self.tickets = itertools.count()
+        self.tokens = itertools.count()
         self.commits = {}  # attempts that outputs were handed on of, by gang, since the last loss
         self.tasks = {}
         for gang in SIZES:
@@ -50,13 +50,13 @@ class Gangs(RuleBasedStateMachine):
         return [self.tasks[gang, rank] for rank in range(SIZES[gang])]
 
     def order(self, gang, rank):
-        return self.coordinator.order(gang, rank, self.tasks[gang, rank].ticket)
+        return self.coordinator.order(gang, rank, self.tasks[gang, rank].token)
 
     # --- what the scheduler does with a task
 
     def release(self, gang, rank, cause):
         task = self.tasks[gang, rank]
-        was, task.state, task.ticket = task.state, "waiting", None
+        was, task.state, task.token = task.state, "waiting", None
         if was == "processing":
             self.coordinator.drop(gang, rank, cause)
 
@@ -78,8 +78,8 @@ class Gangs(RuleBasedStateMachine):
         task = self.tasks[gang, rank]
         if task.state != "waiting" or any(other.state == "erred" for other in self.of(gang)):
             return
-        task.state, task.worker, task.ticket = "processing", worker, str(next(self.tickets))
-        again = self.coordinator.join(gang, SIZES[gang], rank, task.ticket, worker)
+        task.state, task.worker, task.token = "processing", worker, str(next(self.tokens))
+        again = self.coordinator.join(gang, SIZES[gang], rank, task.token, worker)
         self.run_again(gang, again)
 
     def follow(self, gang, rank):
@@ -116,7 +116,7 @@ class Gangs(RuleBasedStateMachine):
     def a_request_is_repeated(self, which):
         for gang, rank in self.pick(which, "processing"):
             before, task = self.order(gang, rank), self.tasks[gang, rank]
-            again = self.coordinator.join(gang, SIZES[gang], rank, task.ticket, task.worker)
+            again = self.coordinator.join(gang, SIZES[gang], rank, task.token, task.worker)
             assert again == []
             assert self.order(gang, rank) == before
 
@@ -132,7 +132,7 @@ class Gangs(RuleBasedStateMachine):
             before = self.order(gang, rank)
             if before.state != "waiting":
                 error = b"error" if how == "raises" else None
-                self.coordinator.leave(gang, rank, self.tasks[gang, rank].ticket, how, error)
+                self.coordinator.leave(gang, rank, self.tasks[gang, rank].token, how, error)
                 assert before.state == "running" or self.order(gang, rank) == before
 
     @rule(which=whiches, error=st.none() | st.just(b"error"))
@@ -193,7 +193,7 @@ class Gangs(RuleBasedStateMachine):
         assert set(gangs) == known
         assert set(queue) <= known
         for gang in known:
-            assert set(gangs[gang].members) <= set(range(SIZES[gang]))
+            assert set(gangs[gang].ranks) <= set(range(SIZES[gang]))
 
     def kept(self):
         """Gangs by name, and the names of those that wait for workers."""
@@ -213,7 +213,7 @@ class Gangs(RuleBasedStateMachine):
                         self.start(gang, rank, WORKERS[rank])
                         moved = True
                     if task.state == "processing" and self.order(gang, rank).state == "running":
-                        self.coordinator.leave(gang, rank, task.ticket)
+                        self.coordinator.leave(gang, rank, task.token)
                         moved = True
             if not moved:
                 break

@@ -25,11 +25,11 @@ from dask_p2p.errors import (
     MemoryLimitError,
     UnsupportedArrayError,
 )
-from dask_p2p.plans.members import Members
-from dask_p2p.sections import Context, devices, rim_windows
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context, devices, halo_windows
 from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.clock import START_S, Clock
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
@@ -48,29 +48,29 @@ def array(gpu, x=X, chunks=(2, 3)):
     return on_gpu(gpu, da.from_array(x, chunks=chunks))
 
 
-def by_sections(gpu, function, *xs, members=4, **kwargs):
-    y = spmd(function, *(array(gpu, x) for x in xs), members=members, **kwargs)
+def by_sections(gpu, function, *xs, ranks=4, **kwargs):
+    y = spmd(function, *(array(gpu, x) for x in xs), ranks=ranks, **kwargs)
     return run_section(gpu, y[0] if isinstance(y, tuple) else y, xs)
 
 
 # --- whole sections
 
 
-@pytest.mark.parametrize("members", [1, 4])
-def test_levels_of_time_constants_and_keywords(gpu, members):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_levels_of_time_constants_and_keywords(gpu, ranks):
     speed = np.random.default_rng(1).random(X.shape)
     fields = array(gpu), array(gpu, X + 1)
     y = iterate(
         kernel(gpu, wave), fields, 2, 7, boundary=0.0, constants=(array(gpu, speed), 0.5),
-        members=members, scale=0.1,
+        ranks=ranks, scale=0.1,
     )  # fmt: skip
     got = run_section(gpu, y[0], [X, X + 1, speed])
     wanted = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
     assert all(map(np.array_equal, got, wanted))
 
 
-@pytest.mark.parametrize("members", [1, 4])
-def test_until_gets_numbers_of_the_host(gpu, members):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_until_gets_numbers_of_the_host(gpu, ranks):
     """Sums of what the function leaves on the device."""
     seen = []
 
@@ -87,9 +87,7 @@ def test_until_gets_numbers_of_the_host(gpu, members):
         return size < 1e-3
 
     run = kernel(gpu, halved)
-    (got,) = run_section(
-        gpu, iterate(on_device, array(gpu), 0, 50, until=small, members=members), [X]
-    )
+    (got,) = run_section(gpu, iterate(on_device, array(gpu), 0, 50, until=small, ranks=ranks), [X])
     ratio = got / X
     assert np.allclose(ratio, ratio[0, 0])
     assert 2**-50 < ratio[0, 0] < 2**-5
@@ -98,7 +96,7 @@ def test_until_gets_numbers_of_the_host(gpu, members):
 
 def test_functions_that_return_shares(gpu):
     (got,) = run_section(
-        gpu, iterate(lambda u: u.made(lambda values: 2 * values), array(gpu), 1, 3, members=4), [X]
+        gpu, iterate(lambda u: u.made(lambda values: 2 * values), array(gpu), 1, 3, ranks=4), [X]
     )
     assert np.array_equal(got, 8 * X)
 
@@ -107,7 +105,7 @@ def test_what_is_not_filled_is_named(gpu):
     def misses_a_row(u, out):
         out[1:] = u[1:]
 
-    y = iterate(kernel(gpu, misses_a_row), array(gpu), 0, 3, members=1)
+    y = iterate(kernel(gpu, misses_a_row), array(gpu), 0, 3, ranks=1)
     with pytest.raises(BlockMismatchError, match="left 6 of 48 elements as they were"):
         run_section(gpu, y, [X])
 
@@ -117,9 +115,9 @@ def test_what_is_no_array_of_the_device(gpu, returned):
     with pytest.raises(
         BlockMismatchError, match=r"from the function.*, got .*(numpy\.|builtins\.)"
     ):
-        by_sections(gpu, lambda ctx, x: returned, X, members=1)
+        by_sections(gpu, lambda ctx, x: returned, X, ranks=1)
     with pytest.raises(BlockMismatchError, match=r"from the function, got (numpy\.|builtins\.)"):
-        run_section(gpu, iterate(lambda u: returned, array(gpu), 0, 1, members=1), [X])
+        run_section(gpu, iterate(lambda u: returned, array(gpu), 0, 1, ranks=1), [X])
 
 
 def test_auto_hides_rims_of_other_members(gpu, monkeypatch):
@@ -130,10 +128,10 @@ def test_auto_hides_rims_of_other_members(gpu, monkeypatch):
         calls.append(out.shape)
         out[:] = u[1:-1, 1:-1]
 
-    for members, least_bytes, count in ((1, 0, 3), (2, LARGE.nbytes, 6), (2, 0, 2 * (1 + 2 * 3))):
-        monkeypatch.setattr(rim_windows, "_LEAST_HIDING_BYTES", least_bytes)
+    for ranks, least_bytes, count in ((1, 0, 3), (2, LARGE.nbytes, 6), (2, 0, 2 * (1 + 2 * 3))):
+        monkeypatch.setattr(halo_windows, "_LEAST_HIDING_BYTES", least_bytes)
         calls.clear()
-        y = iterate(kernel(gpu, counted), array(gpu, LARGE, (12, 30)), 1, 3, members=members)
+        y = iterate(kernel(gpu, counted), array(gpu, LARGE, (12, 30)), 1, 3, ranks=ranks)
         run_section(gpu, y, [LARGE])
         assert len(calls) == count
     assert set(calls) == {(12, 30), (10, 30), (1, 30)}
@@ -196,32 +194,32 @@ def test_redistribute_and_transforms(gpu, monkeypatch):
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
 
     def function(ctx, x):
-        turned = ctx.redistribute(x, cut=(0,), axes=(1, 0))
+        turned = ctx.redistribute(x, partition=(0,), axes=(1, 0))
         assert turned.get().shape[1] == 8
-        back = ctx.redistribute(turned, from_cut=(0,), axes=(1, 0), out=x.copy())
+        back = ctx.redistribute(turned, from_partition=(0,), axes=(1, 0), out=x.copy())
         assert np.array_equal(back.get(), x.get())
-        waves = ctx.rfftn(x, cut=(1,))
-        (k,) = ctx.wavenumbers(axes=(0,), cut=(1,), real=True)
+        waves = ctx.rfftn(x, partition=(1,))
+        (k,) = ctx.wavenumbers(axes=(0,), partition=(1,), real=True)
         assert isinstance(k, Array)
         with pytest.raises(InputError, match=r"a: expected an array of cupy, .* got one of numpy"):
             ctx.redistribute(x.get())
         with pytest.raises(InputError, match="out: expected an array of shape"):
             ctx.redistribute(x, out=x.get())
-        return ctx.irfftn(waves, from_cut=(1,))
+        return ctx.irfftn(waves, from_partition=(1,))
 
-    (got,) = by_sections(gpu, function, X, cut=(0,))
+    (got,) = by_sections(gpu, function, X, partition=(0,))
     assert np.allclose(got, X)
 
 
 def test_values_of_members_are_numpys(gpu):
-    y, most = spmd(lambda ctx, x: (x, x.made(np.max)), array(gpu), per_member=[0.0], members=1)
+    y, most = spmd(lambda ctx, x: (x, x.made(np.max)), array(gpu), per_rank=[0.0], ranks=1)
     assert type(meta_from_array(most)) is np.ndarray
     assert isinstance(meta_from_array(y), Array)
 
 
 def test_states_are_copies_on_the_host_and_come_back(gpu):
     """The second attempt of a gang of two begins where the first one was saved."""
-    members, saved = Members(((4, 4),), (2,)), [SavedStates(), SavedStates()]
+    ranks, saved = RankGrid(((4, 4),), (2,)), [SavedStates(), SavedStates()]
 
     def attempt(resume, steps):
         def checkpoints(rank, links, device):
@@ -230,12 +228,12 @@ def test_states_are_copies_on_the_host_and_come_back(gpu):
 
         def function(ctx):
             with ctx.device.running([]):
-                field = ctx.padded(gpu.written(np.arange(4.0)), {0: 1}, boundary="periodic")
+                field = ctx.with_halo(gpu.written(np.arange(4.0)), {0: 1}, boundary="periodic")
                 for _ in ctx.steps(steps, [field.inner], every=3):
                     field.inner[...] = field.inner.made(lambda values: values + 1)
                 return ctx.progress.first, field.inner.copy().get()
 
-        return run_gang(members, function, device=Gpu, checkpoints=checkpoints)
+        return run_gang(ranks, function, device=Gpu, checkpoints=checkpoints)
 
     assert attempt(None, 5)[0][0] == 0
     for first, values in attempt(3, 7):
@@ -258,7 +256,7 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
         return len(waits)
 
     def iterated(steps):
-        run_section(gpu, iterate(lambda u: u, array(gpu), 0, steps, members=1), [X])
+        run_section(gpu, iterate(lambda u: u, array(gpu), 0, steps, ranks=1), [X])
 
     def looped(steps):
         def function(ctx, x):
@@ -266,7 +264,7 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
                 pass
             return x
 
-        by_sections(gpu, function, X, members=1)
+        by_sections(gpu, function, X, ranks=1)
 
     for body in (iterated, looped):
         few = counted(STEPS_AHEAD - 1, body)
@@ -318,16 +316,16 @@ def test_blocks_of_another_kind_than_declared(gpu):
 
 
 def test_shares_of_another_kind(gpu):
-    ctx = Context(Members(((4,),), (1,)), device=Gpu(None))
+    ctx = Context(RankGrid(((4,),), (1,)), device=Gpu(None))
     with (
         ctx.device.running([]),
         pytest.raises(InputError, match=r"share: .* cupy.asarray\(share\)"),
     ):
-        ctx.padded(np.ones(4))
+        ctx.with_halo(np.ones(4))
 
 
 def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
-    y = iterate(kernel(gpu, star), array(gpu), 1, 2, members=1)
+    y = iterate(kernel(gpu, star), array(gpu), 1, 2, ranks=1)
     found = estimate(y)
     monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: found.total_bytes - 1)
     with pytest.raises(MemoryLimitError, match=r"fits into .* of the GPU of this process"):
@@ -413,7 +411,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
 
 
 def test_links_tell_that_they_have_ended():
-    links = Links(Reach())
+    links = Connections(Reach())
     assert not links.has_ended
     links.wake()
     assert links.has_ended
@@ -422,9 +420,9 @@ def test_links_tell_that_they_have_ended():
 
 def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
     """Of two members of 4 x 6 elements, with rims of a row at each cut."""
-    shares = {"depth": {0: 1}, "steps": 2, "members": 2}
+    local_blocks = {"depth": {0: 1}, "steps": 2, "ranks": 2}
     found, host = (
-        estimate(iterate(lambda u: u, x, **shares))
+        estimate(iterate(lambda u: u, x, **local_blocks))
         for x in (array(gpu), da.from_array(X, chunks=(2, 3)))
     )
     assert (found.kind, host.kind) == ("cupy", "numpy")

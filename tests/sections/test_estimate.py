@@ -56,12 +56,12 @@ def normalized(ctx, x):
 
 DEPTH = {0: 2, 1: 1}
 CASES = {
-    "one field": lambda x: [iterate(smooth, x, DEPTH, 6, checkpoint_every=1, members=2)],
-    "no checkpoints": lambda x: [iterate(smooth, x, DEPTH, 3, checkpoint_every=None, members=2)],
+    "one field": lambda x: [iterate(smooth, x, DEPTH, 6, checkpoint_every=1, ranks=2)],
+    "no checkpoints": lambda x: [iterate(smooth, x, DEPTH, 3, checkpoint_every=None, ranks=2)],
     "two fields and a constant": lambda x: iterate(
-        wave, (x, x + 1), DEPTH, 6, constants=(x + 2,), checkpoint_every=1, members=2
+        wave, (x, x + 1), DEPTH, 6, constants=(x + 2,), checkpoint_every=1, ranks=2
     ),
-    "any function": lambda x: [spmd(normalized, x, members=2)],
+    "any function": lambda x: [spmd(normalized, x, ranks=2)],
 }
 
 
@@ -79,7 +79,7 @@ def test_members_have_what_is_said(client, case):
     try:
         made = client.persist(y)
         wait(made)
-        ran = client.run(_members, y[0].name)
+        ran = client.run(_ranks, y[0].name)
         for worker, peak in client.run(peak_bytes).items():
             # x itself was there before; other inputs are made, and may come from others.
             if ran[worker] == 1:
@@ -91,8 +91,8 @@ def test_members_have_what_is_said(client, case):
         client.run(tracemalloc.stop)
 
 
-def _members(name, dask_worker):
-    gang = name.replace("-0-", "-members-")
+def _ranks(name, dask_worker):
+    gang = name.replace("-0-", "-ranks-")
     return sum(
         key[:1] == (gang,) and key[1] != "commit"
         for key in dask_worker.state.tasks
@@ -106,16 +106,16 @@ def test_what_is_added_up():
     Rows go to other members with the rims at their ends.
     """
     x = da.ones((100, 10), chunks=(25, 10), dtype="f4")
-    y, _ = iterate(wave, (x, x), [{0: 1, 1: 2}, {}], 3, constants=(x.astype("f8"), 3), members=2)
-    padded = 52 * 14 * 4
+    y, _ = iterate(wave, (x, x), [{0: 1, 1: 2}, {}], 3, constants=(x.astype("f8"), 3), ranks=2)
+    halo_array = 52 * 14 * 4
     assert estimate(y) == SectionEstimate(
         workers=2,
         input_bytes=50 * 10 * (4 + 4 + 8),
         output_bytes=2 * 50 * 10 * 4,
         staging_bytes=2 * 14 * 4,
         packed_bytes=2 * 14 * 4,
-        work_bytes=3 * padded + 50 * 10 * 8,
-        returned_bytes=2 * padded,
+        work_bytes=3 * halo_array + 50 * 10 * 8,
+        returned_bytes=2 * halo_array,
         state_bytes=2 * 2 * 2 * 50 * 10 * 4,
         step_bytes=2 * 14 * 4,
         checkpoint_bytes=2 * 50 * 10 * 4,
@@ -124,27 +124,27 @@ def test_what_is_added_up():
         "2 ranks: at most 36.09 kiB each (7.81 kiB input blocks, 12.66 kiB local blocks and halos, "
     )
     assert str(estimate(y)).startswith(text)
-    alone = iterate(wave, (x, x), 1, 3, members=1)[1]
+    alone = iterate(wave, (x, x), 1, 3, ranks=1)[1]
     assert (estimate(alone).state_bytes, estimate(alone).step_bytes) == (0, 0)
-    lasting = iterate(wave, (x, x), 1, 3, members=2, checkpoint_every=None)[0]
+    lasting = iterate(wave, (x, x), 1, 3, ranks=2, checkpoint_every=None)[0]
     assert estimate(lasting).state_bytes == 0
 
 
 def test_the_member_that_needs_most():
     x = da.ones(100, chunks=((10, 50, 40),))
-    assert estimate(spmd(normalized, x, members=3)).input_bytes == 50 * 8
+    assert estimate(spmd(normalized, x, ranks=3)).input_bytes == 50 * 8
 
 
 def test_what_is_asked_for_as_a_transpose_is_one():
-    y = spmd(normalized, da.ones((4, 4), chunks=2), members=2)
+    y = spmd(normalized, da.ones((4, 4), chunks=2), ranks=2)
     assert not isinstance(estimate(y, (1, 0), workers=2), SectionEstimate)
     assert not isinstance(estimate(y + 1, workers=2), SectionEstimate)
     with pytest.raises(InputError, match=r"expected no workers=, .* got 3"):
         estimate(y, workers=3)
 
 
-@pytest.mark.parametrize("members", [1, 2])
-def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, members):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, ranks):
     """1 GiB a worker; the blocks of the input take no memory."""
 
     def repeated(block):
@@ -153,7 +153,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, members
     chunks = ((10_000,) * 2, (5_000,))
     x = da.zeros((2, 1), chunks=1).map_blocks(repeated, chunks=chunks, dtype=float)
     client.run(start_tracing)
-    y = iterate(smooth, x, DEPTH, 2, members=members)
+    y = iterate(smooth, x, DEPTH, 2, ranks=ranks)
     with pytest.raises(MemoryLimitError, match=r"fits into the 1.00 GiB .* are missing") as caught:
         client.compute(y.sum()).result()
     assert max(client.run(peak_bytes).values()) < 20_000_000
@@ -162,5 +162,5 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, members
 
 
 def test_of_what_is_computed_already_nothing_is_left_to_say(client):
-    y = spmd(normalized, da.ones((4, 4), chunks=2), members=2).persist()
+    y = spmd(normalized, da.ones((4, 4), chunks=2), ranks=2).persist()
     assert not isinstance(estimate(y), SectionEstimate)

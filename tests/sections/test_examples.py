@@ -50,15 +50,15 @@ def test_the_page_has_a_program_for_each(alone):
         assert f"def {name}(" in program.text
 
 
-@pytest.mark.parametrize("members", [None, 1, 4])
-def test_values_are_the_same_on_any_number_of_workers(client, alone, members, monkeypatch):
+@pytest.mark.parametrize("ranks", [None, 1, 4])
+def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monkeypatch):
     """By default as many members as workers. Sums over members are in another order."""
     with ExitStack() as stack:
-        if members == 1:
+        if ranks == 1:
             cluster = LocalCluster(n_workers=1, dashboard_address=":0")
             stack.enter_context(Client(stack.enter_context(cluster)))
-        elif members is not None:
-            monkeypatch.setattr(arguments, "cluster_size", lambda: (members, 2))
+        elif ranks is not None:
+            monkeypatch.setattr(arguments, "cluster_size", lambda: (ranks, 2))
         for program, name, wanted in zip(PROGRAMS, SOLVERS, alone, strict=True):
             result = result_of(program)
             if name in ("solve", "square_roots"):
@@ -74,17 +74,17 @@ def test_alternating_directions_solve_the_heat_equation(client):
     ahead, back = np.eye(n) + r / 2 * second, np.linalg.inv(np.eye(n) - r / 2 * second)
 
     def alternating(ctx, u, count):
-        p, columns = ctx.padded(u, {0: 1}, "periodic"), ctx.redistribute(u, (1,))
+        p, columns = ctx.with_halo(u, {0: 1}, "periodic"), ctx.redistribute(u, (1,))
         for _ in ctx.steps(count, save=[p.inner]):
-            rims = ctx.halo(p)
+            rims = ctx.update_halo(p)
             half = (p.inner + r / 2 * (rims[2:] - 2 * p.inner + rims[:-2])) @ back
             ctx.redistribute(half @ ahead, (1,), out=columns)
-            ctx.redistribute(back @ columns, from_cut=(1,), out=half)
+            ctx.redistribute(back @ columns, from_partition=(1,), out=half)
             p.inner[:] = half
         return p.inner
 
     x = np.random.default_rng(0).normal(size=(n, n))
-    y = spmd(alternating, da.from_array(x, chunks=(9, 42)), members=4, count=steps).compute()
+    y = spmd(alternating, da.from_array(x, chunks=(9, 42)), ranks=4, count=steps).compute()
     wanted = x
     for _ in range(steps):
         wanted = back @ (ahead @ wanted @ back @ ahead)
@@ -98,10 +98,10 @@ def test_alternating_directions_solve_the_heat_equation(client):
 
 def test_transforms_solve_poissons_equation_in_a_periodic_box(client):
     def solve(ctx, f, spacing):
-        waves = ctx.rfftn(f, cut=(1,))
-        squares = sum(k**2 for k in ctx.wavenumbers(spacing, cut=(1,), real=True))
+        waves = ctx.rfftn(f, partition=(1,))
+        squares = sum(k**2 for k in ctx.wavenumbers(spacing, partition=(1,), real=True))
         squares[squares == 0] = np.inf  # the mean is free
-        return ctx.irfftn(-waves / squares, from_cut=(1,))
+        return ctx.irfftn(-waves / squares, from_partition=(1,))
 
     shape = (30, 21, 16)
     angle = np.meshgrid(*(2 * np.pi * np.arange(n) / n for n in shape), indexing="ij", sparse=True)
@@ -109,10 +109,10 @@ def test_transforms_solve_poissons_equation_in_a_periodic_box(client):
     spacing = 2 * np.pi / np.array(shape)
     f = -6 * u
     x = da.from_array(f, chunks=(8, 21, 16))
-    y = spmd(solve, x, spacing=spacing, members=4).compute()
+    y = spmd(solve, x, spacing=spacing, ranks=4).compute()
     np.testing.assert_allclose(y, u, atol=1e-12)
     random = np.random.default_rng(0).normal(size=shape)
-    y = spmd(solve, da.from_array(random, chunks=(8, 21, 16)), spacing=spacing, members=3).compute()
+    y = spmd(solve, da.from_array(random, chunks=(8, 21, 16)), spacing=spacing, ranks=3).compute()
     k = np.meshgrid(*(np.fft.fftfreq(n, 1 / n) for n in shape), indexing="ij", sparse=True)
     squares = k[0] ** 2 + k[1] ** 2 + k[2] ** 2
     squares[0, 0, 0] = np.inf

@@ -48,7 +48,7 @@ def stepped(x=X, shift=0.0, steps=20):
 
 def test_two_gangs_at_once(client):
     """Each of four members on two workers with a thread each, beside other tasks."""
-    both = [spmd(stepping, array(), members=4, shift=shift) for shift in (0.25, 0.5)]
+    both = [spmd(stepping, array(), ranks=4, shift=shift) for shift in (0.25, 0.5)]
     others = client.map(lambda i: i + 1, range(20))
     for y, shift in zip(dask.compute(*both), (0.25, 0.5), strict=True):
         assert np.array_equal(y, stepped(shift=shift))
@@ -60,16 +60,16 @@ def test_two_gangs_at_once(client):
 def test_cancels_at_any_time(client):
     pauses = np.random.default_rng(0).uniform(0, 0.4, 12)
     for number, pause_s in enumerate(pauses):
-        y = spmd(stepping, array(), members=4, shift=number / 8).persist()
+        y = spmd(stepping, array(), ranks=4, shift=number / 8).persist()
         time.sleep(pause_s)
         client.cancel(y)
     nothing_is_left(client)
-    y = spmd(stepping, array(), members=4)
+    y = spmd(stepping, array(), ranks=4)
     assert np.array_equal(y.compute(), stepped())
 
 
 def test_a_worker_that_leaves_and_one_that_comes(client, tmp_path):
-    future = client.compute(spmd(stepping, array(), members=4, steps=60, path=tmp_path / "runs"))
+    future = client.compute(spmd(stepping, array(), ranks=4, steps=60, path=tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
     leaving = next(iter(client.nthreads()))
     client.retire_workers([leaving])
@@ -81,12 +81,12 @@ def test_a_worker_that_leaves_and_one_that_comes(client, tmp_path):
 
 
 def test_a_restart(client, tmp_path):
-    y = spmd(stepping, array(), members=4, steps=1000, path=tmp_path / "runs").persist()
+    y = spmd(stepping, array(), ranks=4, steps=1000, path=tmp_path / "runs").persist()
     wait_until((tmp_path / "runs").exists)
     client.restart()
     del y
     nothing_is_left(client)
-    assert np.array_equal(spmd(stepping, array(), members=4).compute(), stepped())
+    assert np.array_equal(spmd(stepping, array(), ranks=4).compute(), stepped())
 
 
 def test_sections_leave_no_descriptor(client):
@@ -99,7 +99,7 @@ def test_sections_leave_no_descriptor(client):
     x = da.arange(12, chunks=3, dtype=float)
     before = None
     for shift in range(15):
-        iterate(smooth, x, 1, 3, members=4, shift=shift, checkpoint_every=1).compute()
+        iterate(smooth, x, 1, 3, ranks=4, shift=shift, checkpoint_every=1).compute()
         if shift == 4:
             before = client.run(descriptors)
     nothing_is_left(client)
@@ -112,7 +112,7 @@ def running(client, tmp_path):
     """A gang that runs: the future of what it makes, a worker, and its process."""
     client.wait_for_workers(2, timeout=60)
     path = tmp_path / "runs"
-    future = client.compute(spmd(stepping, array(), members=4, steps=60, path=path))
+    future = client.compute(spmd(stepping, array(), ranks=4, steps=60, path=path))
     wait_until(path.exists)
     pids = client.run(os.getpid, on_error="ignore")  # of one that just leaves
     victim = min(pids)
@@ -188,11 +188,11 @@ def test_a_client_that_dies(client, tmp_path):
 
 def as_client(address, path):
     with Client(address):
-        spmd(stepping, array(), members=4, steps=10_000, path=path).compute()
+        spmd(stepping, array(), ranks=4, steps=10_000, path=path).compute()
 
 
 def test_a_cancel_during_a_checkpoint(client, tmp_path):
-    y = spmd(checkpointing, array(), members=4, folder=tmp_path).persist()
+    y = spmd(checkpointing, array(), ranks=4, folder=tmp_path).persist()
     wait_until(lambda: (tmp_path / "copying").exists())
     client.cancel(y)
     del y
@@ -213,7 +213,7 @@ def test_an_error_that_somebody_keeps_keeps_no_states(client):
         ctx.checkpoint(1, x)
         raise ValueError("too large")
 
-    y = spmd(failing, array(), members=4).persist()
+    y = spmd(failing, array(), ranks=4).persist()
     with pytest.raises(ValueError, match="too large"):
         y.compute()
     wait_until(lambda: not any(client.run(states).values()))
@@ -246,5 +246,5 @@ def test_a_function_that_keeps_the_lock(client):
             ctypes.PyDLL(None).usleep(1_500_000)
         return x + ctx.allreduce(1.0)
 
-    assert np.array_equal(spmd(keeping, array(), members=4).compute(), X + 4)
+    assert np.array_equal(spmd(keeping, array(), ranks=4).compute(), X + 4)
     nothing_is_left(client)

@@ -93,7 +93,7 @@ def summed(ctx, x):
 def test_members_of_one_process_need_few_files(client, limited):
     """All pairs of these would need more than twice as many as there may be."""
     limited(512, 512)
-    y = spmd(summed, da.zeros(40, chunks=1), members=40)
+    y = spmd(summed, da.zeros(40, chunks=1), ranks=40)
     future = client.compute(y, workers=one_worker(client), allow_other_workers=False)
     assert np.array_equal(result_of(client, future), np.full(40, 40.0))
     steps = iterate(lambda u: u[1:-1], da.arange(40, chunks=1), 1, steps=3, boundary="periodic")
@@ -106,17 +106,17 @@ def test_members_of_one_process_need_few_files(client, limited):
 def test_members_of_several_processes_have_what_they_need(client, limited):
     """All pairs between two processes, which the soft limit of these does not allow."""
     limited(200, 4096)
-    y = spmd(summed, da.zeros(32, chunks=1), members=32)
+    y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
     assert np.array_equal(y.compute(), np.full(32, 32.0))
     assert min(client.run(soft_limit).values()) > 16 * 16
 
 
 def test_what_cannot_be_is_refused_before_the_start(client, limited):
     limited(200, 200)
-    y = spmd(summed, da.zeros(32, chunks=1), members=32)
+    y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
     with pytest.raises(SectionError, match=r"of 32 ranks run, got a hard limit of 200\. Raise"):
         y.compute()
-    assert np.array_equal(spmd(summed, da.zeros(4, chunks=1), members=4).compute(), np.full(4, 4.0))
+    assert np.array_equal(spmd(summed, da.zeros(4, chunks=1), ranks=4).compute(), np.full(4, 4.0))
     nothing_is_left(client)
 
 
@@ -135,4 +135,4 @@ def test_files_that_the_function_takes_end_the_section(client, limited, late):
 
     limited(400, 400)
     with pytest.raises(SectionError, match=r"one more open file .*got a limit of 400"):
-        spmd(function, da.zeros(2, chunks=1), members=2).compute()
+        spmd(function, da.zeros(2, chunks=1), ranks=2).compute()

@@ -247,8 +247,8 @@ HOW = {
 @pytest.mark.cluster
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_lack_units_are_refused_by_name(client, how):
-    y = spmd(summed, array(), members=3, of=how)
-    match = r"3 ranks.* need 1 unit of resource 'GPU' each, .* have 2 units.* Give members=2"
+    y = spmd(summed, array(), ranks=3, of=how)
+    match = r"3 ranks.* need 1 unit of resource 'GPU' each, .* have 2 units.* Give ranks=2"
     with pytest.raises(SectionError, match=match):
         HOW[how](y)
     del y
@@ -277,10 +277,10 @@ def test_ranks_that_have_no_worker_are_refused_by_name(client):
         ({"workers": [gpu], "resources": GPU}, r"have 1 unit in all, enough for 1 rank"),
     )
     for number, (kwargs, match) in enumerate(refused):
-        y = spmd(summed, array(), members=2, of=f"refused {number}")
+        y = spmd(summed, array(), ranks=2, of=f"refused {number}")
         with pytest.raises(SectionError, match=match):
             y.compute(**kwargs)
-    y = spmd(summed, array(), members=2, of="workers")
+    y = spmd(summed, array(), ranks=2, of="workers")
     for kwargs in (
         {"workers": [nowhere], "allow_other_workers": True},
         {"workers": [other]},
@@ -303,10 +303,10 @@ def free_units(dask_worker):
 @pytest.mark.cluster
 def test_a_member_that_waits_lends_its_units(client):
     """To the inputs of others, and to other gangs. Else all would wait for each other."""
-    y = spmd(summed, array(1).map_blocks(slow), members=2, of="inputs")
+    y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
     assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 4.0))
     gangs = [
-        spmd(summed, (array(1) * number).map_blocks(slow), members=2, of="gangs")
+        spmd(summed, (array(1) * number).map_blocks(slow), ranks=2, of="gangs")
         for number in range(6)
     ]
     others = client.map(time.sleep, [0.05] * 20, resources=GPU, pure=False)
@@ -324,7 +324,7 @@ def test_a_member_that_waits_lends_its_units(client):
 def test_units_that_others_have_are_waited_for(client):
     gpu = addresses(client)[0]
     blocking = client.submit(time.sleep, 2.0, workers=[gpu], resources=GPU, pure=False)
-    y = spmd(summed, array(), members=2, of="taken")
+    y = spmd(summed, array(), ranks=2, of="taken")
     assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 3.0))
     assert blocking.done()
 
@@ -333,8 +333,8 @@ def test_units_that_others_have_are_waited_for(client):
 def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     busy = addresses(client)[2]
     blocking = client.map(time.sleep, [50.0, 51.0], workers=[busy], pure=False)
-    y = spmd(summed, array(), members=3, of="full")
-    z = iterate(lambda u: u[1:-1], array(), {0: 1}, 3, members=3)
+    y = spmd(summed, array(), ranks=3, of="full")
+    z = iterate(lambda u: u[1:-1], array(), {0: 1}, 3, ranks=3)
     for future, value in ((client.compute(y), 4.0), (client.compute(z), 1.0)):
         assert np.array_equal(result_of(client, future, 40), np.full(12, value))
     assert not any(each.done() for each in blocking)

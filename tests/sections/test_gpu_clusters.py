@@ -14,7 +14,7 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices, member
+from dask_p2p.sections import devices, rank_attempt
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.gangs import link_to, links_of
 from tests.sections.support import nothing_is_left
@@ -77,9 +77,9 @@ def test_values_and_what_is_left(gpu, client, opened):
 
 
 def fails_once(ctx, x):
-    p = ctx.padded(x, boundary="periodic")
+    p = ctx.with_halo(x, boundary="periodic")
     for step in ctx.steps(6, [p.inner], every=2):
-        ctx.halo(p)
+        ctx.update_halo(p)
         if step == 4 and ctx.rank and not here.setdefault("failed", 0):
             here["failed"] = 1
             link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
@@ -117,7 +117,7 @@ def turns(ctx, x):
         out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and here.pop("to fail", 0):
             link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
-        ctx.redistribute(out, from_cut=(0,), axes=(1, 0), out=x)
+        ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=x)
         x[...] = x.made(lambda values: 2 * values)
     return x, len(downs)
 
@@ -130,7 +130,7 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
     for _ in range(3):
         here["to fail"] = fails
         with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
-            y, downs = spmd(turns, array(), per_member=[0], cut=(0,))
+            y, downs = spmd(turns, array(), per_rank=[0], partition=(0,))
             y, downs = client.persist([y, downs])
             assert np.array_equal(on_host(y), 64 * X)
             assert all(each == 0 for each in downs.compute()) == (order == "auto")
@@ -186,7 +186,7 @@ def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
         leaving.append(str(error))
         raise Reschedule
 
-    monkeypatch.setattr(member, "go_elsewhere", leaves)
+    monkeypatch.setattr(rank_attempt, "go_elsewhere", leaves)
     assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
     assert leaving == ["the GPU of this process works no more"]
     nothing_is_left(client)

@@ -23,16 +23,16 @@ from dask_p2p.backends.pitch import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import gpu_regions, link
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.recut import Redistribution
-from dask_p2p.sections.regions import Call, Regions
+from dask_p2p.sections.regions import RegionCall, RegionExchange
+from dask_p2p.sections.repartition import Redistribution
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.gangs import links_of, run_gang
@@ -41,8 +41,8 @@ from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
 from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(48, 40))
-SLABS = Members(((10, 14, 12, 12), (40,)), (4, 1))
-PAIR = Members(((20, 28), (40,)), (2, 1))
+SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
+PAIR = RankGrid(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
 #: Numbers of a member's events: others have read its share; it has written its first piece.
 READ, WRITTEN = range(2)
@@ -51,13 +51,13 @@ READ, WRITTEN = range(2)
 @pytest.fixture
 def through_host(monkeypatch):
     """Of each exchange through the host the member, who gets regions, and who gives some."""
-    found, original = [], Regions.give
+    found, original = [], RegionExchange.give
 
     def noted(own, call, regions, targets):
         found.append((links_of(own).place[0], sorted(regions), sorted(targets)))
         original(own, call, regions, targets)
 
-    monkeypatch.setattr(Regions, "give", noted)
+    monkeypatch.setattr(RegionExchange, "give", noted)
     return found
 
 
@@ -73,14 +73,14 @@ def overwritten(gpu, array, values):
     return array
 
 
-def run(gpu, members, function, part_bytes=PART_BYTES, **kwargs):
+def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
     """Call a function of a context and its share of `X` on each member, as sections do."""
 
-    def member(ctx):
+    def rank_attempt(ctx):
         with ctx.device.running([]):
             function(ctx, X[box_slices(ctx.box)])
 
-    run_gang(members, member, device=partial(Gpu, part_bytes=part_bytes, **kwargs))
+    run_gang(ranks, rank_attempt, device=partial(Gpu, part_bytes=part_bytes, **kwargs))
     gc.collect()
     gpu.check()
 
@@ -93,28 +93,28 @@ def there_and_back(gpu, ctx, own, times=2, **kwargs):
         b = ctx.redistribute(a, (0,), axes=(1, 0), **kwargs)
         overwritten(gpu, a, -1)
         b = b.made(lambda values: 2 * values)
-        c = ctx.redistribute(b, from_cut=(0,), axes=(1, 0), out=a, **kwargs)
+        c = ctx.redistribute(b, from_partition=(0,), axes=(1, 0), out=a, **kwargs)
         overwritten(gpu, b, b.values + 1)
         assert np.array_equal(c.get(), 2 * (own + number))
         assert np.array_equal(b.get(), 2 * (turned + number) + 1)
 
 
 @pytest.mark.parametrize(
-    ("part_bytes", "members", "has_windows"),
+    ("part_bytes", "ranks", "has_windows"),
     pairwise(
         [0, PART_BYTES, 2**14],
-        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
         [True, False],
     ),
 )
-def test_values(gpu, through_host, part_bytes, members, has_windows):
-    run(gpu, members, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
-    calls = 0 if has_windows or members.size == 1 else 4 * members.size
+def test_values(gpu, through_host, part_bytes, ranks, has_windows):
+    run(gpu, ranks, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
+    calls = 0 if has_windows or ranks.size == 1 else 4 * ranks.size
     assert len(through_host) == calls
     assert all(sends and receives for _, sends, receives in through_host)
 
 
-def in_pieces(gpu, members, ctx, own, axis=0, count=3):
+def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
     """Turn a share that is made piece by piece; its pieces are overwritten as soon as they may."""
     bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
 
@@ -123,9 +123,9 @@ def in_pieces(gpu, members, ctx, own, axis=0, count=3):
         made.append(filled(gpu, np.ascontiguousarray(piece)))
         return made[-1]
 
-    share = Pieces(own.dtype, axis, bounds, make)
-    turn = Redistribution(members, ctx.rank, links_of(ctx), device=ctx.device)
-    out = turn.recut((0,), axes=(1, 0))(share)
+    local_block = Pieces(own.dtype, axis, bounds, make)
+    turn = Redistribution(ranks, ctx.rank, links_of(ctx), device=ctx.device)
+    out = turn.repartition((0,), axes=(1, 0))(local_block)
     for piece in made:
         overwritten(gpu, piece, -1)
     assert len(made) == count
@@ -133,19 +133,19 @@ def in_pieces(gpu, members, ctx, own, axis=0, count=3):
 
 
 @pytest.mark.parametrize(
-    ("members", "count", "has_windows", "axis", "part_bytes"),
+    ("ranks", "count", "has_windows", "axis", "part_bytes"),
     pairwise(
-        [PAIR, SLABS, Members(((48,), (40,)), (1, 1))],
+        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
         [1, 3, MOST_PIECES],
         [True, False],
         [0, 1],
         [0, PART_BYTES],
     ),
 )
-def test_pieces(gpu, through_host, members, count, has_windows, axis, part_bytes):
-    turned = partial(in_pieces, gpu, members, axis=axis, count=count)
-    run(gpu, members, turned, part_bytes, has_windows=has_windows)
-    calls = 0 if has_windows or members.size == 1 else members.size
+def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
+    turned = partial(in_pieces, gpu, ranks, axis=axis, count=count)
+    run(gpu, ranks, turned, part_bytes, has_windows=has_windows)
+    calls = 0 if has_windows or ranks.size == 1 else ranks.size
     assert len(through_host) == calls
     assert all(sends and receives for _, sends, receives in through_host)
 
@@ -172,13 +172,13 @@ def test_orders(gpu, through_host, exchange):
 
 def test_what_is_read_takes_two_messages(gpu, monkeypatch):
     """Where it is, and that it has been read."""
-    said, begin = defaultdict(list), Links.begin
+    said, begin = defaultdict(list), Connections.begin
 
     def noted(links, call, *args):
         said[links.place[0]].append(call.rpartition(" ")[2])
         return begin(links, call, *args)
 
-    monkeypatch.setattr(Links, "begin", noted)
+    monkeypatch.setattr(Connections, "begin", noted)
 
     def twice(ctx, own):
         a = filled(gpu, own)
@@ -198,22 +198,22 @@ def test_what_is_read_takes_two_messages(gpu, monkeypatch):
     dtype=st.sampled_from(["f8", "c8", "i8"]),  # of a word each: accesses are known by words
 )
 def test_any_cut_of_any_array(case, permuted, part_bytes, dtype):
-    members, (cut, other), axes, _ = case
-    shape = tuple(map(sum, members.chunks))
+    ranks, (partition, other), axes, _ = case
+    shape = tuple(map(sum, ranks.chunks))
     x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
     y = x.transpose(axes) if permuted else x
     order = {"axes": axes} if permuted else {}
 
     def to_another(gpu, ctx):
         with ctx.device.running([]):
-            a = filled(gpu, x[box_slices(ctx.box_of(cut))])
-            b = ctx.redistribute(a, other or [0], cut, **order)
+            a = filled(gpu, x[box_slices(ctx.box_of(partition))])
+            b = ctx.redistribute(a, other or [0], partition, **order)
             overwritten(gpu, a, 1)
             assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
 
     with pytest.MonkeyPatch.context() as patched:
         gpu = emulated_gpu(patched)
-        run_gang(members, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
+        run_gang(ranks, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
 
@@ -292,7 +292,7 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
         ctx.redistribute(filled(gpu, np.ones((10, 60))), (1,), (0,), shape=(30, 60))
 
     monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, Members(((16, 16, 16), (40,)), (3, 1)), to_columns, part_bytes)
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), to_columns, part_bytes)
     assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
 
 
@@ -326,17 +326,17 @@ def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
         shapes.add(src.shape)
         return original(queue, src, slot_bytes)
 
-    def recut(ctx, _):
+    def repartition(ctx, _):
         own = whole[box_slices(ctx.box_of((0,), whole.shape))]
         back = tuple(map(lies.index, range(3)))
         a = filled(gpu, np.ascontiguousarray(own.transpose(lies))).transpose(back)
-        cut = (axes.index(1),)
-        b = ctx.redistribute(a, cut, (0,), axes=axes, shape=whole.shape)
+        partition = (axes.index(1),)
+        b = ctx.redistribute(a, partition, (0,), axes=axes, shape=whole.shape)
         wanted = whole.transpose(axes)
-        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(cut, wanted.shape))])
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(partition, wanted.shape))])
 
     monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, PAIR, recut, part_elements * 8)
+    run(gpu, PAIR, repartition, part_elements * 8)
     return shapes
 
 
@@ -362,7 +362,7 @@ def to_columns(gpu, ctx, own):
 
 def test_members_of_other_hosts(gpu, through_host, monkeypatch):
     monkeypatch.setattr(
-        Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+        Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
     )
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
@@ -456,7 +456,7 @@ def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
 
 def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
     """What the others have put on their queues is done before memory is given back."""
-    original = Links.begin
+    original = Connections.begin
 
     def dies(links, call, *args):
         if call.endswith("places") and links.place[0] == 1 and len(calls) < 2:
@@ -466,7 +466,7 @@ def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
         return original(links, call, *args)
 
     calls = []
-    monkeypatch.setattr(Links, "begin", dies)
+    monkeypatch.setattr(Connections, "begin", dies)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, SLABS, partial(there_and_back, gpu))
     gc.collect()
@@ -475,7 +475,7 @@ def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
 
 def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
     """A member that gives its share up cannot know whether another one still reads it."""
-    original = Links.begin
+    original = Connections.begin
 
     def fails(links, call, *args):
         if call.endswith("read") and links.place[0] == 1:
@@ -497,7 +497,7 @@ def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
             gpu.check()
             raise OSError("no more")
 
-    monkeypatch.setattr(Links, "begin", fails)
+    monkeypatch.setattr(Connections, "begin", fails)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, PAIR, gives_up)
 
@@ -519,11 +519,11 @@ def one_after_the_other(gpu, slow):
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
     def function(ctx, own):
-        regions = ctx.device.moved_regions(links_of(ctx), False)
+        regions = ctx.device.region_mover(links_of(ctx), False)
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
-            call = Call(f"call {number}", a.dtype, "auto", (0, 1), 80)
+            call = RegionCall(f"call {number}", a.dtype, "auto", (0, 1), 80)
             regions.bring(
                 call,
                 a,
@@ -534,7 +534,7 @@ def one_after_the_other(gpu, slow):
                 assert np.array_equal(out.get(), np.full((4, 20), number))
         regions.settle()
 
-    run(gpu, Members(((16, 16, 16), (40,)), (3, 1)), function)
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
 
 
 @pytest.fixture
@@ -587,11 +587,11 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     """So the test above would fail without those to all."""
     original = GpuRegions.bring
 
-    def bring(own, call, share, boxes, targets, local=None):
+    def bring(own, call, local_block, boxes, targets, local=None):
         every = own._open(links_of(own), call)
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
-            original(own, call, share, boxes, targets, local)
+            original(own, call, local_block, boxes, targets, local)
             own.settle()
         finally:
             own._near = every

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from dask_p2p import spmd
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from tests.sections.gangs import has_come, links_of, run_gang
 from tests.transports.loopback import wait_until
@@ -35,7 +35,7 @@ def test_the_interior_and_frames_make_what_the_whole_makes(data):
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
-    members = Members.at_most(chunks, data.draw(st.integers(1, 4)))
+    ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 4)))
     depth = tuple(data.draw(st.tuples(*[st.integers(0, min(2, n))] * 2)) for n in shape)
     boundary = data.draw(st.sampled_from([*MODES, 2.5]))
     corners, exchange = data.draw(st.booleans()), data.draw(st.sampled_from(ORDERS))
@@ -46,75 +46,77 @@ def test_the_interior_and_frames_make_what_the_whole_makes(data):
     star(np.pad(x, depth, mode, **value), wanted, depth)
 
     def function(ctx):
-        p = ctx.padded(x[box_slices(ctx.box)], depth, boundary, corners, exchange=exchange)
+        p = ctx.with_halo(x[box_slices(ctx.box)], depth, boundary, corners, exchange=exchange)
         p.data[p.data == 0] = np.nan  # rims that have not come
         out = np.empty_like(p.inner)
         for _ in range(2):
-            pending = ctx.halo_begin(p)
+            pending = ctx.update_halo_begin(p)
             star(p.interior.data, out[p.interior.where], depth)
             assert ctx.allreduce(1) == ctx.size, "which comes after the rims"
             assert pending.wait() is p.data
             assert pending.wait() is p.data
-            for part in p.frames:
+            for part in p.boundary_parts:
                 star(part.data, out[part.where], depth)
                 assert np.array_equal(part.data[part.inner], p.inner[part.where])
         assert np.array_equal(out, wanted[box_slices(ctx.box)])
 
-    run_gang(members, function)
+    run_gang(ranks, function)
 
 
 def test_rims_that_are_on_their_way_are_not_exchanged_again():
-    ctx = Context(Members(((4,),), (1,)))
-    p = ctx.padded(np.ones(4), boundary="periodic")
-    pending = ctx.halo_begin(p)
+    ctx = Context(RankGrid(((4,),), (1,)))
+    p = ctx.with_halo(np.ones(4), boundary="periodic")
+    pending = ctx.update_halo_begin(p)
     with pytest.raises(InputError, match=r"expected wait\(\) of the exchange"):
-        ctx.halo(p)
+        ctx.update_halo(p)
     pending.wait()
-    assert ctx.halo(p).tolist() == [1] * 6
+    assert ctx.update_halo(p).tolist() == [1] * 6
 
 
 def test_elements_that_are_nothing_but_bytes():
-    ctx = Context(Members(((2,), (2,)), (1, 1)))
-    share = np.full((2, 2), b"seven").view("V5")
+    ctx = Context(RankGrid(((2,), (2,)), (1, 1)))
+    local_block = np.full((2, 2), b"seven").view("V5")
     filled = [[b"", b"seven", b"seven", b""], [b"seven"] * 4]
-    p = ctx.padded(share, 1, "nearest", corners=False)
-    assert ctx.halo(p).view("S5").tolist() == [*filled, *filled[::-1]], "corners are zero"
-    p = ctx.padded(share, 1, "nearest")
-    assert ctx.halo(p).view("S5").tolist() == [[b"seven"] * 4] * 4
+    p = ctx.with_halo(local_block, 1, "nearest", corners=False)
+    assert ctx.update_halo(p).view("S5").tolist() == [*filled, *filled[::-1]], "corners are zero"
+    p = ctx.with_halo(local_block, 1, "nearest")
+    assert ctx.update_halo(p).view("S5").tolist() == [[b"seven"] * 4] * 4
 
 
-@pytest.mark.parametrize("call", [Context.halo, Context.halo_begin])
+@pytest.mark.parametrize("call", [Context.update_halo, Context.update_halo_begin])
 def test_a_share_that_has_no_rims_is_refused(call):
-    ctx = Context(Members(((4,),), (1,)))
-    with pytest.raises(InputError, match=r"memory from ctx.padded\(\), got ndarray. Make it"):
+    ctx = Context(RankGrid(((4,),), (1,)))
+    with pytest.raises(InputError, match=r"memory from ctx.with_halo\(\), got ndarray. Make it"):
         call(ctx, np.ones(4))
 
 
 def test_large_rims_arrive_in_the_order_of_calls():
-    members = Members(((4, 4), (500_000,)), (2, 1))  # rims of 4 MB: more than sockets buffer
+    ranks = RankGrid(((4, 4), (500_000,)), (2, 1))  # rims of 4 MB: more than sockets buffer
 
     def function(ctx):
-        fields = [ctx.padded(np.full((4, 500_000), 10.0 * i + ctx.rank), {0: 1}) for i in range(3)]
-        pending = [ctx.halo_begin(p) for p in fields]
+        fields = [
+            ctx.with_halo(np.full((4, 500_000), 10.0 * i + ctx.rank), {0: 1}) for i in range(3)
+        ]
+        pending = [ctx.update_halo_begin(p) for p in fields]
         # While the function does something else.
         wait_until(lambda: has_come(links_of(ctx), 1 - ctx.rank))
         for number in (2, 0, 1):
             rim = pending[number].wait()[-1 if ctx.rank == 0 else 0]
             assert (rim == 10 * number + 1 - ctx.rank).all()
 
-    run_gang(members, function)
+    run_gang(ranks, function)
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f8", "c8"])
 def test_corners_that_are_left_out_show(dtype):
     def function(ctx):
-        p = ctx.padded(np.ones((4, 2), dtype), 1, 0.0, corners=False)
+        p = ctx.with_halo(np.ones((4, 2), dtype), 1, 0.0, corners=False)
         for _ in range(2):
-            rims = ctx.halo(p)
+            rims = ctx.update_halo(p)
             assert np.isnan(rims[::5, ::3]).all()
             assert np.isnan(rims).sum() == 4
 
-    run_gang(Members(((4,), (2, 2)), (1, 2)), function)
+    run_gang(RankGrid(((4,), (2, 2)), (1, 2)), function)
 
 
 def boxes_of(rims):
@@ -126,18 +128,18 @@ def boxes_of(rims):
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("boundary", [*MODES, 2.5])
 def test_corners_are_there_by_default(grid, boundary):
-    members = Members(tuple((12 // n,) * n for n in grid), grid)
+    ranks = RankGrid(tuple((12 // n,) * n for n in grid), grid)
     x = np.random.default_rng(0).normal(size=(12, 12))
     mode = MODES.get(boundary, "constant")
     value = {"constant_values": boundary} if mode == "constant" else {}
     wanted = boxes_of(np.pad(x, 1, mode, **value))
 
     def function(ctx):
-        share = box_slices(ctx.box)
-        rims = ctx.halo(ctx.padded(x[share], 1, boundary))
-        assert np.array_equal(boxes_of(rims), wanted[share])
+        local_block = box_slices(ctx.box)
+        rims = ctx.update_halo(ctx.with_halo(x[local_block], 1, boundary))
+        assert np.array_equal(boxes_of(rims), wanted[local_block])
 
-    run_gang(members, function)
+    run_gang(ranks, function)
 
 
 def test_rims_of_one_field_stay_when_another_has_its_memory():
@@ -145,47 +147,47 @@ def test_rims_of_one_field_stay_when_another_has_its_memory():
 
     def function(ctx):
         own = box_slices(ctx.box)
-        p = ctx.padded(x[own], boundary="periodic")
-        first = ctx.halo(p)
+        p = ctx.with_halo(x[own], boundary="periodic")
+        first = ctx.update_halo(p)
         p.inner[...] = -x[own]
-        second = ctx.halo(p)
+        second = ctx.update_halo(p)
         wanted = np.pad(x, 1, "wrap")[own[0].start : own[0].stop + 2]
         assert np.array_equal(first, wanted)
         assert np.array_equal(second, -wanted)
         first *= 0
         assert np.array_equal(p.inner, -x[own]), "what is returned is the caller's own"
-        assert ctx.halo(p, copy=False) is p.data
+        assert ctx.update_halo(p, copy=False) is p.data
 
-    run_gang(Members(((4, 4),), (2,)), function)
+    run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_like_fields_that_are_exchanged_in_another_order_are_found():
     """Each would get the rims of the other."""
 
     def function(ctx):
-        fields = [ctx.padded(np.full(4, float(i)), boundary="periodic") for i in range(2)]
+        fields = [ctx.with_halo(np.full(4, float(i)), boundary="periodic") for i in range(2)]
         for p in fields if ctx.rank else reversed(fields):
-            ctx.halo(p)
+            ctx.update_halo(p)
 
     with pytest.raises(SectionError, match=r"halo\(\) of padded 1, .* halo\(\) of padded 0, "):
-        run_gang(Members(((4, 4),), (2,)), function)
+        run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_members_receive_the_share_as_it_was_when_the_exchange_began():
     def function(ctx):
-        p = ctx.padded(np.full(4, 1.0 + ctx.rank), boundary="periodic")
-        pending = ctx.halo_begin(p)
+        p = ctx.with_halo(np.full(4, 1.0 + ctx.rank), boundary="periodic")
+        pending = ctx.update_halo_begin(p)
         p.inner[...] = np.nan
         rims = pending.wait()
         assert rims[[0, -1]].tolist() == [2.0 - ctx.rank] * 2
 
-    run_gang(Members(((4, 4),), (2,)), function)
+    run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_parts_are_read_only():
     """Written in place, the first part would change the rims of the others."""
-    ctx = Context(Members(((8,),), (1,)))
-    p = ctx.padded(np.ones(8), boundary="periodic")
+    ctx = Context(RankGrid(((8,),), (1,)))
+    p = ctx.with_halo(np.ones(8), boundary="periodic")
     with pytest.raises(ValueError, match="read-only"):
         p.interior.data[p.interior.inner] *= 2
     p.inner[...] *= 2
@@ -194,16 +196,16 @@ def test_parts_are_read_only():
 
 def in_place(ctx, x):
     """Compute in the array that `halo` returns, as if it were the share."""
-    p = ctx.padded(x, {0: 1}, "periodic")
+    p = ctx.with_halo(x, {0: 1}, "periodic")
     for _ in range(3):
-        u = ctx.halo(p)
+        u = ctx.update_halo(p)
         u[1:-1] = 0.5 * (u[:-2] + u[2:])
     return p.inner
 
 
 def in_place_once(ctx, x):
-    p = ctx.padded(x, {0: 1}, "periodic")
-    u = ctx.halo(p)
+    p = ctx.with_halo(x, {0: 1}, "periodic")
+    u = ctx.update_halo(p)
     u[1:-1] = 0.5 * (u[:-2] + u[2:])
     return p.inner
 
@@ -212,29 +214,29 @@ def in_place_once(ctx, x):
 def test_results_in_the_copy_of_a_share_are_refused(function):
     x = da.from_array(np.arange(24.0).reshape(6, 4), chunks=(3, 4))
     with pytest.raises(InputError, match=r"writes its results to the local block, p\.inner"):
-        spmd(function, x, members=1).compute(scheduler="sync")
+        spmd(function, x, ranks=1).compute(scheduler="sync")
 
 
 def test_copies_of_a_share_may_be_written_to():
     """Also where the share stays as it is."""
 
     def bounded(ctx, x):
-        p = ctx.padded(x, {0: 1}, "periodic")
+        p = ctx.with_halo(x, {0: 1}, "periodic")
         for _ in range(3):
-            u = ctx.halo(p)
+            u = ctx.update_halo(p)
             u[0] = 0
             p.inner[...] = u[:-2] + u[2:]
         return p.inner
 
     def scratch(ctx, x):
-        u = ctx.halo(ctx.padded(x, {0: 1}, "periodic"))
+        u = ctx.update_halo(ctx.with_halo(x, {0: 1}, "periodic"))
         u *= 2
         return u[:-2] + u[2:]
 
     def itself(ctx, x):
-        p = ctx.padded(x, {0: 1}, "periodic")
+        p = ctx.with_halo(x, {0: 1}, "periodic")
         for _ in range(2):
-            u = ctx.halo(p, copy=False)
+            u = ctx.update_halo(p, copy=False)
             u[1:-1] = u[:-2] + u[2:]
         return p.inner
 
@@ -245,7 +247,7 @@ def test_copies_of_a_share_may_be_written_to():
         itself: _summed(_summed(x)),
     }
     for function, expected in wanted.items():
-        y = spmd(function, da.from_array(x, chunks=(3, 4)), members=1)
+        y = spmd(function, da.from_array(x, chunks=(3, 4)), ranks=1)
         assert np.array_equal(y.compute(scheduler="sync"), expected)
 
 

@@ -16,9 +16,9 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import rim_messages
-from dask_p2p.sections.graph import Shares
-from dask_p2p.sections.links import Links
+from dask_p2p.sections import halo_messages
+from dask_p2p.sections.graph import LocalBlocks
+from dask_p2p.sections.links import Connections
 from tests.sections.gangs import run_gang
 from tests.sections.support import nothing_is_left
 
@@ -50,27 +50,27 @@ def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
     mode = modes.get(boundary, "constant")
     value = {"constant_values": boundary} if mode == "constant" else {}
     for _ in range(steps):
-        padded = [np.pad(field, depth, mode, **value) for field in fields]
+        halo_array = [np.pad(field, depth, mode, **value) for field in fields]
         new = np.empty_like(fields[0])
-        function(*padded, *constants, out=new, **kwargs)
+        function(*halo_array, *constants, out=new, **kwargs)
         fields = [new, *fields[:-1]]
     return fields
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
-@pytest.mark.parametrize("members", [2, 4, 8])
-def test_boundaries(client, boundary, members):
-    y = iterate(star, array(), 1, 5, boundary=boundary, members=members)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_boundaries(client, boundary, ranks):
+    y = iterate(star, array(), 1, 5, boundary=boundary, ranks=ranks)
     assert y.chunks == array().chunks
     (wanted,) = reference(star, [X], 1, 5, boundary)
     assert np.array_equal(y.compute(), wanted)
-    alone = iterate(star, array(), 1, 5, boundary=boundary, members=1)
+    alone = iterate(star, array(), 1, 5, boundary=boundary, ranks=1)
     assert np.array_equal(alone.compute(scheduler="threads"), wanted)
 
 
 def test_nothing_is_left_of_it(client):
     for _ in range(3):
-        iterate(star, array(), 1, 5, members=4).compute()
+        iterate(star, array(), 1, 5, ranks=4).compute()
     nothing_is_left(client)
 
 
@@ -84,7 +84,7 @@ def test_levels_of_time_constants_and_keywords(client):
         7,
         boundary=0.0,
         constants=(array(speed, (6, 30)), 0.5),
-        members=4,
+        ranks=4,
         scale=0.1,
     )
     for y, z in zip(dask.compute(*made), wanted, strict=True):
@@ -98,23 +98,23 @@ def test_fields_have_rims_of_their_own(client):
 
     u, before = X.copy(), X + 1
     for _ in range(3):
-        padded = np.pad(u, ((4, 0), (0, 0)), "wrap")
+        halo_array = np.pad(u, ((4, 0), (0, 0)), "wrap")
         wider = np.pad(before, ((0, 0), (1, 0)), "wrap")
-        u, before = padded[4:, :] - wider[:, :-1], u
-    y, _ = iterate(differs, (array(), array(X + 1)), [{0: (4, 0)}, {1: (1, 0)}], 3, members=4)
+        u, before = halo_array[4:, :] - wider[:, :-1], u
+    y, _ = iterate(differs, (array(), array(X + 1)), [{0: (4, 0)}, {1: (1, 0)}], 3, ranks=4)
     assert np.array_equal(y.compute(), u)
 
 
 @pytest.mark.parametrize("exchange", ORDERS[1:])
 def test_the_order_of_messages_changes_no_bit(client, exchange):
-    y = iterate(star, array(), 1, 5, boundary="nearest", members=8, exchange=exchange)
+    y = iterate(star, array(), 1, 5, boundary="nearest", ranks=8, exchange=exchange)
     (wanted,) = reference(star, [X], 1, 5, "nearest")
     assert np.array_equal(y.compute(), wanted)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "none"])
-@pytest.mark.parametrize("members", [2, 8])
-def test_overlap_changes_no_bit(client, boundary, members):
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_overlap_changes_no_bit(client, boundary, ranks):
     """Of functions that fill `out`, and of those that return shares with rims or without."""
 
     def filling(u, before, factor, out, has_numbers):
@@ -143,7 +143,7 @@ def test_overlap_changes_no_bit(client, boundary, members):
                 overlap=overlap,
                 until=until,
                 check_every=3,
-                members=members,
+                ranks=ranks,
                 **given(until),
             )
         )
@@ -162,7 +162,7 @@ def test_with_overlap_the_inside_comes_before_the_rims(client):
     def shapes(u, out):
         out[:] = u[1:-1] + (out.shape[0] == 22) + 10 * (out.shape[0] == 1)
 
-    y = iterate(shapes, array(np.zeros((48, 3)), (24, 3)), {0: 1}, 2, overlap=True, members=2)
+    y = iterate(shapes, array(np.zeros((48, 3)), (24, 3)), {0: 1}, 2, overlap=True, ranks=2)
     # The first step has rims from the start; the second is done in three parts.
     assert y.compute()[:, 0].tolist() == ([10.0] + [1.0] * 22 + [10.0]) * 2
 
@@ -172,7 +172,7 @@ def test_rims_wider_than_shares_and_corners(client):
         out[:] = u[14:, :-14] + u[:-14, 14:] + u[7:-7, 7:-7]
 
     (wanted,) = reference(diagonal, [X], 7, 3, "periodic")
-    y = iterate(diagonal, array(), 7, 3, corners=True, members=8)
+    y = iterate(diagonal, array(), 7, 3, corners=True, ranks=8)
     assert np.array_equal(y.compute(), wanted)
 
 
@@ -193,7 +193,7 @@ def test_one_to_four_axes_are_cut(client, data):
 
     boundary = data.draw(st.sampled_from(["periodic", "reflect", "nearest", 2.0]))
     (wanted,) = reference(sides, [x], 1, 2, boundary)
-    y = iterate(sides, array(x, chunks), 1, 2, boundary=boundary, members=2**ndim)
+    y = iterate(sides, array(x, chunks), 1, 2, boundary=boundary, ranks=2**ndim)
     assert np.array_equal(y.compute(), wanted)
 
 
@@ -208,7 +208,7 @@ def test_functions_may_return_shares_with_and_without_rims(client):
     wanted = X
     for _ in range(4):
         wanted = smoothed(wanted)
-    y = iterate(smoothed, array(), {0: 1}, 4, boundary="none", members=4)
+    y = iterate(smoothed, array(), {0: 1}, 4, boundary="none", ranks=4)
     assert np.array_equal(y.compute(), wanted)
 
     def inner(u):
@@ -217,7 +217,7 @@ def test_functions_may_return_shares_with_and_without_rims(client):
     wanted = X
     for _ in range(3):
         wanted = wanted + np.roll(wanted, -1, 0)
-    assert np.array_equal(iterate(inner, array(), 1, 3, members=4).compute(), wanted)
+    assert np.array_equal(iterate(inner, array(), 1, 3, ranks=4).compute(), wanted)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -230,17 +230,17 @@ def test_it_stops_when_it_is_told_to(client, every):
         assert count == X.size, "summed over all members"
         return largest < 1
 
-    y = iterate(halved, array(np.ones_like(X)), 1, 100, until=small, check_every=every, members=4)
+    y = iterate(halved, array(np.ones_like(X)), 1, 100, until=small, check_every=every, ranks=4)
     value = 2.0 ** -{1: 3, 3: 3}[every]
     assert (y.compute() == value).all()
 
 
 def test_dtypes(client):
     counts = np.arange(24).reshape(4, 6)
-    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, dtype="f4", members=4)
+    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, dtype="f4", ranks=4)
     assert y.dtype == "f4"
     assert np.array_equal(y.compute(), (counts / 4).astype("f4"))
-    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, members=4)
+    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, ranks=4)
     expected = "expected an array from the function that can be converted to int64 without loss"
     with pytest.raises(BlockMismatchError, match=expected):
         y.compute()
@@ -250,26 +250,26 @@ def test_dtypes(client):
 def test_fields_are_not_narrowed_to_the_first_one(first, second):
     fields = [array((X * 10).astype(of)) for of in (first, second)]
     with pytest.raises(InputError, match=f"fields that become .* dtype='{np.dtype(second)}'"):
-        iterate(lambda u, v: u, fields, 1, 1, members=1)
-    found = iterate(lambda u, v: u, fields, 1, 1, members=1, dtype=second)
+        iterate(lambda u, v: u, fields, 1, 1, ranks=1)
+    found = iterate(lambda u, v: u, fields, 1, 1, ranks=1, dtype=second)
     assert [each.dtype for each in found] == [second] * 2
 
 
 def test_a_wrong_result_is_named(client):
-    y = iterate(lambda u: u[1:], array(), 1, 2, members=2)
+    y = iterate(lambda u: u[1:], array(), 1, 2, ranks=2)
     with pytest.raises(BlockMismatchError, match=r"expected an array of shape .*, or .* with halo"):
         y.compute()
 
 
-@pytest.mark.parametrize("members", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("more", [{}, {"until": lambda total: total < 0}, {"overlap": True}])
 @pytest.mark.parametrize("every", [None, np.int64(5)])
-def test_without_steps_fields_come_back(client, members, more, every):
+def test_without_steps_fields_come_back(client, ranks, more, every):
     def failing(u, v, out):
         raise AssertionError("no step was asked for")
 
     fields = array(X, (8, 3)), array(2 * X, (8, 3))
-    kwargs = {"members": members, "checkpoint_every": every, **more}
+    kwargs = {"ranks": ranks, "checkpoint_every": every, **more}
     u, v = iterate(failing, fields, 1, 0, dtype="f4", **kwargs)
     u, v = dask.compute(u, v)
     assert u.dtype == v.dtype == "f4"
@@ -279,7 +279,7 @@ def test_without_steps_fields_come_back(client, members, more, every):
 
 def test_by_default_each_worker_has_a_member(client):
     y = iterate(lambda u: u, array(), 1, 2)
-    assert sum("members" in str(key[0]) and key[1] != "commit" for key in y.dask.to_dict()) == 2
+    assert sum("ranks" in str(key[0]) and key[1] != "commit" for key in y.dask.to_dict()) == 2
 
 
 def test_wrong_arguments_are_refused():
@@ -318,23 +318,23 @@ def test_wrong_arguments_are_refused():
 def test_by_default_large_shares_are_done_in_parts_where_rims_come_from_other_hosts(
     monkeypatch, is_far, least, parts
 ):
-    monkeypatch.setattr(Links, "is_on_other_host", lambda links, rank: is_far)
-    monkeypatch.setattr(rim_messages, "_LEAST_OVERLAPPED", least)
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda links, rank: is_far)
+    monkeypatch.setattr(halo_messages, "_LEAST_OVERLAPPED", least)
     x, seen = np.arange(120.0).reshape(24, 5), []
 
     def counting(u, out):
         seen.append(out.shape)
         out[:] = u[:-2] + u[2:]
 
-    y = iterate(counting, array(x, (12, 5)), {0: 1}, 2, members=2)
+    y = iterate(counting, array(x, (12, 5)), {0: 1}, 2, ranks=2)
     body = next(task for key, task in y.dask.to_dict().items() if key[1:] == (0,)).body
-    members = body.members
+    ranks = body.ranks
 
     def run(ctx):
-        shares = Shares(members, ctx.rank, [[x[box_slices(ctx.box)]]], [x.dtype])
-        return body.function(ctx, shares)[0]
+        local_blocks = LocalBlocks(ranks, ctx.rank, [[x[box_slices(ctx.box)]]], [x.dtype])
+        return body.function(ctx, local_blocks)[0]
 
     assert np.array_equal(
-        np.concatenate(run_gang(members, run)), sum(np.roll(x, by, 0) for by in (-2, 0, 0, 2))
+        np.concatenate(run_gang(ranks, run)), sum(np.roll(x, by, 0) for by in (-2, 0, 0, 2))
     )
     assert len(seen) == 2 * (1 + parts)

@@ -35,7 +35,7 @@ def misses_an_edge(u, out):
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u8", "c8", "M8[s]"])
 @pytest.mark.parametrize(("function", "left"), [(forgets, 24), (misses_an_edge, 4)])
 def test_what_is_not_filled_is_named(function, left, dtype):
-    y = iterate(function, array(X.astype(dtype)), 0, 3, members=1)
+    y = iterate(function, array(X.astype(dtype)), 0, 3, ranks=1)
     with pytest.raises(BlockMismatchError, match=f"but it left {left} of 24 elements as they"):
         computed(y)
 
@@ -46,9 +46,9 @@ def test_small_elements_are_not_looked_at(dtype):
         out[:] = u
 
     x = np.zeros((6, 4), dtype)
-    assert np.array_equal(computed(iterate(copied, array(x), 0, 2, members=1)), x)
+    assert np.array_equal(computed(iterate(copied, array(x), 0, 2, ranks=1)), x)
     every = np.frombuffer(bytes(range(256)), "u1").reshape(16, 16)
-    y = iterate(copied, da.from_array(every, chunks=8), 0, 2, members=1)
+    y = iterate(copied, da.from_array(every, chunks=8), 0, 2, ranks=1)
     assert np.array_equal(computed(y), every)
 
 
@@ -57,11 +57,11 @@ def test_small_elements_that_are_not_filled_are_named(dtype):
     """Cells of an automaton would be zeros, without a word."""
     x = np.zeros((20, 20), dtype)
     with pytest.raises(BlockMismatchError, match="but it left 400 of 400 elements as they"):
-        computed(iterate(forgets, da.from_array(x, chunks=5), 0, 3, members=1))
+        computed(iterate(forgets, da.from_array(x, chunks=5), 0, 3, ranks=1))
 
 
 def test_ufuncs_fill_and_return_out():
-    y = iterate(lambda u, out: np.negative(u, out=out), array(), 0, 3, members=1)
+    y = iterate(lambda u, out: np.negative(u, out=out), array(), 0, 3, ranks=1)
     assert np.array_equal(computed(y), -X)
 
 
@@ -70,11 +70,11 @@ def test_ufuncs_fill_and_return_out():
 )
 def test_what_is_no_array(made):
     with pytest.raises(BlockMismatchError, match=f"from the function, got {type(made).__name__}"):
-        computed(iterate(lambda u: made, array(), 0, 1, members=1))
+        computed(iterate(lambda u: made, array(), 0, 1, ranks=1))
     with pytest.raises(BlockMismatchError, match=f"got .*{type(made).__name__}|got .*"):
-        computed(spmd(lambda ctx, x: made, array(), members=1))
+        computed(spmd(lambda ctx, x: made, array(), ranks=1))
     with pytest.raises(BlockMismatchError, match="expected 2 arrays"):
-        computed(spmd(lambda ctx, x: made, array(), outputs=2, members=1)[0])
+        computed(spmd(lambda ctx, x: made, array(), outputs=2, ranks=1)[0])
 
 
 def test_numbers_that_until_waits_for():
@@ -82,7 +82,7 @@ def test_numbers_that_until_waits_for():
         out[:] = u
 
     for function in (filled, lambda u: u):
-        y = iterate(function, array(), 0, 3, until=lambda size: size < 1, members=1)
+        y = iterate(function, array(), 0, 3, until=lambda size: size < 1, ranks=1)
         with pytest.raises(BlockMismatchError, match="expected numbers for until="):
             computed(y)
 
@@ -92,7 +92,7 @@ def test_not_a_number_does_not_stop_it():
         out[:] = u + 1
         return np.nan
 
-    y = iterate(nan, array(), 0, 5, until=lambda size: size < 1, members=1)
+    y = iterate(nan, array(), 0, 5, until=lambda size: size < 1, ranks=1)
     assert np.array_equal(computed(y), X + 5)
 
 
@@ -122,14 +122,12 @@ def test_fields_and_constants_are_only_read():
     weight, bias = np.zeros(1), array() * 0
     for function in (field, array_constant, divided_constant, returning):
         for overlap in (False, True):
-            y = iterate(
-                function, array(), 0, 3, constants=(weight, bias), members=1, overlap=overlap
-            )
+            y = iterate(function, array(), 0, 3, constants=(weight, bias), ranks=1, overlap=overlap)
             with pytest.raises(InputError, match=r"only reads its fields and.*u = u\.copy\(\)"):
                 computed(y)
     assert weight == 0
     with pytest.raises(InputError, match="only reads its fields"):
-        computed(iterate(older, (array(), array()), 0, 3, members=1)[0])
+        computed(iterate(older, (array(), array()), 0, 3, ranks=1)[0])
 
 
 def test_copies_of_fields_may_be_written_to():
@@ -138,7 +136,7 @@ def test_copies_of_fields_may_be_written_to():
         u += weight
         out[:] = u
 
-    y = iterate(scaled, array(), 0, 2, constants=(array(np.ones_like(X)),), members=1)
+    y = iterate(scaled, array(), 0, 2, constants=(array(np.ones_like(X)),), ranks=1)
     assert np.array_equal(computed(y), (X * 0.5 + 1) * 0.5 + 1)
 
 
@@ -155,9 +153,9 @@ def test_blocks_that_are_not_what_their_array_says(block, error):
     """A mask would be lost, one element be repeated."""
     x = array().map_blocks(block, dtype=float, meta=np.empty((0, 0)))
     for y in (
-        iterate(lambda u: u, x, 0, 1, members=1),
-        iterate(lambda u, c: u, array(), 0, 1, constants=(x,), members=1),
-        spmd(lambda ctx, u: u, x, members=1),
+        iterate(lambda u: u, x, 0, 1, ranks=1),
+        iterate(lambda u, c: u, array(), 0, 1, constants=(x,), ranks=1),
+        spmd(lambda ctx, u: u, x, ranks=1),
     ):
         with pytest.raises(error):
             computed(y)

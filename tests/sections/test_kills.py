@@ -52,7 +52,7 @@ def test_a_killed_worker_brings_all_members_again(client, tmp_path, kill):
         folder.mkdir()
     (folders[0] / "killed").touch()
     undisturbed, disturbed = (
-        client.compute(spmd(stepping, x, members=4, steps=20, folder=folder, kill=kill))
+        client.compute(spmd(stepping, x, ranks=4, steps=20, folder=folder, kill=kill))
         for folder in folders
     )
     values = result_of(client, undisturbed)
@@ -70,7 +70,7 @@ def test_an_output_that_is_lost_is_made_again(client):
     def running(ctx, x):
         return x + ctx.allreduce(1.0)
 
-    y = client.persist(spmd(running, da.from_array(X, chunks=(1, 12)), members=3))
+    y = client.persist(spmd(running, da.from_array(X, chunks=(1, 12)), ranks=3))
     wait(y)
     for _ in range(2):
         holders = client.who_has(y)
@@ -97,7 +97,7 @@ def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):
         return x + total
 
     x = da.from_array(X, chunks=(1, 12))
-    y = spmd(dying, x, members=3, path=tmp_path / "died")
+    y = spmd(dying, x, ranks=3, path=tmp_path / "died")
     y = y.map_blocks(slow, first, dtype=x.dtype)
     assert np.array_equal(result_of(client, client.compute(y)), X + 3)
     assert first.exists()
@@ -167,7 +167,7 @@ def test_members_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, r
     for step in range(20):
         # In the order in which the members add.
         wanted = wanted + sum(wanted[i : i + 2].sum() for i in range(0, 8, 2)) / (step + 1e6)
-    y = spmd(stepping_on, x, folder=tmp_path, kill=kill, where=where, members=4)
+    y = spmd(stepping_on, x, folder=tmp_path, kill=kill, where=where, ranks=4)
     future = client.compute(y)
     assert np.array_equal(result_of(client, future), wanted), "the same bits"
     for of_member in attempts(tmp_path):
@@ -189,7 +189,7 @@ def dying_often(ctx, x, folder):
 
 def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
     three_workers(client)
-    y = spmd(dying_often, da.zeros(12, chunks=4), members=3, folder=tmp_path)
+    y = spmd(dying_often, da.zeros(12, chunks=4), ranks=3, folder=tmp_path)
     assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
     assert len([*tmp_path.iterdir()]) == 5
     nothing_is_left(client)
@@ -209,7 +209,7 @@ def counting(ctx, x, path):
 
 def test_members_go_on_whatever_integers_count_their_steps(client, tmp_path):
     three_workers(client)
-    y = spmd(counting, da.zeros(12, chunks=3), members=3, path=tmp_path / "killed")
+    y = spmd(counting, da.zeros(12, chunks=3), ranks=3, path=tmp_path / "killed")
     assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 24.0))
     nothing_is_left(client)
 
@@ -241,7 +241,7 @@ def saving_nothing(ctx, x, folder):
 def test_members_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function):
     """Not after steps whose values are lost."""
     three_workers(client)
-    y = spmd(function, da.zeros(12, chunks=3), members=3, folder=tmp_path)
+    y = spmd(function, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
     assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
     for of_member in attempts(tmp_path):
         assert of_member[-1] == [*range(20)]
@@ -275,7 +275,7 @@ def test_a_stencil_goes_on_from_the_last_checkpoint(client, tmp_path):
         50,
         constants=(da.arange(12, chunks=3),),
         checkpoint_every=10,
-        members=4,
+        ranks=4,
     )
     assert np.array_equal(result_of(client, client.compute(y)), wanted + 50j), "the same bits"
     for of_member in attempts(tmp_path):

@@ -27,9 +27,9 @@ from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections import endpoint
 from dask_p2p.sections import links as module
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.link import HEADER, AttemptEndedError, Peer
-from dask_p2p.sections.links import Links
-from tests.sections.gangs import cut, has_come, stop_listening
+from dask_p2p.sections.link import HEADER, AttemptEndedError, RankAddress
+from dask_p2p.sections.links import Connections
+from tests.sections.gangs import has_come, partition, stop_listening
 from tests.transports.loopback import wait_until
 
 BOUND_S = 60
@@ -58,9 +58,10 @@ class Gang:
             if messengers is None
             else [replace(reach, uses_ucx=each is not None) for each in messengers]
         )
-        self.links = [Links(each) for each in of_all]
+        self.links = [Connections(each) for each in of_all]
         self.peers = [
-            Peer("worker", f"{rank:032}", links.endpoint) for rank, links in enumerate(self.links)
+            RankAddress("worker", f"{rank:032}", links.endpoint)
+            for rank, links in enumerate(self.links)
         ]
         for rank, links in enumerate(self.links):
             links.start(rank, self.peers)
@@ -252,7 +253,7 @@ def test_what_goes_on_beside_ends_with_the_link():
     with Gang(2) as gang:
         gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
         end = gang.links[0].begin("y", {1: b""}, {1: None}, beside=True)
-        cut(gang.links[1], 0)
+        partition(gang.links[1], 0)
         with pytest.raises(AttemptEndedError):
             end()
 
@@ -290,14 +291,14 @@ def test_links_that_have_failed_keep_no_frames(gang):
     kept = []
 
     def second(links):
-        share = np.ones(10)
-        kept.append(weakref.ref(share))
+        local_block = np.ones(10)
+        kept.append(weakref.ref(local_block))
         links.exchange("second", {}, {1: None})
 
     def exchange(rank, links):
         links.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
         if rank == 1:
-            cut(links, 0)
+            partition(links, 0)
             return
         with suppress(AttemptEndedError):
             second(links)
@@ -305,8 +306,8 @@ def test_links_that_have_failed_keep_no_frames(gang):
     gc.disable()
     try:
         gang.run(lambda rank, links: rank < 2 and exchange(rank, links))
-        (share,) = kept
-        assert share() is None
+        (local_block,) = kept
+        assert local_block() is None
     finally:
         gc.enable()
 
@@ -329,7 +330,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     def exchange(rank, links):
         if rank == 1:
             links.exchange("first", {0: b"x"}, {})
-            return cut(links, 0)
+            return partition(links, 0)
         if rank == 0:
             links.exchange("first", {}, {1: None})
             return links.exchange("second", {}, {1: None})
@@ -429,7 +430,7 @@ def test_headers_that_no_member_sends_are_refused(said):
         def exchange(rank, links):
             if rank == 0:
                 made.connect(bytes.fromhex(name))
-                made.sendall(f"{gang.peers[0].ticket}{gang.peers[1].ticket}".encode() + said)
+                made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + said)
                 made.shutdown(socket.SHUT_WR)
                 return None
             return links.exchange("x", {}, {0: bytearray(3)})
@@ -456,8 +457,8 @@ def test_strangers_are_sent_away(gang):
         for said in (
             b"",
             b"GET / HTTP/1.0\r\n\r\n",
-            f"{gang.peers[0].ticket}{'of another attempt':32}".encode(),
-            f"{'nobody':32}{own.ticket}".encode(),
+            f"{gang.peers[0].token}{'of another attempt':32}".encode(),
+            f"{'nobody':32}{own.token}".encode(),
             b"\xff" * 64,
         ):
             stranger = socket.socket(family)

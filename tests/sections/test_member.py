@@ -56,7 +56,7 @@ def test_all_see_by_name_what_one_raises(client, what):
     workers = {*client.run(os.getpid).values()}
     x = da.ones((4, 2), chunks=(1, 2))
     with pytest.raises(SectionError, match=rf"the function raised {what}.* on rank 3"):
-        spmd(raising, x, members=4, what=what).compute()
+        spmd(raising, x, ranks=4, what=what).compute()
     nothing_is_left(client)
     assert {*client.run(os.getpid).values()} == workers
 
@@ -64,9 +64,9 @@ def test_all_see_by_name_what_one_raises(client, what):
 def test_one_member_alone_ends_no_worker_either():
     x = da.ones((4, 2), chunks=(1, 2))
     with pytest.raises(SectionError, match="the function raised SystemExit: 3 on rank 0"):
-        spmd(raising, x, members=1, what="SystemExit: 3").compute(scheduler="sync")
+        spmd(raising, x, ranks=1, what="SystemExit: 3").compute(scheduler="sync")
     with pytest.raises(ValueError, match="xxx"):
-        spmd(raising, x, members=1, what="ValueError: xxxxxxxxxx").compute(scheduler="sync")
+        spmd(raising, x, ranks=1, what="ValueError: xxxxxxxxxx").compute(scheduler="sync")
 
 
 def summed(ctx, x):
@@ -75,11 +75,11 @@ def summed(ctx, x):
 
 def test_members_run_on_workers_without_the_plugin():
     """The array is made before there is a cluster, so that nobody has registered."""
-    y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), members=2)
+    y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
     options = {"p2p.transports.order": ["cma", "ucx", "comm"]}  # UCX is asked of the plugin
-    z = iterate(lambda u: u[1:-1], da.ones((4, 2), chunks=(2, 2)), {0: 1}, 3, members=2)
+    z = iterate(lambda u: u[1:-1], da.ones((4, 2), chunks=(2, 2)), {0: 1}, 3, ranks=2)
     with dask.config.set(options):
-        w = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), members=2)
+        w = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
     with own_client() as client:
         for lazy, value in ((w, 2.0), (y, 3.0), (z, 1.0)):
             assert np.array_equal(client.compute(lazy).result(), np.full((4, 2), value))
@@ -88,12 +88,12 @@ def test_members_run_on_workers_without_the_plugin():
 @pytest.mark.cluster
 def test_members_run_for_an_asynchronous_client():
     with dask.config.set({"p2p.transports.order": ["cma", "ucx", "comm"]}):
-        y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), members=2)
+        y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
 
     async def main():
         async with Client(n_workers=2, asynchronous=True, dashboard_address=":0") as client:
             assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
-            z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), members=2)
+            z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
             assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
 
     asyncio.run(main())
@@ -113,7 +113,7 @@ def down(block):
 def test_members_of_gpus_run_on_workers_without_the_plugin(gpu):
     here["gpu"] = gpu
     x, meta = da.from_array(np.ones((4, 2)), chunks=(2, 2)), gpu.empty((0, 0), "f8")
-    y = spmd(lambda ctx, x: x, x.map_blocks(up, dtype="f8", meta=meta), members=2)
+    y = spmd(lambda ctx, x: x, x.map_blocks(up, dtype="f8", meta=meta), ranks=2)
     with own_client(processes=False) as client:
         back = y.map_blocks(down, dtype="f8", meta=np.empty((0, 0)))
         assert np.array_equal(client.compute(back).result(), np.ones((4, 2)))

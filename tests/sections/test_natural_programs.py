@@ -24,7 +24,7 @@ def array(x, chunks=(6, 15)):
     return da.from_array(x, chunks=chunks)
 
 
-def padded(x, depth, boundary):
+def halo_array(x, depth, boundary):
     """Axis by axis, as `da.map_overlap` does it, where axes have boundaries of their own."""
     for axis in range(x.ndim):
         kind = boundary[axis] if isinstance(boundary, tuple) else boundary
@@ -37,7 +37,7 @@ def padded(x, depth, boundary):
 def reference(function, x, depth, steps, boundary="periodic"):
     for _ in range(steps):
         new = np.empty_like(x)
-        function(padded(x, depth, boundary), out=new)
+        function(halo_array(x, depth, boundary), out=new)
         x = new
     return x
 
@@ -64,20 +64,20 @@ def life(u, out):
     out[...] = (n == 3) | ((n == 4) & (own == 1))
 
 
-@pytest.mark.parametrize("members", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("boundary", [*BOUNDARIES, ("periodic", 2), (2, 1), (1, "reflect")])
-def test_functions_that_read_corners(client, members, boundary):
+def test_functions_that_read_corners(client, ranks, boundary):
     for function, x in ((nine_points, FLOATS), (box_average, FLOATS), (life, BITS)):
-        y = iterate(function, array(x), 1, 5, boundary=boundary, members=members)
+        y = iterate(function, array(x), 1, 5, boundary=boundary, ranks=ranks)
         assert np.array_equal(y.compute(), reference(function, x, 1, 5, boundary))
 
 
 @pytest.mark.parametrize("exchange", ORDERS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_functions_that_read_corners_with_overlap(client, overlap, exchange):
-    for members in (2, 4):
+    for ranks in (2, 4):
         y = iterate(
-            nine_points, array(FLOATS), 1, 5, overlap=overlap, exchange=exchange, members=members
+            nine_points, array(FLOATS), 1, 5, overlap=overlap, exchange=exchange, ranks=ranks
         )
         assert np.array_equal(y.compute(), reference(nine_points, FLOATS, 1, 5))
 
@@ -86,8 +86,8 @@ def test_functions_that_read_corners_with_overlap(client, overlap, exchange):
 def test_twenty_seven_points(client, boundary):
     x = RNG.normal(size=(8, 6, 10))
     wanted = reference(box_average, x, 1, 3, boundary)
-    for members in (1, 3, 8):
-        y = iterate(box_average, array(x, (4, 3, 5)), 1, 3, boundary=boundary, members=members)
+    for ranks in (1, 3, 8):
+        y = iterate(box_average, array(x, (4, 3, 5)), 1, 3, boundary=boundary, ranks=ranks)
         assert np.array_equal(y.compute(), wanted)
 
 
@@ -97,13 +97,13 @@ def test_deep_corners_over_several_members(client):
 
     for boundary in BOUNDARIES:
         wanted = reference(far, FLOATS, 5, 3, boundary)
-        y = iterate(far, array(FLOATS, (3, 4)), 5, 3, boundary=boundary, members=8)
+        y = iterate(far, array(FLOATS, (3, 4)), 5, 3, boundary=boundary, ranks=8)
         assert np.array_equal(y.compute(), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "c16", "i4", "u1", "?", "i8"])
-@pytest.mark.parametrize("members", [1, 4])
-def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, members):
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, ranks):
     """A function that reads them is refused; a star is right."""
 
     def star(u, out):
@@ -116,10 +116,10 @@ def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, members):
         return u[:-2, 2:]
 
     x = BITS.astype(dtype)
-    y = iterate(star, array(x), 1, 3, corners=False, members=members)
+    y = iterate(star, array(x), 1, 3, corners=False, ranks=ranks)
     assert np.array_equal(y.compute(), reference(star, x, 1, 3))
     for function in (corner, returned):
-        y = iterate(function, array(x), 1, 3, corners=False, members=members)
+        y = iterate(function, array(x), 1, 3, corners=False, ranks=ranks)
         with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
             y.compute()
 
@@ -128,7 +128,7 @@ def test_random_numbers_are_no_corners(client):
     def noise(u, out):
         out[...] = u[2:, 1:-1] + np.random.default_rng().normal(size=out.shape)
 
-    y = iterate(noise, array(FLOATS), 1, 3, corners=False, members=2)
+    y = iterate(noise, array(FLOATS), 1, 3, corners=False, ranks=2)
     assert np.isfinite(y.compute()).all()
 
 
@@ -150,11 +150,11 @@ def test_several_new_arrays_are_refused():
     fields = (array(FLOATS), array(FLOATS))
     for until in (None, lambda *numbers: False):
         for function in (coupled, filled):
-            y, _ = iterate(function, fields, 0, 2, members=1, until=until)
+            y, _ = iterate(function, fields, 0, 2, ranks=1, until=until)
             with pytest.raises(BlockMismatchError, match=r"expected one new array .*da\.stack"):
                 computed(y)
     with pytest.raises(BlockMismatchError, match="from the function, got list"):
-        computed(iterate(listed, fields, 0, 2, members=1)[0])
+        computed(iterate(listed, fields, 0, 2, ranks=1)[0])
 
 
 def test_coupled_fields_that_are_stacked():
@@ -163,7 +163,7 @@ def test_coupled_fields_that_are_stacked():
         out[0], out[1] = u + v, u - v
 
     x = da.stack([array(FLOATS), array(FLOATS + 1)]).rechunk({0: -1})
-    y = iterate(coupled, x, {1: 0}, 1, members=1)
+    y = iterate(coupled, x, {1: 0}, 1, ranks=1)
     assert np.array_equal(computed(y), [FLOATS + (FLOATS + 1), FLOATS - (FLOATS + 1)])
 
 
@@ -177,17 +177,17 @@ def test_numbers_without_until_are_refused():
 
     for function in (returning, filling):
         with pytest.raises(BlockMismatchError, match=r"got 1 more value\. Give .*until="):
-            computed(iterate(function, array(FLOATS), 0, 2, members=1))
-        y = iterate(function, array(FLOATS), 0, 2, members=1, until=lambda number: False)
+            computed(iterate(function, array(FLOATS), 0, 2, ranks=1))
+        y = iterate(function, array(FLOATS), 0, 2, ranks=1, until=lambda number: False)
         assert np.array_equal(computed(y), FLOATS)
 
 
 def test_numbers_that_are_none():
     for wrong in ("text", None):
-        y = iterate(lambda u, w=wrong: (u, w), array(FLOATS), 0, 2, members=1, until=lambda n: True)
+        y = iterate(lambda u, w=wrong: (u, w), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)
         with pytest.raises(BlockMismatchError, match="expected numbers for until="):
             computed(y)
-    y = iterate(lambda u: (u, np.ones(3)), array(FLOATS), 0, 2, members=1, until=lambda n: True)
+    y = iterate(lambda u: (u, np.ones(3)), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)
     with pytest.raises(BlockMismatchError, match=r"another array of shape \(3,\)"):
         computed(y)
 
@@ -197,7 +197,7 @@ def test_functions_may_return_out_and_numbers():
         out[...] = u
         return out, out.sum()
 
-    y = iterate(filling, array(FLOATS), 0, 2, members=1, until=lambda total: False)
+    y = iterate(filling, array(FLOATS), 0, 2, ranks=1, until=lambda total: False)
     assert np.array_equal(computed(y), FLOATS)
 
 
@@ -224,10 +224,10 @@ def test_fractions_in_fields_of_integers_are_refused(dtype):
         out[len(half) :] = 0
 
     for function in (whole, in_parts, elements, of_views):
-        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1)
+        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, ranks=1)
         with pytest.raises(BlockMismatchError, match=rf"converted to {x.dtype} without .*dtype="):
             computed(y)
-        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, members=1, dtype=float)
+        y = iterate(function, array(x, (3, 4)), {0: 1}, 3, ranks=1, dtype=float)
         assert np.array_equal(computed(y), reference_of(function, x.astype(float), 3))
 
 
@@ -249,7 +249,7 @@ def test_fractions_that_compiled_code_fills_in_are_refused():
 
     x = np.arange(48).reshape(6, 8)
     with pytest.raises(BlockMismatchError, match=r"of int64, got .* elements with fractions"):
-        computed(iterate(into_memory, array(x, (3, 4)), {0: 1}, 3, members=1))
+        computed(iterate(into_memory, array(x, (3, 4)), {0: 1}, 3, ranks=1))
 
     def only_plain(u, out):
         if type(out) is not np.ndarray:
@@ -257,7 +257,7 @@ def test_fractions_that_compiled_code_fills_in_are_refused():
         out[...] = 0.75 * u[1:-1]
 
     with pytest.raises(BlockMismatchError, match=r"of int64, got .* elements with fractions"):
-        computed(iterate(only_plain, array(x, (3, 4)), {0: 1}, 3, members=1))
+        computed(iterate(only_plain, array(x, (3, 4)), {0: 1}, 3, ranks=1))
 
 
 def test_imaginary_parts_in_real_fields_are_refused():
@@ -267,8 +267,8 @@ def test_imaginary_parts_in_real_fields_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(BlockMismatchError, match=r"to float64 without loss, got complex128"):
-            computed(iterate(turned, array(FLOATS), 0, 3, members=1))
-    y = iterate(turned, array(FLOATS), 0, 2, members=1, dtype=complex)
+            computed(iterate(turned, array(FLOATS), 0, 3, ranks=1))
+    y = iterate(turned, array(FLOATS), 0, 2, ranks=1, dtype=complex)
     assert np.array_equal(computed(y), -FLOATS)
 
 
@@ -287,7 +287,7 @@ def test_integers_that_keep_their_values_are_taken():
     x = BITS[:6, :8]
     for function in (rule, wide, with_numbers):
         for dtype in ("u1", "i8", "u4"):
-            y = iterate(function, array(x.astype(dtype), (3, 4)), {0: 1}, 3, members=1)
+            y = iterate(function, array(x.astype(dtype), (3, 4)), {0: 1}, 3, ranks=1)
             assert np.array_equal(computed(y), reference_of(function, x.astype(dtype), 3))
 
 
@@ -300,7 +300,7 @@ def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
 
     for byte in (b"\xa5", b"\x5a"):
         x = np.frombuffer(byte * (64 * np.dtype(dtype).itemsize), dtype).reshape(8, 8)
-        y = iterate(copied, array(x, (4, 4)), 0, 3, members=1)
+        y = iterate(copied, array(x, (4, 4)), 0, 3, ranks=1)
         assert np.array_equal(computed(y).view("u1"), x.view("u1"))
 
     def misses_one(u, out):
@@ -315,16 +315,16 @@ def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
         for byte in (b"\xa5", b"\x5a"):
             x = np.frombuffer(byte * (64 * np.dtype(dtype).itemsize), dtype).reshape(8, 8)
             with pytest.raises(BlockMismatchError, match="left 8 of 64 elements"):
-                computed(iterate(misses_an_edge, array(x, (4, 4)), 0, 3, members=1))
+                computed(iterate(misses_an_edge, array(x, (4, 4)), 0, 3, ranks=1))
 
 
-@pytest.mark.parametrize("members", [1, 2])
-def test_writing_boundary_conditions_into_rims_is_refused(client, members):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_writing_boundary_conditions_into_rims_is_refused(client, ranks):
     def clamped(u, out):
         u[0] = 0
         out[...] = u[:-2] + u[2:]
 
-    y = iterate(clamped, array(FLOATS), {0: 1}, 3, members=members)
+    y = iterate(clamped, array(FLOATS), {0: 1}, 3, ranks=ranks)
     with pytest.raises(InputError, match="only reads its fields"):
         y.compute()
 

@@ -30,7 +30,7 @@ def smooth(u, out):
 
 
 def gangs(y):
-    return {key[0] for key in y.dask.to_dict() if "-members-" in str(key[0])}
+    return {key[0] for key in y.dask.to_dict() if "-ranks-" in str(key[0])}
 
 
 def of(client, y):
@@ -43,7 +43,7 @@ def of(client, y):
 
 
 def test_a_run_of_members(client, x, tmp_path):
-    y = iterate(smooth, x, {0: 1}, 50, members=2, checkpoint_every=None)
+    y = iterate(smooth, x, {0: 1}, 50, ranks=2, checkpoint_every=None)
     run = of(client, y)
     assert (run.operation, run.shape, run.blocks, run.dtype) == (
         "p2p-iterate",
@@ -81,9 +81,9 @@ def test_one_member_and_loops_of_any_function(client, x):
             a += ctx.allreduce(1)
         return a
 
-    run = of(client, spmd(loop, x, members=1))
+    run = of(client, spmd(loop, x, ranks=1))
     assert (run.operation, run.steps, run.moved_bytes, run.waited_share) == ("p2p-spmd", 7, 0, 0)
-    run = of(client, spmd(loop, x, members=2))
+    run = of(client, spmd(loop, x, ranks=2))
     assert (run.steps, run.moved_bytes) == (7, 2 * 7 * 8)
 
 
@@ -91,7 +91,7 @@ def test_a_function_that_raises(client, x):
     def fails(u, out):
         raise ArithmeticError("on purpose")
 
-    y = client.persist(iterate(fails, x, 1, 5, members=2))
+    y = client.persist(iterate(fails, x, 1, 5, ranks=2))
     wait(y)
     run = last_runs(client, n=1)[0]
     assert run.made == ()
@@ -106,7 +106,7 @@ async def _look(dask_scheduler):
     runs = feed.picture().runs
     row = {name: runs[name][0] for name in ("name", "state", *TABLE)} if runs["name"] else {}
     figures = dask_scheduler.plugins[PLUGIN_NAME].figures()
-    return row | {"members": sum(figures["members"].values())}
+    return row | {"ranks": sum(figures["ranks"].values())}
 
 
 def until(client, is_seen):
@@ -123,7 +123,7 @@ def test_the_page_shows_how_far_members_are(client, x):
         if out.flat[0] == 4:
             Event("go on").wait()
 
-    y = iterate(held, x * 0, {0: 1}, 10, boundary=0.0, members=2)
+    y = iterate(held, x * 0, {0: 1}, 10, boundary=0.0, ranks=2)
     (name,) = gangs(y)
     y = client.persist(y)
     try:
@@ -133,10 +133,10 @@ def test_the_page_shows_how_far_members_are(client, x):
         row = until(client, lambda row: row["progress"] >= 0.3)
         assert row["progress"] == pytest.approx(0.3), "of steps alone"
         assert row["blocks"] == "0 of 2 x 1"
-        until(client, lambda row: row["members"] == 2)
+        until(client, lambda row: row["ranks"] == 2)
     finally:
         Event("go on").set()
     wait(y)
-    row = until(client, lambda row: row["state"] == "done" and row["members"] == 0)
+    row = until(client, lambda row: row["state"] == "done" and row["ranks"] == 0)
     assert (row["progress"], row["blocks"]) == (1.0, "2 of 2 x 1")
     assert row["steps"].startswith("10 of 10, ")

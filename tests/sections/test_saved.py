@@ -13,16 +13,16 @@ from dask_p2p.sections.saved import (
     Period,
     SavedStates,
     States,
-    buddies,
     checked_period,
+    replica_ranks,
 )
 from tests.sections.test_links import BOUND_S, Gang
 
 
 def test_buddies_are_on_other_workers():
-    assert buddies(["a", "a"]) == [None, None]
-    assert buddies(["a", "b", "a", "b"]) == [1, 2, 3, 0]
-    assert buddies(["a", "a", "a", "b"]) == [3, 3, 3, 0]
+    assert replica_ranks(["a", "a"]) == [None, None]
+    assert replica_ranks(["a", "b", "a", "b"]) == [1, 2, 3, 0]
+    assert replica_ranks(["a", "a", "a", "b"]) == [3, 3, 3, 0]
 
 
 def test_two_generations_are_kept():

@@ -22,7 +22,7 @@ from dask_p2p.sections.waiting import Waiting
 from tests.clock import run_clocked
 from tests.sections.support import coordinator_of
 
-GOOD = {"gang": "x", "rank": 0, "ticket": "t0"}
+GOOD = {"gang": "x", "rank": 0, "token": "t0"}
 JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
 
 
@@ -77,7 +77,7 @@ def running(main):
 def whole(plugin):
     return asyncio.gather(
         plugin.join(**JOINING),
-        plugin.join(**JOINING | {"rank": 1, "ticket": "t1", "worker": "b", "endpoint": "of b"}),
+        plugin.join(**JOINING | {"rank": 1, "token": "t1", "worker": "b", "endpoint": "of b"}),
     )
 
 
@@ -90,7 +90,7 @@ def test_members_start_together_and_commit_together():
         await plugin.leave(**GOOD)
         await asyncio.sleep(0)
         assert not waiting.done()
-        await plugin.leave(gang="x", rank=1, ticket="t1")
+        await plugin.leave(gang="x", rank=1, token="t1")
         assert (await waiting)["state"] == "committed"
 
     running(main)
@@ -121,10 +121,10 @@ def test_deaths_before_a_newer_state_do_not_count(saved, counted):
     running(main)
 
 
-def whole_with(plugin, steps, ticket):
+def whole_with(plugin, steps, token):
     """Both members join, and each has states of steps."""
     joining = [
-        JOINING | {"rank": rank, "ticket": f"{ticket}{rank}", "worker": worker}
+        JOINING | {"rank": rank, "token": f"{token}{rank}", "worker": worker}
         for rank, worker in enumerate("ab")
     ]
     saved = [(rank, steps) for rank in range(2)]
@@ -144,9 +144,9 @@ def test_a_poll_is_answered_in_time_without_news():
 def test_outputs_are_released_when_one_is_lost():
     async def main(scheduler, plugin):
         await whole(plugin)
-        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, ticket="t1"))
+        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
         scheduler.tasks["x", 1].state = scheduler.tasks["x", "commit"].state = "memory"
-        again = asyncio.ensure_future(plugin.join(**JOINING | {"ticket": "again"}))
+        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
         await asyncio.sleep(0.01)
         again.cancel()
         return scheduler.released
@@ -157,8 +157,8 @@ def test_outputs_are_released_when_one_is_lost():
 def test_an_output_that_comes_after_another_was_lost_is_released():
     async def main(scheduler, plugin):
         await whole(plugin)
-        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, ticket="t1"))
-        again = asyncio.ensure_future(plugin.join(**JOINING | {"ticket": "again"}))
+        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
+        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
         await asyncio.sleep(0.01)
         assert scheduler.released == []
         scheduler.tasks["x", 1].state = "memory"
@@ -184,7 +184,7 @@ def test_workers_forget_states_with_the_gang(end):
         await asyncio.sleep(0)
         if end == "commit":
             assert scheduler.forgotten == []
-            await plugin.leave(gang="x", rank=1, ticket="t1")
+            await plugin.leave(gang="x", rank=1, token="t1")
         elif end == "error":  # whose task stays as long as someone has its future
             plugin.transition(("x", 0), "processing", "erred")
         elif end == "cancel":
@@ -225,7 +225,7 @@ def test_members_come_again_after_the_plugin_was_taken_off(taken):
             scheduler.plugins.clear()
         assert (await waiting)["state"] == "stopped"
         await plugin.leave(**GOOD)
-        await plugin.leave(gang="x", rank=1, ticket="t1")
+        await plugin.leave(gang="x", rank=1, token="t1")
         assert not coordinator_of(plugin).is_committed("x")
         assert scheduler.forgotten == [("a", "x")]
         assert scheduler.plugins == {plugin.name: other if taken == "by another" else plugin}

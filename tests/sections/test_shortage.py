@@ -40,14 +40,14 @@ def test_gangs_that_can_run(resources, tasks):
             [GPU, GPU, {}],
             ranks(3, GPU),
             "x has 3 ranks, which run at the same time. 3 of them need 1 unit of resource 'GPU' "
-            "each, and the workers have 2 units in all, enough for 2 ranks. Give members=2, or "
+            "each, and the workers have 2 units in all, enough for 2 ranks. Give ranks=2, or "
             "start workers with more units of 'GPU' and wait for them",
         ),
         ([{}, {}], ranks(2, GPU), "have 0 units in all, too few for any rank. Start workers"),
         (
             [{"GPU": 1, "m": 9}, {"GPU": 1}],
             ranks(2, {"GPU": 1, "m": 5}),
-            "5 units of resource 'm' .* 9 units in all, enough for 1 rank. Give members=1",
+            "5 units of resource 'm' .* 9 units in all, enough for 1 rank. Give ranks=1",
         ),
         (
             [GPU, GPU],

@@ -42,9 +42,9 @@ def expected(power=1):
     return X / np.sum(X**power) + X.max(axis=0)
 
 
-@pytest.mark.parametrize("members", [2, 4])
-def test_members_exchange_and_leave_nothing(client, members):
-    y = spmd(normalized, array(), members=members, power=2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_members_exchange_and_leave_nothing(client, ranks):
+    y = spmd(normalized, array(), ranks=ranks, power=2)
     assert y.chunks == array().chunks
     np.testing.assert_allclose(y.compute(), expected(2), rtol=1e-12)
     nothing_is_left(client)
@@ -58,7 +58,7 @@ def test_by_default_each_worker_has_a_member(client):
 
 
 def test_a_part_of_the_output_takes_all_members(client):
-    y = spmd(normalized, array(), members=4)
+    y = spmd(normalized, array(), ranks=4)
     np.testing.assert_allclose(y[:3].compute(), expected()[:3], rtol=1e-12)
 
 
@@ -66,7 +66,7 @@ def test_several_arrays_and_outputs(client):
     def both(ctx, a, b):
         return a + ctx.rank, b * ctx.allreduce(1.0)
 
-    p, q = spmd(both, array(), array() + 1, outputs=2, members=4)
+    p, q = spmd(both, array(), array() + 1, outputs=2, ranks=4)
     p, q = dask.compute(p, q)
     assert (q == (X + 1) * 4).all()
     assert set((p - X).ravel()) == {0.0, 1.0, 2.0, 3.0}
@@ -90,11 +90,11 @@ def test_members_redistribute_large_arrays(client, order):
         links.begin = begin
         assert (max(sent) < columns.nbytes // ctx.size // 2) == (order == "auto")
         columns *= 2
-        return ctx.redistribute(columns, from_cut=(1,), out=x)
+        return ctx.redistribute(columns, from_partition=(1,), out=x)
 
     x = np.arange(2.0**18).reshape(512, 512)
     with dask.config.set({"p2p.transports.order": order}):
-        y = spmd(columns_doubled, da.from_array(x, chunks=(100, 512)), members=3)
+        y = spmd(columns_doubled, da.from_array(x, chunks=(100, 512)), ranks=3)
         assert np.array_equal(y.compute(), 2 * x)
 
 
@@ -102,30 +102,30 @@ def test_each_member_returns_values_of_its_own(client):
     def described(ctx, x):
         return x + 1, ctx.rank, [x.sum(), x.size]
 
-    y, ranks, sums = spmd(described, array(), members=4, per_member=(0, np.zeros(2)))
+    y, ranks, sums = spmd(described, array(), ranks=4, per_rank=(0, np.zeros(2)))
     assert (ranks.chunks, ranks.dtype) == (((1,) * 4,), np.int64)
     assert (sums.chunks, sums.dtype) == (((1,) * 4, (2,)), np.float64)
     found, ranks, sums = dask.compute(y, ranks, sums)
     assert np.array_equal(found, X + 1)
     assert ranks.tolist() == [0, 1, 2, 3]
     assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
-    wrong = spmd(described, array(), members=2, per_member=(0, np.zeros(3)))
+    wrong = spmd(described, array(), ranks=2, per_rank=(0, np.zeros(3)))
     with pytest.raises(BlockMismatchError, match=r"value of shape \(3,\) .* got \(2,\) float64"):
         wrong[2].compute()
-    with pytest.raises(BlockMismatchError, match="expected 1 array and 1 per_member from"):
-        spmd(described, array(), members=2, per_member=(0,))[0].compute()
-    with pytest.raises(BlockMismatchError, match=r"1 array and 1 per_member .* got 1 in all"):
-        spmd(normalized, array(), members=2, per_member=(0,))[0].compute()
+    with pytest.raises(BlockMismatchError, match="expected 1 array and 1 per_rank from"):
+        spmd(described, array(), ranks=2, per_rank=(0,))[0].compute()
+    with pytest.raises(BlockMismatchError, match=r"1 array and 1 per_rank .* got 1 in all"):
+        spmd(normalized, array(), ranks=2, per_rank=(0,))[0].compute()
     with pytest.raises(BlockMismatchError, match=r"value of shape .* that becomes int64"):
-        spmd(described, array(), members=2, per_member=(0, np.zeros(2, int)))[1].compute()
+        spmd(described, array(), ranks=2, per_rank=(0, np.zeros(2, int)))[1].compute()
 
 
 def test_masks_of_values_are_not_lost(client):
     def largest(ctx, x):
         return np.ma.masked_array(x, True).max()
 
-    y = spmd(largest, array(), members=2, outputs=0, per_member=[0.0])
-    with pytest.raises(UnsupportedArrayError, match=r"per_member: .* got MaskedConstant, whose"):
+    y = spmd(largest, array(), ranks=2, outputs=0, per_rank=[0.0])
+    with pytest.raises(UnsupportedArrayError, match=r"per_rank: .* got MaskedConstant, whose"):
         y.compute()
 
 
@@ -133,31 +133,31 @@ def test_members_may_return_values_of_their_own_alone(client):
     def described(ctx, x):
         return ctx.rank, [x.sum(), x.size]
 
-    ranks, sums = spmd(described, array(), members=4, outputs=0, per_member=(0, np.zeros(2)))
+    ranks, sums = spmd(described, array(), ranks=4, outputs=0, per_rank=(0, np.zeros(2)))
     ranks, sums = dask.compute(ranks, sums)
     assert ranks.tolist() == [0, 1, 2, 3]
     assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
-    largest = spmd(lambda ctx, x: x.max(), array(), members=2, outputs=0, per_member=[0.0])
+    largest = spmd(lambda ctx, x: x.max(), array(), ranks=2, outputs=0, per_rank=[0.0])
     assert largest.compute().max() == X.max()
     with pytest.raises(BlockMismatchError, match=r"value of shape \(\) .*, got \(\) object"):
-        spmd(described, array(), members=2, outputs=0, per_member=(0.0,)).compute()
-    with pytest.raises(BlockMismatchError, match=r"expected 0 arrays and 3 per_member .* got 2"):
-        spmd(described, array(), members=2, outputs=0, per_member=(0, 0, 0))[0].compute()
+        spmd(described, array(), ranks=2, outputs=0, per_rank=(0.0,)).compute()
+    with pytest.raises(BlockMismatchError, match=r"expected 0 arrays and 3 per_rank .* got 2"):
+        spmd(described, array(), ranks=2, outputs=0, per_rank=(0, 0, 0))[0].compute()
 
 
 def test_examples_of_what_members_return_are_numbers():
     for wrong in ({}, array(), "text", b"text"):
-        with pytest.raises(InputError, match="per_member: expected numbers or NumPy arrays"):
-            spmd(normalized, array(), per_member=(wrong,))
-    with pytest.raises(InputError, match=r"per_member: expected a list .* got 0.0. Give one as"):
-        spmd(normalized, array(), per_member=0.0)
+        with pytest.raises(InputError, match="per_rank: expected numbers or NumPy arrays"):
+            spmd(normalized, array(), per_rank=(wrong,))
+    with pytest.raises(InputError, match=r"per_rank: expected a list .* got 0.0. Give one as"):
+        spmd(normalized, array(), per_rank=0.0)
 
 
 def test_sums_have_the_same_bits_everywhere(client):
     def total(ctx, x):
         return np.full_like(x, ctx.allreduce([0.1, 1e17, -1e17][ctx.rank % 3]))
 
-    y = spmd(total, array(), members=4)
+    y = spmd(total, array(), ranks=4)
     runs = [y.compute(), y.compute()]
     assert (runs[0] == ((0.1 + 1e17) - 1e17) + 0.1).all()
     assert (runs[0] == runs[1]).all()
@@ -179,7 +179,7 @@ def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
     def combined(ctx, x):
         return ctx.allreduce(value, op)
 
-    found = spmd(combined, array(), members=4, outputs=0, per_member=[expected]).compute()
+    found = spmd(combined, array(), ranks=4, outputs=0, per_rank=[expected]).compute()
     assert found.tolist() == [np.asarray(expected).tolist()] * 4
 
 
@@ -190,7 +190,7 @@ def test_an_exception_of_one_is_raised_by_all(client):
         ctx.barrier()
         return x
 
-    y = spmd(failing, array(), members=4).persist()
+    y = spmd(failing, array(), ranks=4).persist()
     with pytest.raises(ZeroDivisionError, match="of member 1"):
         y.compute()
     del y
@@ -205,7 +205,7 @@ def test_with_retries_all_members_come_again(client, tmp_path):
         ctx.barrier()
         return x
 
-    y = spmd(failing_once, array(), members=4, path=tmp_path / "failed")
+    y = spmd(failing_once, array(), ranks=4, path=tmp_path / "failed")
     assert (y.compute(retries=1) == X).all()
 
 
@@ -215,7 +215,7 @@ def test_an_input_that_fails_ends_all(client):
             raise ZeroDivisionError("an input")
         return block
 
-    y = spmd(normalized, array().map_blocks(fails, dtype="f8"), members=4)
+    y = spmd(normalized, array().map_blocks(fails, dtype="f8"), ranks=4)
     with pytest.raises((ZeroDivisionError, SectionError), match="an input"):
         y.compute()
     nothing_is_left(client)
@@ -227,7 +227,7 @@ def test_different_calls_are_an_error_of_all(client):
             ctx.barrier()
         return x + ctx.allreduce(1.0)
 
-    y = spmd(differing, array(), members=4)
+    y = spmd(differing, array(), ranks=4)
     raised = client.compute(y).exception(timeout=BOUND_S)  # that is, nobody waits
     assert isinstance(raised, SectionError)
     assert re.search(r"rank \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised))
@@ -239,24 +239,24 @@ def test_different_calls_are_an_error_of_all(client):
         return x
 
     with pytest.raises(SectionError, match="rank 1 called finalize"):
-        spmd(returning_early, array(), members=4).compute()
+        spmd(returning_early, array(), ranks=4).compute()
 
     def of_other_shapes(ctx, x):
         return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
 
     with pytest.raises(SectionError, match=r"rank 0 called allreduce\('sum'\) of <f8 \(1,\)"):
-        spmd(of_other_shapes, array(), members=2).compute()
+        spmd(of_other_shapes, array(), ranks=2).compute()
     nothing_is_left(client)
 
 
 def test_a_wrong_output_is_named(client):
     with pytest.raises(BlockMismatchError, match=r"expected 1 array of shape \(\d, 10\)"):
-        spmd(lambda ctx, x: x.ravel(), array(), members=4).compute()
+        spmd(lambda ctx, x: x.ravel(), array(), ranks=4).compute()
     with pytest.raises(BlockMismatchError, match="expected 2 arrays"):
-        spmd(lambda ctx, x: (x, x, x), array(), outputs=2, members=4)[1].compute()
+        spmd(lambda ctx, x: (x, x, x), array(), outputs=2, ranks=4)[1].compute()
     with pytest.raises(BlockMismatchError, match="expected an array that becomes int64"):
-        spmd(lambda ctx, x: x + 0.5, array().astype(int), members=4).compute()
-    y = spmd(lambda ctx, x: x + 0.5, array().astype(int), members=4, dtype=float)
+        spmd(lambda ctx, x: x + 0.5, array().astype(int), ranks=4).compute()
+    y = spmd(lambda ctx, x: x + 0.5, array().astype(int), ranks=4, dtype=float)
     assert y.dtype == float
     assert (y.compute() == X + 0.5).all()
 
@@ -269,8 +269,8 @@ def test_each_member_has_its_share(client):
         assert ctx.broadcast(np.full(3, ctx.rank), root=2).tolist() == [2, 2, 2]
         return np.full_like(x, 10 * ctx.grid[0] + ctx.grid[1])
 
-    assert (spmd(where, array(), members=8).compute() == 42).all()
-    assert (spmd(where, array(), members=8, cut=(-2,)).compute() == 41).all()
+    assert (spmd(where, array(), ranks=8).compute() == 42).all()
+    assert (spmd(where, array(), ranks=8, partition=(-2,)).compute() == 41).all()
 
 
 def test_cancelled_members_leave_nothing(client):
@@ -279,22 +279,22 @@ def test_cancelled_members_leave_nothing(client):
             time.sleep(0.05)
             ctx.barrier()
 
-    y = spmd(endless, array(), members=4).persist()
+    y = spmd(endless, array(), ranks=4).persist()
     for _ in range(2):
         time.sleep(0.5)
         client.cancel(y)
         nothing_is_left(client)
-        y = spmd(endless, array() + 1, members=4).persist()
+        y = spmd(endless, array() + 1, ranks=4).persist()
     client.cancel(y)
     del y
     nothing_is_left(client)
-    assert (spmd(lambda ctx, x: x + ctx.allreduce(1), array(), members=4).compute() == X + 4).all()
+    assert (spmd(lambda ctx, x: x + ctx.allreduce(1), array(), ranks=4).compute() == X + 4).all()
 
 
 def test_gangs_take_turns_beside_other_tasks(client):
-    ys = [spmd(normalized, array() + i, members=4) for i in range(6)]
+    ys = [spmd(normalized, array() + i, ranks=4) for i in range(6)]
     others = client.map(lambda i: time.sleep(0.01) or i, range(40))
-    chain = spmd(normalized, spmd(normalized, array(), members=4), members=3)
+    chain = spmd(normalized, spmd(normalized, array(), ranks=4), ranks=3)
     *made, last = dask.compute(*ys, chain)
     for i, y in enumerate(made):
         np.testing.assert_allclose(y, (X + i) / np.sum(X + i) + (X + i).max(axis=0), rtol=1e-12)
@@ -308,13 +308,13 @@ def test_gangs_take_turns_beside_other_tasks(client):
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
 def test_without_a_cluster_there_is_one_member(scheduler):
     with dask.config.set(scheduler=scheduler):
-        np.testing.assert_allclose(spmd(normalized, array(), members=1).compute(), expected())
+        np.testing.assert_allclose(spmd(normalized, array(), ranks=1).compute(), expected())
         with pytest.raises(InputError, match="expected a cluster for 4 ranks"):
-            spmd(normalized, array(), members=4).compute()
+            spmd(normalized, array(), ranks=4).compute()
 
 
-def inner_section(share, **kwargs):
-    return spmd(lambda ctx, x: x + ctx.size, da.from_array(share, chunks=(1, 12)), **kwargs)
+def inner_section(local_block, **kwargs):
+    return spmd(lambda ctx, x: x + ctx.size, da.from_array(local_block, chunks=(1, 12)), **kwargs)
 
 
 def test_a_section_within_a_member_has_one(client):
@@ -323,18 +323,18 @@ def test_a_section_within_a_member_has_one(client):
     def function(ctx, x):
         return inner_section(x).compute()
 
-    y = spmd(function, array(), members=2)
+    y = spmd(function, array(), ranks=2)
     assert np.array_equal(result_of(client, client.compute(y)), X + 1)
 
 
 def test_more_members_within_a_member_are_refused(client):
     def function(ctx, x):
-        return inner_section(x, members=2).compute()
+        return inner_section(x, ranks=2).compute()
 
-    y = spmd(function, array(), members=2)
+    y = spmd(function, array(), ranks=2)
     with pytest.raises(InputError, match="members: expected 1 in the function of another section"):
         result_of(client, client.compute(y))
-    alone = spmd(function, array(), members=1)
+    alone = spmd(function, array(), ranks=1)
     assert np.array_equal(result_of(client, client.compute(alone)), X + 2), "which holds no worker"
 
 
@@ -346,16 +346,14 @@ def test_wrong_arguments_are_refused():
         spmd(array(), func)
     with pytest.raises(InputError, match="at least one Dask array"):
         spmd(func)
-    with pytest.raises(
-        InputError, match=r"members, at least 1, got members=0.* Leave members= out"
-    ):
-        spmd(func, array(), members=0)
+    with pytest.raises(InputError, match=r"members, at least 1, got ranks=0.* Leave ranks= out"):
+        spmd(func, array(), ranks=0)
     with pytest.raises(InputError, match="number of outputs"):
         spmd(func, array(), outputs="1")
     with pytest.raises(
         AxesError, match="cut: expected a tuple of axes of an array of 2 dimensions"
     ):
-        spmd(func, array(), cut=(2,))
+        spmd(func, array(), partition=(2,))
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
         spmd(func, X)
     with pytest.raises(ChunksError, match="expected arrays of the first one's chunks"):
@@ -374,7 +372,7 @@ def test_each_output_keeps_its_dtype(other):
         assert b.dtype == other
         return a, b[::-1], a + 1
 
-    y, back, last = spmd(returned, x, more, outputs=3, members=1)
+    y, back, last = spmd(returned, x, more, outputs=3, ranks=1)
     assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
     y, back, last = dask.compute(y, back, last, scheduler="sync")
     assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
@@ -400,8 +398,8 @@ def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, f
         return (a > 5).astype(found)
 
     with pytest.raises(BlockMismatchError, match=f"becomes {x.dtype} .*dtype='{np.dtype(found)}'"):
-        spmd(converted, x, members=1).compute(scheduler="sync")
-    y = spmd(converted, x, members=1, dtype=found)
+        spmd(converted, x, ranks=1).compute(scheduler="sync")
+    y = spmd(converted, x, ranks=1, dtype=found)
     assert y.dtype == found
     got = y.compute(scheduler="sync")
     assert got.dtype == found
@@ -410,7 +408,7 @@ def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, f
 
 def test_floats_may_have_another_precision():
     x = da.from_array(X.astype("f4"), chunks=6)
-    y = spmd(lambda ctx, a: a / np.float64(3), x, members=1)
+    y = spmd(lambda ctx, a: a / np.float64(3), x, ranks=1)
     assert y.compute(scheduler="sync").dtype == y.dtype == "f4"
 
 
@@ -419,15 +417,15 @@ def test_outputs_may_have_dtypes_of_their_own():
         return a / 2, a > 5, a.astype("i4")
 
     x = da.from_array(X, chunks=6)
-    made = spmd(described, x, outputs=3, members=1, dtype=("f8", bool, np.int32))
+    made = spmd(described, x, outputs=3, ranks=1, dtype=("f8", bool, np.int32))
     assert [each.dtype for each in made] == ["f8", "?", "i4"]
     assert [each.dtype for each in dask.compute(*made, scheduler="sync")] == ["f8", "?", "i4"]
     fields = spmd(
-        lambda ctx, a: np.zeros(a.shape, "f8,i4"), x, members=1, dtype=[("f0", "f8"), ("f1", "i4")]
+        lambda ctx, a: np.zeros(a.shape, "f8,i4"), x, ranks=1, dtype=[("f0", "f8"), ("f1", "i4")]
     )
     assert fields.compute(scheduler="sync").dtype == fields.dtype
     with pytest.raises(InputError, match=r"dtype: expected one for all .* each of 3, got 2"):
-        spmd(described, x, outputs=3, members=1, dtype=("f8", bool))
+        spmd(described, x, outputs=3, ranks=1, dtype=("f8", bool))
 
 
 def test_values_of_members_are_not_narrowed():
@@ -435,9 +433,9 @@ def test_values_of_members_are_not_narrowed():
         return 300
 
     x = da.from_array(X, chunks=6)
-    assert spmd(large, x, members=1, outputs=0, per_member=[0.0]).compute(scheduler="sync") == [300]
-    with pytest.raises(BlockMismatchError, match=r"a per_member value .* that becomes int8"):
-        spmd(large, x, members=1, outputs=0, per_member=[np.int8(0)]).compute(scheduler="sync")
+    assert spmd(large, x, ranks=1, outputs=0, per_rank=[0.0]).compute(scheduler="sync") == [300]
+    with pytest.raises(BlockMismatchError, match=r"a per_rank value .* that becomes int8"):
+        spmd(large, x, ranks=1, outputs=0, per_rank=[np.int8(0)]).compute(scheduler="sync")
 
 
 class Counter:
@@ -470,12 +468,12 @@ class NoLock:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("members", [1, 3])
-def test_members_of_one_process_share_no_arguments(members):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_members_of_one_process_share_no_arguments(ranks):
     given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
     function, lock = Counter(), NoLock()
     with own_client(1, threads_per_worker=4, processes=False):
-        y = spmd(function, array(), members=members, module=np, lock=lock, **given)
+        y = spmd(function, array(), ranks=ranks, module=np, lock=lock, **given)
         for _ in range(2):
             assert (y.compute() == 3).all()
     assert function.calls == given["log"] == given["table"]["calls"] == []
@@ -491,7 +489,7 @@ def test_members_of_one_process_share_no_arguments_of_iterate():
 
     log, table = [], {"calls": 0}
     with own_client(1, threads_per_worker=4, processes=False):
-        y = iterate(counted, array(), 1, 3, constants=(log,), members=3, overlap=False, table=table)
+        y = iterate(counted, array(), 1, 3, constants=(log,), ranks=3, overlap=False, table=table)
         for _ in range(2):
             assert (y.compute() == 6).all()
     assert (log, table) == ([], {"calls": 0})

@@ -31,7 +31,7 @@ def test_a_state_is_the_bytes_of_its_arrays():
 
 def test_a_buddy_sees_what_is_written():
     mine, buddys = StateMemory(), StateMemory()
-    mine.know(buddys.take(4, mine.make(100, has_buddy=True)))
+    mine.know(buddys.take(4, mine.make(100, has_replica=True)))
     assert mine.is_seen
     assert buddys.places() == {4: b""}
     mine.own[7:9] = b"ab"
@@ -52,7 +52,7 @@ def none_left(_):
 def test_a_buddy_that_does_not_see_it_gets_the_bytes(method, instead, monkeypatch):
     monkeypatch.setattr(Segment, method, instead)
     mine, buddys = StateMemory(), StateMemory()
-    mine.know(buddys.take(4, mine.make(100, has_buddy=True)))
+    mine.know(buddys.take(4, mine.make(100, has_replica=True)))
     assert not mine.is_seen
     assert len(buddys.places()[4]) == len(mine.own) == 100
 

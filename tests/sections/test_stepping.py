@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.sections.gangs import run_gang
@@ -18,7 +18,7 @@ STEPS = 12
 
 @pytest.fixture
 def alone():
-    return Context(Members.at_most(((3,),), 1))
+    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def bound_again(ctx, x):
@@ -124,13 +124,13 @@ def in_attributes(ctx, x):
 
 
 def padded_again(ctx, x):
-    p = ctx.padded(x)
+    p = ctx.with_halo(x)
     for _ in ctx.steps(STEPS, save=[p.inner]):
-        p = ctx.padded(p.inner + 1)
+        p = ctx.with_halo(p.inner + 1)
 
 
 def padded_in_turn(ctx, x):
-    p, q = ctx.padded(x), ctx.padded(x)
+    p, q = ctx.with_halo(x), ctx.with_halo(x)
     for _ in ctx.steps(STEPS, save=[p.inner]):
         q.inner[:] = p.inner + 1
         p, q = q, p
@@ -314,7 +314,7 @@ def deep_inside(ctx, x):
 @pytest.mark.parametrize("function", [*RIGHT, copy_worked_on, another_name, rows, deep_inside])
 def test_members_that_begin_again_make_the_same(function):
     """Whichever state was kept: one that has not changed is no reason to leave out steps."""
-    members = Members(((3, 3),), (2,))
+    ranks = RankGrid(((3, 3),), (2,))
     kept = [SavedStates(), SavedStates()]
 
     class FoundError(Exception):
@@ -335,7 +335,7 @@ def test_members_that_begin_again_make_the_same(function):
             made.save = saved
             return made
 
-        return run_gang(members, lambda ctx: function(ctx, np.arange(3.0)), checkpoints=checkpoints)
+        return run_gang(ranks, lambda ctx: function(ctx, np.arange(3.0)), checkpoints=checkpoints)
 
     wanted = [[12, 13, 14]] * 2
     assert [found.tolist() for found in attempt(None)] == wanted
@@ -350,7 +350,7 @@ def test_members_that_begin_again_make_the_same(function):
 
 def test_a_state_that_changes_at_one_member_is_brought_back():
     """A wave that has not come to the others yet."""
-    members = Members(((3, 3),), (2,))
+    ranks = RankGrid(((3, 3),), (2,))
     kept = [SavedStates(), SavedStates()]
 
     def attempt(resume, function):
@@ -358,7 +358,7 @@ def test_a_state_that_changes_at_one_member_is_brought_back():
             own = States(kept[rank], "x", resume, (0, 1), lambda: None)
             return Checkpoints(rank, ["a", "b"], links, own, device)
 
-        return run_gang(members, function, checkpoints=checkpoints)
+        return run_gang(ranks, function, checkpoints=checkpoints)
 
     def saves(ctx):
         ctx.checkpoint(3, np.full(3, float(ctx.rank)), np.ones(ctx.rank))

@@ -15,10 +15,10 @@ from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArra
 from dask_p2p.geometry import box_slices
 from dask_p2p.ops import local_fft
 from dask_p2p.ops.fft_stages import order_in_memory
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context, transforms
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
@@ -30,10 +30,10 @@ def cases(draw):
     sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple).filter(sum)
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     ndim = len(chunks)
-    members = Members.at_most(chunks, draw(st.integers(1, 4)))
-    cut = st.none() | st.lists(st.integers(0, ndim - 1), min_size=1, max_size=2)
+    ranks = RankGrid.at_most(chunks, draw(st.integers(1, 4)))
+    partition = st.none() | st.lists(st.integers(0, ndim - 1), min_size=1, max_size=2)
     axes = st.lists(st.integers(-ndim, ndim - 1), min_size=1, unique_by=lambda a: a % ndim)
-    return members, draw(axes | st.none()), draw(cut), draw(cut)
+    return ranks, draw(axes | st.none()), draw(partition), draw(partition)
 
 
 def always_last(*args):
@@ -49,8 +49,8 @@ def always_last(*args):
     st.sampled_from([order_in_memory, always_last]),
 )
 def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
-    members, axes, cut, from_cut = case
-    shape = tuple(map(sum, members.chunks))
+    ranks, axes, partition, from_partition = case
+    shape = tuple(map(sum, ranks.chunks))
     rng, norm = np.random.default_rng(0), "ortho" if orthogonal else None
     x = (9 * rng.normal(size=shape)).astype(dtype)
     if x.dtype.kind == "c":
@@ -61,26 +61,26 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
     close = {"rtol": 0, "atol": 1e-3 if np.dtype(dtype).itemsize < 8 or dtype == "c8" else 1e-10}
 
     def function(ctx):
-        part = x[box_slices(ctx.box_of(from_cut))].copy()
+        part = x[box_slices(ctx.box_of(from_partition))].copy()
         before = part.copy()
-        y = ctx.fftn(part, axes, cut=cut, from_cut=from_cut, norm=norm)
+        y = ctx.fftn(part, axes, partition=partition, from_partition=from_partition, norm=norm)
         assert np.array_equal(part, before), "what is given stays as it is"
         assert y.dtype == np.fft.fft(np.zeros(1, "f4" if dtype == "f2" else dtype)).dtype
-        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of(cut))], **close)
-        z = ctx.ifftn(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of(partition))], **close)
+        z = ctx.ifftn(y, axes, partition=from_partition, from_partition=partition, norm=norm)
         np.testing.assert_allclose(z, part, **close)
         if x.dtype.kind == "c":
             return
         half = np.fft.rfftn(x.astype("f8"), axes=along, norm=norm)
-        y = ctx.rfftn(part, axes, cut=cut, from_cut=from_cut, norm=norm)
-        np.testing.assert_allclose(y, half[box_slices(ctx.box_of(cut, half.shape))], **close)
-        z = ctx.irfftn(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+        y = ctx.rfftn(part, axes, partition=partition, from_partition=from_partition, norm=norm)
+        np.testing.assert_allclose(y, half[box_slices(ctx.box_of(partition, half.shape))], **close)
+        z = ctx.irfftn(y, axes, partition=from_partition, from_partition=partition, norm=norm)
         assert z.dtype.kind == "f"
         np.testing.assert_allclose(z, part, **close)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transforms, "order_in_memory", order)
-        run_gang(members, function)
+        run_gang(ranks, function)
 
 
 def cuffts_place():
@@ -115,9 +115,9 @@ def cuffts_place():
 )
 def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
     """Shares may be made piece by piece, and are read as soon as an event allows it, or later."""
-    members, axes, cut, from_cut = case
+    ranks, axes, partition, from_partition = case
     part_bytes, dtype = how
-    shape = tuple(map(sum, members.chunks))
+    shape = tuple(map(sum, ranks.chunks))
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     transform = np.fft.rfftn if x.dtype.kind == "f" else np.fft.fftn
     along = range(len(shape)) if axes is None else axes
@@ -126,14 +126,14 @@ def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
     def function(gpu, ctx):
         there, back = (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
         with ctx.device.running([]):
-            own = x[box_slices(ctx.box_of(from_cut))]
+            own = x[box_slices(ctx.box_of(from_partition))]
             a = filled(gpu, own.T).transpose() if is_reversed else filled(gpu, own)
-            y = there(a, axes, cut=cut, from_cut=from_cut, norm=norm)
+            y = there(a, axes, partition=partition, from_partition=from_partition, norm=norm)
             assert np.array_equal(a.get(), own)
             overwritten(gpu, a, -1)
-            box = box_slices(ctx.box_of(cut, wanted.shape))
+            box = box_slices(ctx.box_of(partition, wanted.shape))
             np.testing.assert_allclose(y.get(), wanted[box], rtol=0, atol=1e-4)
-            z = back(y, axes, cut=from_cut, from_cut=cut, norm=norm)
+            z = back(y, axes, partition=from_partition, from_partition=partition, norm=norm)
             overwritten(gpu, y, -1)
             np.testing.assert_allclose(z.get(), own, rtol=0, atol=1e-4)
 
@@ -142,7 +142,7 @@ def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
         library = cuffts_place()
         patch.setattr(local_fft, "_fft_module", lambda names: library)
         patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
-        run_gang(members, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
+        run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
 
@@ -154,14 +154,14 @@ def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
     def function(gpu, ctx):
         with ctx.device.running([]):
             a = filled(gpu, x[box_slices(ctx.box)])
-            y = ctx.fftn(a, (0,), cut=(1,))
+            y = ctx.fftn(a, (0,), partition=(1,))
             overwritten(gpu, a, -1)
             wanted = np.fft.fftn(x, axes=(0,))[box_slices(ctx.box_of((1,)))]
             np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
 
     gpu, library = emulated_gpu(monkeypatch), cuffts_place()
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
-    run_gang(Members(((8, 8), (16,)), (2, 1)), partial(function, gpu), device=Gpu)
+    run_gang(RankGrid(((8, 8), (16,)), (2, 1)), partial(function, gpu), device=Gpu)
     gpu.check()
 
 
@@ -178,7 +178,7 @@ def test_large_shares_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, c
 
     def function(gpu, ctx):
         with ctx.device.running([]):
-            y = ctx.fftn(filled(gpu, x[box_slices(ctx.box)]), cut=(1,))
+            y = ctx.fftn(filled(gpu, x[box_slices(ctx.box)]), partition=(1,))
             wanted = np.fft.fftn(x)[box_slices(ctx.box_of((1,)))]
             np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
 
@@ -186,7 +186,7 @@ def test_large_shares_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, c
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
     monkeypatch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(transforms, "Pieces", pieces)
-    run_gang(Members(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
+    run_gang(RankGrid(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
     assert counts == [count] * 2 * (count > 0)
 
 
@@ -195,13 +195,13 @@ def test_other_arrays_than_those_of_the_section():
 
     def function(ctx):
         rows = x[box_slices(ctx.box_of((0,), x.shape))]
-        y = ctx.rfftn(rows, cut=(1,), shape=x.shape, from_cut=(0,))
+        y = ctx.rfftn(rows, partition=(1,), shape=x.shape, from_partition=(0,))
         wanted = np.fft.rfftn(x)
         np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of((1,), wanted.shape))])
-        z = ctx.irfftn(y, from_cut=(1,), cut=(0,), shape=x.shape)
+        z = ctx.irfftn(y, from_partition=(1,), partition=(0,), shape=x.shape)
         np.testing.assert_allclose(z, rows)
 
-    run_gang(Members(((1, 1, 1),), (3,)), function)
+    run_gang(RankGrid(((1, 1, 1),), (3,)), function)
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -213,45 +213,45 @@ def test_wavenumbers_are_those_of_the_transform(real):
 
     def function(ctx):
         transform, inverse = (ctx.rfftn, ctx.irfftn) if real else (ctx.fftn, ctx.ifftn)
-        waves = transform(f[box_slices(ctx.box)], cut=(1,))
-        kx, ky = ctx.wavenumbers((2 * np.pi / n, 2 * np.pi / m), cut=(1,), real=real)
+        waves = transform(f[box_slices(ctx.box)], partition=(1,))
+        kx, ky = ctx.wavenumbers((2 * np.pi / n, 2 * np.pi / m), partition=(1,), real=real)
         assert np.broadcast_shapes(kx.shape, ky.shape) == waves.shape
-        laplacian = inverse(-(kx**2 + ky**2) * waves, from_cut=(1,))
+        laplacian = inverse(-(kx**2 + ky**2) * waves, from_partition=(1,))
         np.testing.assert_allclose(laplacian, -13 * f[box_slices(ctx.box)], atol=1e-12)
-        (own,) = ctx.wavenumbers(0.5, axes=(0,), cut=(1,))
+        (own,) = ctx.wavenumbers(0.5, axes=(0,), partition=(1,))
         assert np.array_equal(own, 2 * np.pi * np.fft.fftfreq(n, 0.5)[:, None])
 
-    run_gang(Members(((5, 1, 6), (m,)), (3, 1)), function)
+    run_gang(RankGrid(((5, 1, 6), (m,)), (3, 1)), function)
 
 
 def test_slabs_take_one_exchange(monkeypatch):
     x = np.ones((4, 6, 3))
 
-    begin, calls_of = Links.begin, defaultdict(list)
+    begin, calls_of = Connections.begin, defaultdict(list)
 
     def counting(links, call, *args):
         calls_of[links.place[0]].append(call.partition(" ")[0])
         return begin(links, call, *args)
 
-    monkeypatch.setattr(Links, "begin", counting)
+    monkeypatch.setattr(Connections, "begin", counting)
 
     def function(ctx):
         calls = calls_of[ctx.rank]
         calls.clear()
-        y = ctx.fftn(x[box_slices(ctx.box)], cut=(1,))
-        ctx.ifftn(y, from_cut=(1,))
+        y = ctx.fftn(x[box_slices(ctx.box)], partition=(1,))
+        ctx.ifftn(y, from_partition=(1,))
         assert calls == ["fftn()", "ifftn()"]
 
-    run_gang(Members(((1, 1, 2), (6,), (3,)), (2, 1, 1)), function)
+    run_gang(RankGrid(((1, 1, 2), (6,), (3,)), (2, 1, 1)), function)
 
 
 def test_what_is_wrong_is_named():
-    ctx = Context(Members(((4,), (3,)), (1, 1)))
+    ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
     x = np.ones((4, 3))
     for call, match in (
         (lambda: ctx.fftn(x, (0, 0)), "expected axes of an array of 2 dimensions, each once"),
-        (lambda: ctx.fftn(x, cut=(2,)), "cut: expected a sequence of axes"),
-        (lambda: ctx.ifftn(x, from_cut=(2,)), "from_cut: expected a sequence of axes"),
+        (lambda: ctx.fftn(x, partition=(2,)), "cut: expected a sequence of axes"),
+        (lambda: ctx.ifftn(x, from_partition=(2,)), "from_partition: expected a sequence of axes"),
         (lambda: ctx.wavenumbers(axes=(3,)), "expected axes of an array of 2 dimensions"),
     ):
         with pytest.raises(AxesError, match=match):
@@ -274,7 +274,7 @@ def test_what_is_wrong_is_named():
 
     def differing(ctx):
         part = np.ones((2, 4), complex)
-        return ctx.redistribute(part, (1,)) if ctx.rank else ctx.fftn(part, cut=(1,))
+        return ctx.redistribute(part, (1,)) if ctx.rank else ctx.fftn(part, partition=(1,))
 
     with pytest.raises(SectionError, match=r"called fftn\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)"):
-        run_gang(Members(((2, 2), (4,)), (2, 1)), differing)
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)

@@ -80,8 +80,8 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
     async def main():
         coordinator = Coordinator(8)
         waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
-        for ticket in range(40):
-            coordinator.join("x", 2, 0, str(ticket), "a")
+        for token in range(40):
+            coordinator.join("x", 2, 0, str(token), "a")
             waiting.watch("x")
             await asyncio.sleep(AFTER_S)
             coordinator.forget("x")
@@ -181,7 +181,7 @@ def test_clients_see_it_as_a_warning():
     async def main():
         x = da.ones((2, 2), chunks=(1, 2))
         async with in_process(1, threads_per_worker=4) as (_, client):
-            futures = [client.compute(spmd(holding, x, members=2, number=n)) for n in range(2)]
+            futures = [client.compute(spmd(holding, x, ranks=2, number=n)) for n in range(2)]
             while not seen:
                 await asyncio.sleep(0.02)
             is_over.set()
@@ -194,7 +194,7 @@ def test_clients_see_it_as_a_warning():
     ):
         warnings.simplefilter("always", P2PWarning)
         asyncio.run(main())
-    assert "dask_p2p: p2p-spmd-members-" in str(seen[0].message)
+    assert "dask_p2p: p2p-spmd-ranks-" in str(seen[0].message)
 
 
 def test_what_a_gang_waits_for():

@@ -12,7 +12,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.cuda_ipc import Place
+from dask_p2p.interprocess.cuda_ipc import IpcHandle
 from dask_p2p.sections import windows
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.link import AttemptEndedError
@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
 
 def place(number, base, offset_bytes=0):
-    return Place("gpu", f"{number:02}", number, base, 1000, offset_bytes)
+    return IpcHandle("gpu", f"{number:02}", number, base, 1000, offset_bytes)
 
 
 def test_an_allocation_is_mapped_once(calls):

@@ -15,7 +15,7 @@ from distributed.protocol.pickle import loads
 from dask_p2p import spmd
 from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
-from dask_p2p.sections import member
+from dask_p2p.sections import rank_attempt
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.worker import SectionsPlugin, plugin_on
 from tests.sections.support import be_on_hosts, members_that_run
@@ -31,7 +31,7 @@ def endless(ctx, x):
 def test_no_thread_outlives_its_worker():
     async def main():
         async with in_process(2) as (cluster, client):
-            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), members=4)
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
             await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
             for worker in list(cluster.workers.values()):
@@ -45,10 +45,10 @@ def test_no_thread_outlives_its_worker():
 def test_members_pause_before_they_come_again(monkeypatch):
     """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
     pauses = []
-    monkeypatch.setattr(member, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(rank_attempt, "time", SimpleNamespace(sleep=pauses.append))
     for failures in (0, 1, 3):
         with pytest.raises(Reschedule):
-            member._raise_end(Order("stopped", failures=failures), options())
+            rank_attempt._raise_end(Order("stopped", failures=failures), options())
     assert pauses == [pause_s(options(), 1), pause_s(options(), 3)]
     assert sum(pause_s(options(), 1 + n) for n in range(options().attempts)) > 5
 
@@ -65,12 +65,12 @@ def test_all_raise_the_exception_of_one(monkeypatch):
         raised.append(loads(order.error))
         original(order, options)
 
-    original = member._raise_end
-    monkeypatch.setattr(member, "_raise_end", raise_end)
+    original = rank_attempt._raise_end
+    monkeypatch.setattr(rank_attempt, "_raise_end", raise_end)
 
     async def main():
         async with in_process(2) as (_, client):
-            future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), members=4))
+            future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), ranks=4))
             with pytest.raises(ZeroDivisionError, match="of member 1"):
                 await future
             await asyncio.to_thread(wait_until, lambda: len(raised) == 3)
@@ -89,7 +89,7 @@ def test_encrypted_clusters_have_encrypted_links():
     x = da.ones((4, 2), chunks=(1, 2))
     with tls_client() as client:
         for _ in range(2):
-            y = spmd(lambda ctx, x: x * ctx.allreduce(1), x, members=4)
+            y = spmd(lambda ctx, x: x * ctx.allreduce(1), x, ranks=4)
             assert (y.compute() == 4).all()
             reached = client.run(protocol)
             assert {*reached.values()} == {"tls"}
@@ -112,7 +112,7 @@ def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
                 await asyncio.sleep(0.1)
                 told.set()
 
-            with plugin.member("x", 0, 2) as own:
+            with plugin.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.tell()
                 await asyncio.sleep(0.02)  # it has begun
@@ -129,7 +129,7 @@ def test_dask_takes_fewer_samples_while_there_are_members():
         async with in_process(2) as (cluster, client):
             workers = list(cluster.workers.values())
             workers[1].periodic_callbacks["profile"].callback_time = 250
-            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), members=4)
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
             await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
             assert [sampled_ms(worker) for worker in workers] == [100, 250]

@@ -107,7 +107,7 @@ class Driver:
         handle = next(handle for handle, m in self.memories.items() if m is memory)
         # Other processes have the same ids of buffers.
         offset_bytes = place * memory.cells.strides[0]
-        return cuda_ipc.Place("gpu", handle.hex(), 1, 0, memory.cells.nbytes, offset_bytes)
+        return cuda_ipc.IpcHandle("gpu", handle.hex(), 1, 0, memory.cells.nbytes, offset_bytes)
 
     def array_at(self, address, shape, strides, dtype):
         base, offset = address // _SPAN * _SPAN, address % _SPAN

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.config import Options, Section, option, positive_bytes, section
+from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnsuitableError
 from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.interprocess import process_memory
@@ -24,7 +24,7 @@ from dask_p2p.transports.footprint import Footprint, part_that_fits
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    Regions,
+    RegionExchange,
     SameHostReading,
 )
 from dask_p2p.transports.in_place.same_host import SameHostTransport
@@ -42,7 +42,7 @@ _MOST_SHORT_RUNS = 2**14  # up to this number, a request of comm takes longer
 
 
 @section("transports.cma")
-class CmaOptions(Section):
+class CmaOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     part_bytes: int = option("part-bytes", positive_bytes)
@@ -57,7 +57,7 @@ class CmaTransport(SameHostTransport):
 
     name: ClassVar[str] = "cma"
     kinds: ClassVar[tuple[str, ...]] = ("numpy",)
-    sections: ClassVar[tuple[type[Section], ...]] = (CmaOptions, DirectoryOptions)
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = (CmaOptions, DirectoryOptions)
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:
@@ -100,7 +100,9 @@ class CmaTransport(SameHostTransport):
     def place_of(self, block: Array) -> dict[str, Any]:
         return {"address": block.ctypes.data}
 
-    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+    def regions(
+        self, descriptor: Descriptor, reading: SameHostReading, number: int
+    ) -> RegionExchange:
         wanted, place = reading.requests[number], descriptor.place
         address = place.get("address") if isinstance(place, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
-from dask_p2p.config import Options, Section, option, section, size_bytes
+from dask_p2p.config import Options, TransportOptions, option, section, size_bytes
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer
@@ -25,7 +25,7 @@ from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    Regions,
+    RegionExchange,
     SameHostReading,
     regions_of,
 )
@@ -41,7 +41,7 @@ _ENDING_S = 1.0
 
 
 @section("transports.ipc")
-class IpcOptions(Section):
+class IpcOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     staging_bytes: int = option("staging-bytes", size_bytes)
@@ -56,7 +56,7 @@ class IpcTransport(SameHostTransport):
     name: ClassVar[str] = "ipc"
     kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
-    sections: ClassVar[tuple[type[Section], ...]] = (IpcOptions, DirectoryOptions)
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = (IpcOptions, DirectoryOptions)
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
@@ -88,7 +88,9 @@ class IpcTransport(SameHostTransport):
         wait_until_written([block], any_stream=self.options.any_producer_stream)
         return asdict(cuda_ipc.export(block))
 
-    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
+    def regions(
+        self, descriptor: Descriptor, reading: SameHostReading, number: int
+    ) -> RegionExchange:
         wanted, peer = reading.requests[number], reading.peer
         try:
             place = _checked_place(tuple(descriptor.place.items()))
@@ -121,8 +123,8 @@ class IpcTransport(SameHostTransport):
 
 
 @lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
-def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.Place:
-    place = cuda_ipc.Place(**dict(fields))
+def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.IpcHandle:
+    place = cuda_ipc.IpcHandle(**dict(fields))
     bytes.fromhex(place.handle)
     checked_integer("buffer_id", place.buffer_id, 0, 2**64)
     checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.backends import backend_named
-from dask_p2p.config import Options, Section, duration_s, option, section
+from dask_p2p.config import Options, TransportOptions, duration_s, option, section
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess.peer import Peer
@@ -38,11 +38,11 @@ _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # blocks in one request to publish
 
 #: Function that returns a region of an open block; other arguments as for `Region.result`.
-Regions = Callable[[Box, float | None, Array | None], Any]
+RegionExchange = Callable[[Box, float | None, Array | None], Any]
 
 
 @section("transports.directory")
-class DirectoryOptions(Section):
+class DirectoryOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     wait_s: float = option("wait", duration_s)
@@ -88,8 +88,8 @@ def _read(text: bytes) -> Descriptor:
     return Descriptor(**{**fields, "shape": shape, "strides": strides})
 
 
-def regions_of(array: Array) -> Regions:
-    """Return the `Regions` function of an array in this process, mapped or empty."""
+def regions_of(array: Array) -> RegionExchange:
+    """Return the `RegionExchange` function of an array in this process, mapped or empty."""
     return lambda box, *_: array[box_slices(box)]
 
 
@@ -110,7 +110,7 @@ class SameHostReading(Reading):
         self._transport = transport
         self._options = options
         self._leases: Leases | None = None
-        self._regions: dict[int, Regions] = {}  # by number of the request
+        self._regions: dict[int, RegionExchange] = {}  # by number of the request
 
     def __iter__(self) -> Iterator[Region]:
         for part in self.parts(is_tapered=self._transport.in_place):

@@ -35,7 +35,7 @@ from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    Regions,
+    RegionExchange,
     SameHostReading,
 )
 from dask_p2p.transports.replies import Handler, ask_and_wait, dtype_text, find_block
@@ -78,8 +78,10 @@ class SameHostTransport(Transport):
         """Wait for a block's values, and return its address for `Descriptor.place`."""
 
     @abstractmethod
-    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> Regions:
-        """Return the `Regions` function of the leased block of a request.
+    def regions(
+        self, descriptor: Descriptor, reading: SameHostReading, number: int
+    ) -> RegionExchange:
+        """Return the `RegionExchange` function of the leased block of a request.
 
         `reading.ending` closes all mappings and files that this method opens.
         """

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from distributed.protocol import to_serialize
 
 from dask_p2p.backends import Queue, backend_for, backend_named
-from dask_p2p.config import Options, Section, option, positive_bytes, positive_int, section
+from dask_p2p.config import Options, TransportOptions, option, positive_bytes, positive_int, section
 from dask_p2p.geometry import box_size
 from dask_p2p.interprocess.requests import MalformedRequestError
 from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
@@ -22,7 +22,7 @@ from dask_p2p.types import Array, Kind
 
 
 @section("transports.comm")
-class CommOptions(Section):
+class CommOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     part_bytes: int = option("part-bytes", positive_bytes)
@@ -35,7 +35,7 @@ class CommTransport(PackedTransport):
     name: ClassVar[str] = "comm"
     converts: ClassVar[bool] = True
     moves_objects: ClassVar[bool] = True
-    sections: ClassVar[tuple[type[Section], ...]] = (CommOptions,)
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = (CommOptions,)
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:

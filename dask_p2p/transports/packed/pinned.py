@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from dask_p2p.backends import BACKENDS, Backend, backend_named
-from dask_p2p.config import Options, Section, option, positive_bytes, section
+from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.requests import MalformedRequestError
@@ -50,7 +50,7 @@ _THREADS = 4  # each waits for a copy from or to a GPU
 
 
 @section("transports.pinned")
-class PinnedOptions(Section):
+class PinnedOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     part_bytes: int = option("part-bytes", positive_bytes)
@@ -93,7 +93,7 @@ class PinnedTransport(PackedTransport):
 
     name: ClassVar[str] = "pinned"
     landing: ClassVar[type[Landing]] = _SegmentLanding
-    sections: ClassVar[tuple[type[Section], ...]] = (PinnedOptions,)
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = (PinnedOptions,)
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:

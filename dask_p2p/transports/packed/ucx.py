@@ -29,7 +29,7 @@ from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import (
     Options,
-    Section,
+    TransportOptions,
     option,
     positive_bytes,
     positive_int,
@@ -60,7 +60,7 @@ _THREADS = 32
 
 
 @section("transports.ucx")
-class UcxOptions(Section):
+class UcxOptions(TransportOptions):
     """See p2p-schema.yaml."""
 
     part_bytes: int = option("part-bytes", positive_bytes)
@@ -75,7 +75,7 @@ class UcxTransport(PackedTransport):
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
     landing: ClassVar[type[Landing]] = Incoming
-    sections: ClassVar[tuple[type[Section], ...]] = (UcxOptions,)
+    sections: ClassVar[tuple[type[TransportOptions], ...]] = (UcxOptions,)
 
     @classmethod
     def is_in_auto(cls, options: Options, kind: Kind) -> bool:

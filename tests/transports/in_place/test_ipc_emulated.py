@@ -53,7 +53,7 @@ class Device:
         number = len(self.allocations)
         handle = number.to_bytes(4, "big")
         self.allocations[handle] = weakref.ref(block)
-        return cuda_ipc.Place("aa", handle.hex(), number, number * MIB, MIB, 0)
+        return cuda_ipc.IpcHandle("aa", handle.hex(), number, number * MIB, MIB, 0)
 
     def array_at(self, address, shape, strides, dtype):
         if self.fails:

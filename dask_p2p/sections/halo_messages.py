@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.geometry import Box, box_shape, box_slices
-from dask_p2p.plans.rims import Rims
+from dask_p2p.plans.rims import HaloPlan
 from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
@@ -53,20 +53,20 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class RimCall:
+class HaloCall:
     """A halo exchange, a collective call of all ranks."""
 
-    rims: Rims  # halo of this rank's local block
+    rims: HaloPlan  # halo of this rank's local block
     dtype: DType
     text: str  # text of the call, the same on all ranks
-    links: Links | None  # connections to other ranks; None for a single rank
+    links: Connections | None  # connections to other ranks; None for a single rank
     order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
 
 
-class RimMessages:
+class HaloMessages:
     """Exchanges halos in host memory, in one packed message a neighbour."""
 
-    def __init__(self, call: RimCall) -> None:
+    def __init__(self, call: HaloCall) -> None:
         self._call = call
         receives, sends = (
             {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}

@@ -22,43 +22,43 @@ from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Box, split_evenly
 from dask_p2p.plans.base import Piece
-from dask_p2p.plans.fft import Stage, Transform, stages
+from dask_p2p.plans.fft import FftStage, Transform, stages
 from dask_p2p.plans.grid import redistribution
-from dask_p2p.plans.members import Members, grids, surface
+from dask_p2p.plans.ranks import RankGrid, grids, surface
 
 
-def cut_of(members: Members) -> tuple[int, ...]:
+def partition_of(ranks: RankGrid) -> tuple[int, ...]:
     """Return the axes that are divided between ranks."""
-    return tuple(axis for axis, count in enumerate(members.grid) if count > 1)
+    return tuple(axis for axis, count in enumerate(ranks.grid) if count > 1)
 
 
-def recut(
-    members: Members,  # the present distribution
+def repartition(
+    ranks: RankGrid,  # the present distribution
     shape: Sequence[int],  # shape of the array to distribute
-    cut: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
-) -> Members:
+    partition: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
+) -> RankGrid:
     """Return the distribution of an array over the same ranks, divided along other axes.
 
-    An array of the same shape keeps its distribution if `cut` includes its divided axes. An axis
-    with the same number of ranks as before keeps its bounds; other axes are divided evenly. If an
+    An array of the same shape keeps its distribution if `partition` includes its divided axes. An
+    axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If an
     axis has fewer elements than ranks, some local blocks are empty.
 
     Examples
     --------
     >>> slabs = Members(((3, 5), (4,)), (2, 1))
-    >>> recut(slabs, (8, 4), (1,)).share_sizes
+    >>> recut(slabs, (8, 4), (1,)).local_sizes
     ((8,), (2, 2))
-    >>> recut(slabs, (8,), ()).share_sizes
+    >>> recut(slabs, (8,), ()).local_sizes
     ((8, 0),)
     """
-    is_same = tuple(map(sum, members.share_sizes)) == tuple(shape)
-    if is_same and {*cut_of(members)} <= {*cut}:
-        return members
-    if not cut and shape:
+    is_same = tuple(map(sum, ranks.local_sizes)) == tuple(shape)
+    if is_same and {*partition_of(ranks)} <= {*partition}:
+        return ranks
+    if not partition and shape:
         rest = [(length,) for length in shape[1:]]
-        first = (shape[0],) + (0,) * (members.size - 1)
-        return Members((first, *rest), (members.size, *(1 for _ in rest)))
-    most = [members.size if axis in cut else 1 for axis in range(len(shape))]
+        first = (shape[0],) + (0,) * (ranks.size - 1)
+        return RankGrid((first, *rest), (ranks.size, *(1 for _ in rest)))
+    most = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
 
     def cost(grid: tuple[int, ...]) -> tuple[int, tuple[float, tuple[int, ...]]]:
         with_elements = 1
@@ -66,14 +66,14 @@ def recut(
             with_elements *= min(count, length)
         return -with_elements, surface(grid, shape)
 
-    grid = min(grids(members.size, most), key=cost)
+    grid = min(grids(ranks.size, most), key=cost)
     sizes = [
-        members.share_sizes[axis]
-        if is_same and count == members.grid[axis]
+        ranks.local_sizes[axis]
+        if is_same and count == ranks.grid[axis]
         else split_evenly(length, count)
         for axis, (length, count) in enumerate(zip(shape, grid, strict=True))
     ]
-    return Members(tuple(sizes), grid)
+    return RankGrid(tuple(sizes), grid)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Moves:
         )
 
 
-def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Moves:
+def moves(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> Moves:
     """Return the messages of one rank between two distributions of an array.
 
     Axis ``i`` afterwards is axis ``axes[i]`` before.
@@ -119,9 +119,9 @@ def moves(before: Members, after: Members, axes: Sequence[int], rank: int) -> Mo
     )
 
 
-def _pieces(before: Members, after: Members, axes: Sequence[int], rank: int) -> dict[int, Piece]:
+def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
     """Return the pieces of a rank's new local block by sender: at most one from each."""
-    plan = redistribution(before.share_sizes, axes, after.share_sizes)
+    plan = redistribution(before.local_sizes, axes, after.local_sizes)
     block = plan.block(after.places[rank])
     return {before.rank(block.sources[piece.source].block): piece for piece in block.pieces}
 
@@ -129,14 +129,14 @@ def _pieces(before: Members, after: Members, axes: Sequence[int], rank: int) -> 
 class TransformStage(NamedTuple):
     """The distribution of an array while some of its axes are transformed."""
 
-    before: Members
+    before: RankGrid
     axes: tuple[int, ...]  # the transformed axes, which are undivided
-    after: Members  # the same ranks, with the transformed axes' new lengths
+    after: RankGrid  # the same ranks, with the transformed axes' new lengths
 
 
 def transform_stages(
-    before: Members,  # distribution of the input
-    after: Members,  # distribution of the result
+    before: RankGrid,  # distribution of the input
+    after: RankGrid,  # distribution of the result
     transform: Transform,
 ) -> list[TransformStage]:
     """Return the stages of a transform: one distribution after another.
@@ -149,23 +149,23 @@ def transform_stages(
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
     """
     found = []
-    for stage in stages(before.share_sizes, transform, after.share_sizes):
+    for stage in stages(before.local_sizes, transform, after.local_sizes):
         own = _divided(before, stage)
         sizes = [
             tuple(transform.lengths[axis] if size else 0 for size in along)
             if axis in stage.axes
             else along
-            for axis, along in enumerate(own.share_sizes)
+            for axis, along in enumerate(own.local_sizes)
         ]
-        found.append(TransformStage(own, stage.axes, Members(tuple(sizes), own.grid)))
+        found.append(TransformStage(own, stage.axes, RankGrid(tuple(sizes), own.grid)))
     return found
 
 
-def _divided(members: Members, stage: Stage) -> Members:
+def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
     """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
-    if prod(map(len, stage.chunks)) == members.size:
-        return Members(stage.chunks, tuple(map(len, stage.chunks)))
+    if prod(map(len, stage.chunks)) == ranks.size:
+        return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))
-    cut = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
+    partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
     free = [axis for axis in range(len(shape)) if axis not in stage.axes]
-    return recut(members, shape, cut or free)
+    return repartition(ranks, shape, partition or free)

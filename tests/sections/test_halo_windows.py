@@ -12,11 +12,11 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections import rim_windows, windows
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import halo_windows, windows
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import links_of, run_gang
 from tests.sections.test_iterate import reference, star
@@ -27,9 +27,9 @@ X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
 
 
-def heat(gpu, steps=5, members=4, x=X, **kwargs):
+def heat(gpu, steps=5, ranks=4, x=X, **kwargs):
     a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
-    return iterate(kernel(gpu, star), a, 1, steps, members=members, **kwargs)
+    return iterate(kernel(gpu, star), a, 1, steps, ranks=ranks, **kwargs)
 
 
 def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
@@ -40,19 +40,19 @@ def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("beyond", "members", "has_windows"),
+    ("beyond", "ranks", "has_windows"),
     pairwise(
         [("periodic", True), ("periodic", False), ("nearest", True), (0.5, False)],
         [1, 2, 6],
         [True, False],
     ),
 )
-def test_values(gpu, opened, beyond, members, has_windows):
+def test_values(gpu, opened, beyond, ranks, has_windows):
     boundary, overlap = beyond
-    y = heat(gpu, members=members, boundary=boundary, overlap=overlap)
+    y = heat(gpu, ranks=ranks, boundary=boundary, overlap=overlap)
     check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
-    assert len(opened) == (members if members > 1 else 0)
-    assert all(opened) if has_windows and members > 1 else not any(opened)
+    assert len(opened) == (ranks if ranks > 1 else 0)
+    assert all(opened) if has_windows and ranks > 1 else not any(opened)
 
 
 @pytest.mark.parametrize("dtype", ["f8", "c8"])  # of a word each: accesses are known by these
@@ -63,14 +63,14 @@ def test_dtypes(gpu, dtype):
 
 @pytest.mark.parametrize("exchange", ORDERS[1:])
 def test_orders_of_messages(gpu, opened, exchange):
-    check(gpu, heat(gpu, exchange=exchange, members=6))
+    check(gpu, heat(gpu, exchange=exchange, ranks=6))
     assert all(opened)
 
 
 def test_members_of_other_hosts_get_messages(gpu, opened, monkeypatch):
     """Of a square of four, those of one row are on one host."""
     monkeypatch.setattr(
-        Links, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+        Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
     )
     check(gpu, heat(gpu))
     assert sorted(opened) == [[0], [1], [2], [3]]
@@ -116,34 +116,34 @@ def test_one_way_neighbours_get_messages(gpu, opened):
 
     x = np.arange(12.0)
     a = on_gpu(gpu, da.from_array(x, chunks=3))
-    y = iterate(kernel(gpu, shifted), a, {0: (1, 0)}, 9, boundary=0.0, members=4)
+    y = iterate(kernel(gpu, shifted), a, {0: (1, 0)}, 9, boundary=0.0, ranks=4)
     (got,) = run_section(gpu, y, [x])
     assert got.tolist() == [0] * 9 + [0, 1, 2]
     assert opened == [[]] * 4
 
 
 def test_calls_that_differ_are_found(gpu):
-    members = Members(((4, 4),), (2,))
+    ranks = RankGrid(((4, 4),), (2,))
 
     def function(ctx):
         with ctx.device.running([]):
-            p = ctx.padded(gpu.written(np.ones(4)), boundary="periodic")
+            p = ctx.with_halo(gpu.written(np.ones(4)), boundary="periodic")
             for _ in range(3):
-                ctx.halo(p)
+                ctx.update_halo(p)
             if ctx.rank:
                 ctx.barrier()
             else:
-                ctx.halo(p)
+                ctx.update_halo(p)
 
     with pytest.raises(SectionError, match=r"rank 0 called halo\(\).* and rank 1 called barr"):
-        run_gang(members, function, device=Gpu)
+        run_gang(ranks, function, device=Gpu)
 
 
 # --- what is lost if one of the rules is
 
 
 def one_slot(gpu, monkeypatch):
-    for module in (windows, rim_windows):
+    for module in (windows, halo_windows):
         monkeypatch.setattr(module, "SLOTS", 1)
 
 
@@ -163,7 +163,7 @@ def recorded_before_it_is_packed(gpu, monkeypatch):
 
 
 def unpacked_before_it_is_there(gpu, monkeypatch):
-    copies, opens, record, original = set(), rim_windows.opened, Event.record, Stream.wait_event
+    copies, opens, record, original = set(), halo_windows.opened, Event.record, Stream.wait_event
 
     def noted(device, *args):
         copies.add(device.copies)
@@ -177,7 +177,7 @@ def unpacked_before_it_is_there(gpu, monkeypatch):
         if not getattr(event, "of_copies", False):
             original(stream, event)
 
-    monkeypatch.setattr(rim_windows, "opened", noted)
+    monkeypatch.setattr(halo_windows, "opened", noted)
     monkeypatch.setattr(Event, "record", recorded)
     monkeypatch.setattr(Stream, "wait_event", wait)
 

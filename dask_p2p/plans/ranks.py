@@ -14,13 +14,13 @@ from dask_p2p.versioned import versioned
 
 @versioned()  # tasks carry it
 @dataclass(frozen=True)
-class Members:
+class RankGrid:
     """A grid of ranks. Each has a box of whole blocks, its local block, about equal to the others.
 
     Examples
     --------
     >>> members = Members.at_most(((3, 3), (1, 2, 3, 4)), 3)
-    >>> members.grid, members.share_sizes
+    >>> members.grid, members.local_sizes
     ((1, 3), ((6,), (1, 2, 7)))
     """
 
@@ -28,15 +28,17 @@ class Members:
     grid: tuple[int, ...]  # ranks along each axis, at most the number of blocks
 
     @classmethod
-    def at_most(cls, chunks: Chunks, members: int, cut: Sequence[int] | None = None) -> Members:
-        """Return at most `members` ranks, with the smallest surface between local blocks.
+    def at_most(
+        cls, chunks: Chunks, ranks: int, partition: Sequence[int] | None = None
+    ) -> RankGrid:
+        """Return at most `ranks` ranks, with the smallest surface between local blocks.
 
-        Only the axes of `cut` may be divided between ranks; by default all.
+        Only the axes of `partition` may be divided between ranks; by default all.
         """
-        axes = range(len(chunks)) if cut is None else cut
+        axes = range(len(chunks)) if partition is None else partition
         most = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
         shape = list(map(sum, chunks))
-        for size in range(max(1, min(members, prod(most))), 0, -1):
+        for size in range(max(1, min(ranks, prod(most))), 0, -1):
             if found := list(grids(size, most)):
                 return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
         raise AssertionError("one rank can always have the whole array")
@@ -55,7 +57,7 @@ class Members:
         ]
 
     @cached_property
-    def share_sizes(self) -> Chunks:
+    def local_sizes(self) -> Chunks:
         """Sizes of local blocks along each axis, in the form of chunks."""
         return tuple(
             tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(cuts))
@@ -76,11 +78,11 @@ class Members:
 
     def shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's local block."""
-        return block_shape(self.share_sizes, self.places[rank])
+        return block_shape(self.local_sizes, self.places[rank])
 
     def box(self, rank: int) -> Box:
         """Return the box of a rank's local block in the array."""
-        bounds = map(block_bounds, self.share_sizes)
+        bounds = map(block_bounds, self.local_sizes)
         return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.places[rank], strict=True))
 
     def blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:

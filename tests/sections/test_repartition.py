@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.members import Members
 from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context, regions
 from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Links
+from dask_p2p.sections.links import Connections
 from tests.sections.gangs import links_of, run_gang
 
 DTYPES = [
@@ -41,10 +41,15 @@ def raw(array):
 def cases(draw):
     sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
-    members = Members.at_most(chunks, draw(st.integers(1, 4)))
+    ranks = RankGrid.at_most(chunks, draw(st.integers(1, 4)))
     axes = st.lists(st.integers(-len(chunks), len(chunks) - 1), min_size=1, max_size=3)
-    cuts = [draw(axes | st.none()) for _ in range(2)]
-    return members, cuts, draw(st.permutations(range(len(chunks)))), draw(st.sampled_from(DTYPES))
+    partitions = [draw(axes | st.none()) for _ in range(2)]
+    return (
+        ranks,
+        partitions,
+        draw(st.permutations(range(len(chunks)))),
+        draw(st.sampled_from(DTYPES)),
+    )
 
 
 @pytest.mark.parametrize("least_bytes", [(2**16, 256), (0, 256), (0, 1)])
@@ -54,33 +59,35 @@ def cases(draw):
 )
 def test_members_get_their_part_of_another_cut(least_bytes, case, strided, permuted, exchange):
     """And come back from there, through memory that they give; by messages, and by reading."""
-    members, (cut, other), axes, dtype = case
-    x = whole(tuple(map(sum, members.chunks)), dtype)
+    ranks, (partition, other), axes, dtype = case
+    x = whole(tuple(map(sum, ranks.chunks)), dtype)
     y = x.transpose(axes) if permuted else x
     order = {"axes": axes} if permuted else {}
 
     def there_and_back(ctx):
-        a = x[box_slices(ctx.box_of(cut))]
+        a = x[box_slices(ctx.box_of(partition))]
         a = np.repeat(a, 2, axis=-1)[..., ::2][::-1][::-1] if strided else a.copy()
         before = a.copy()
-        b = ctx.redistribute(a, other or [0], cut, **order)
+        b = ctx.redistribute(a, other or [0], partition, **order)
         assert raw(b) == raw(y[box_slices(ctx.box_of(other or [0], y.shape))])
         assert raw(a) == raw(before), "what is given stays as it is"
         out = np.empty_like(b)
-        assert ctx.redistribute(a, other or [0], cut, **order, out=out, exchange=exchange) is out
+        assert (
+            ctx.redistribute(a, other or [0], partition, **order, out=out, exchange=exchange) is out
+        )
         assert raw(out) == raw(b)
         back = {"axes": np.argsort(axes)} if permuted else {}
-        c = ctx.redistribute(b, cut, other or [0], **back, shape=y.shape)
-        assert raw(c) == raw(x[box_slices(ctx.box_of(cut))])
+        c = ctx.redistribute(b, partition, other or [0], **back, shape=y.shape)
+        assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(regions, "LEAST_BYTES", least_bytes[0])
         patched.setattr(regions, "_LEAST_RUN_BYTES", least_bytes[1])
-        run_gang(members, there_and_back)
+        run_gang(ranks, there_and_back)
 
 
 X = np.arange(2.0**18).reshape(512, 512)
-SLABS = Members(((256, 256), (512,)), (2, 1))
+SLABS = RankGrid(((256, 256), (512,)), (2, 1))
 
 
 def to_columns(ctx):
@@ -90,14 +97,14 @@ def to_columns(ctx):
 
 def bytes_sent(monkeypatch):
     """Return the list to which messages of redistributions are added."""
-    begin, sent = Links.begin, []
+    begin, sent = Connections.begin, []
 
     def counting(links, call, sends, receives, beside=False):
         if call.endswith("float64"):
             sent.extend(map(len, sends.values()))
         return begin(links, call, sends, receives, beside)
 
-    monkeypatch.setattr(Links, "begin", counting)
+    monkeypatch.setattr(Connections, "begin", counting)
     return sent
 
 
@@ -130,7 +137,7 @@ def test_who_cannot_read_gets_messages(monkeypatch):
     monkeypatch.setattr(regions.process_memory, "holds", holds)
     run_gang(SLABS, to_columns, reads_memory=False)
     assert sent == [256 * 256 * 8] * 4
-    monkeypatch.setattr(Links, "is_on_other_host", lambda links, rank: True)
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda links, rank: True)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 6
 
@@ -167,34 +174,34 @@ def test_memory_stays_until_it_is_read(monkeypatch):
 
 def test_by_default_arrays_come_from_and_go_to_the_shares():
     """Whatever the order of axes was between, and in the places where blocks are cut."""
-    members = Members(((1, 4, 2), (3, 6)), (3, 1))
+    ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
     x = np.arange(63.0).reshape(7, 9)
 
     def transposed(ctx):
         a = x[box_slices(ctx.box)]
         b = ctx.redistribute(a, (0,), axes=(1, 0))
         assert np.array_equal(b, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
-        assert np.array_equal(ctx.redistribute(b, from_cut=(0,), axes=(1, 0)), a)
+        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(1, 0)), a)
         c = ctx.redistribute(a, axes=(1, 0))
         assert np.array_equal(c, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
         longer = np.full((3, 2 * (ctx.rank < 2) + (ctx.rank == 2)), ctx.rank)
         d = ctx.redistribute(longer, (0,), (1,), shape=(3, 5))
         assert d.tolist() == [[0, 0, 1, 1, 2]]
 
-    run_gang(members, transposed)
+    run_gang(ranks, transposed)
 
 
 def test_a_member_alone_permutes():
-    ctx = Context(Members(((2, 2), (3,)), (1, 1)))
+    ctx = Context(RankGrid(((2, 2), (3,)), (1, 1)))
     x = np.arange(12).reshape(4, 3)
     assert np.array_equal(ctx.redistribute(x, (1,), axes=(1, 0)), x.T)
     assert ctx.redistribute(x, (1,)) is not x
     assert ctx.box_of((1,)) == ((0, 4), (0, 3))
-    assert Context(Members((), ())).redistribute(np.array(3)) == 3
+    assert Context(RankGrid((), ())).redistribute(np.array(3)) == 3
 
 
 def test_a_loop_allocates_nothing():
-    members = Members(((512, 512), (1024,)), (2, 1))
+    ranks = RankGrid(((512, 512), (1024,)), (2, 1))
 
     def loop(ctx):
         rows, columns = np.ones((512, 1024)), np.empty((1024, 512))
@@ -202,24 +209,27 @@ def test_a_loop_allocates_nothing():
             if number == 2 and ctx.rank == 0:
                 tracemalloc.start()
             ctx.redistribute(rows, (1,), out=columns)
-            ctx.redistribute(columns, from_cut=(1,), out=rows)
+            ctx.redistribute(columns, from_partition=(1,), out=rows)
         return tracemalloc.get_traced_memory()[1] if ctx.rank == 0 else 0
 
     try:
-        peak_bytes, _ = run_gang(members, loop)
+        peak_bytes, _ = run_gang(ranks, loop)
     finally:
         tracemalloc.stop()
     assert peak_bytes < 2**19  # one part has 2 MiB
 
 
 def test_what_is_wrong_is_named():
-    ctx = Context(Members(((4,), (3,)), (1, 1)))
+    ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
     x = np.ones((4, 3))
     for wrong, match in (
-        ({"cut": (2,)}, r"cut: expected a sequence of axes of an array of 2 dimensions, got \(2,"),
-        ({"cut": 1}, "cut: expected a sequence of axes"),
-        ({"cut": "a"}, "cut: expected a sequence of axes"),
-        ({"from_cut": (0.5,)}, "from_cut: expected a sequence of axes"),
+        (
+            {"partition": (2,)},
+            r"cut: expected a sequence of axes of an array of 2 dimensions, got \(2,",
+        ),
+        ({"partition": 1}, "cut: expected a sequence of axes"),
+        ({"partition": "a"}, "cut: expected a sequence of axes"),
+        ({"from_partition": (0.5,)}, "from_partition: expected a sequence of axes"),
         ({"axes": (0, 0)}, "axes: expected a permutation of 2 axes"),
     ):
         with pytest.raises(AxesError, match=match):
@@ -246,9 +256,15 @@ def test_what_is_wrong_is_named():
 @pytest.mark.parametrize(
     ("calls", "match"),
     [
-        ([{"cut": (0,)}, {"cut": (1,)}], r"redistribute\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)"),
-        ([{"cut": (1,)}, {"cut": (1,), "exchange": "pairwise"}], "float64, pairwise as number 1"),
-        ([{"cut": (1,)}, {"cut": (1,), "axes": (1, 0)}], r"axes \(0, 1\)"),
+        (
+            [{"partition": (0,)}, {"partition": (1,)}],
+            r"redistribute\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)",
+        ),
+        (
+            [{"partition": (1,)}, {"partition": (1,), "exchange": "pairwise"}],
+            "float64, pairwise as number 1",
+        ),
+        ([{"partition": (1,)}, {"partition": (1,), "axes": (1, 0)}], r"axes \(0, 1\)"),
     ],
 )
 def test_calls_that_differ_are_an_error(calls, match):
@@ -256,7 +272,7 @@ def test_calls_that_differ_are_an_error(calls, match):
         ctx.redistribute(np.ones((2, 4)), **calls[ctx.rank])
 
     with pytest.raises(SectionError, match=match):
-        run_gang(Members(((2, 2), (4,)), (2, 1)), differing)
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)
 
 
 def test_dtypes_that_differ_are_an_error():
@@ -264,7 +280,7 @@ def test_dtypes_that_differ_are_an_error():
         ctx.redistribute(np.ones((2, 4), ["i8", "f8"][ctx.rank]), (1,))
 
     with pytest.raises(SectionError, match=r"axes \(0, 1\), (int|float)64"):
-        run_gang(Members(((2, 2), (4,)), (2, 1)), differing)
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)
 
 
 def test_several_members_need_an_axis_that_is_divided():
@@ -272,4 +288,4 @@ def test_several_members_need_an_axis_that_is_divided():
         ctx.redistribute(np.ones((2, 4)), ())
 
     with pytest.raises(AxesError, match="cut: expected at least one axis that is divided"):
-        run_gang(Members(((2, 2), (4,)), (2, 1)), undivided)
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), undivided)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+from dask_p2p.plans.cuts import moves, partition_of, repartition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
-from dask_p2p.plans.cuts import cut_of, moves, recut
-from dask_p2p.plans.members import Members
+from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 
@@ -15,20 +15,20 @@ sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 def gangs(draw):
     """Members of an array, and another cut of it, or of an array of another shape."""
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
-    members = Members.at_most(chunks, draw(st.integers(1, 6)))
+    ranks = RankGrid.at_most(chunks, draw(st.integers(1, 6)))
     lengths = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
     shape = draw(st.just(tuple(map(sum, chunks))) | lengths)
-    axes = st.sets(st.integers(0, len(shape) - 1)).map(lambda cut: tuple(sorted(cut)))
-    return members, shape, draw(axes), draw(axes), tuple(draw(st.permutations(range(len(shape)))))
+    axes = st.sets(st.integers(0, len(shape) - 1)).map(lambda partition: tuple(sorted(partition)))
+    return ranks, shape, draw(axes), draw(axes), tuple(draw(st.permutations(range(len(shape)))))
 
 
 @given(gangs())
 def test_members_that_move_their_parts_have_the_array_in_the_other_cut(gang):
-    members, shape, cut, other_cut, axes = gang
+    ranks, shape, partition, other_cut, axes = gang
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     y = x.transpose(axes)
-    before, after = recut(members, x.shape, cut), recut(members, y.shape, other_cut)
-    each = [moves(before, after, axes, rank) for rank in range(members.size)]
+    before, after = repartition(ranks, x.shape, partition), repartition(ranks, y.shape, other_cut)
+    each = [moves(before, after, axes, rank) for rank in range(ranks.size)]
     for rank, own in enumerate(each):
         made = np.zeros(own.after, int)
         for holder, dst in own.receives.items():
@@ -45,25 +45,25 @@ def test_members_that_move_their_parts_have_the_array_in_the_other_cut(gang):
 
 @given(gangs())
 def test_shares_cover_the_array_once_and_are_cut_along_these_axes(gang):
-    members, shape, cut, *_ = gang
-    new = recut(members, shape, cut)
-    assert new.size == members.size
+    ranks, shape, partition, *_ = gang
+    new = repartition(ranks, shape, partition)
+    assert new.size == ranks.size
     covered = np.zeros(shape, int)
     for rank in range(new.size):
         covered[box_slices(new.box(rank))] += 1
     assert (covered == 1).all()
-    assert {*cut_of(new)} <= ({*cut} if cut else {0})
-    kept = [axis for axis in cut_of(new) if axis < len(members.grid)]
-    if cut and shape == tuple(map(sum, members.chunks)):
+    assert {*partition_of(new)} <= ({*partition} if partition else {0})
+    kept = [axis for axis in partition_of(new) if axis < len(ranks.grid)]
+    if partition and shape == tuple(map(sum, ranks.chunks)):
         for axis in kept:
-            if new.grid[axis] == members.grid[axis]:
-                assert new.share_sizes[axis] == members.share_sizes[axis]
-        assert recut(members, shape, cut_of(members)) is members
+            if new.grid[axis] == ranks.grid[axis]:
+                assert new.local_sizes[axis] == ranks.local_sizes[axis]
+        assert repartition(ranks, shape, partition_of(ranks)) is ranks
 
 
 def test_axes_are_divided_so_that_most_members_have_something():
-    members = Members(((1,) * 4,), (4,))
-    assert recut(members, (8, 8), (0, 1)).grid == (2, 2)
-    assert recut(members, (1, 8), (0, 1)).grid == (1, 4)
-    assert recut(members, (2, 3), (0, 1)).grid == (2, 2)
-    assert recut(members, (3, 1), (0,)).share_sizes == ((1, 1, 1, 0), (1,))
+    ranks = RankGrid(((1,) * 4,), (4,))
+    assert repartition(ranks, (8, 8), (0, 1)).grid == (2, 2)
+    assert repartition(ranks, (1, 8), (0, 1)).grid == (1, 4)
+    assert repartition(ranks, (2, 3), (0, 1)).grid == (2, 2)
+    assert repartition(ranks, (3, 1), (0,)).local_sizes == ((1, 1, 1, 0), (1,))

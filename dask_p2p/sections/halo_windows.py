@@ -38,11 +38,18 @@ import numpy as np
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
+from dask_p2p.sections.halo_messages import HaloCall, Packed, elements_of
 from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Links
-from dask_p2p.sections.rim_messages import Packed, RimCall, elements_of
+from dask_p2p.sections.links import Connections
 from dask_p2p.sections.staged import begin_in_order
-from dask_p2p.sections.windows import SLOTS, Meeting, OwnWindow, PeerWindow, if_possible, opened
+from dask_p2p.sections.windows import (
+    SLOTS,
+    DeviceBarrier,
+    OwnWindow,
+    PeerWindow,
+    if_possible,
+    opened,
+)
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -54,7 +61,7 @@ if TYPE_CHECKING:
 _LEAST_HIDING_BYTES = 2**28
 
 
-class _Run(NamedTuple):
+class _ByteRun(NamedTuple):
     """A contiguous region of an array."""
 
     start_bytes: int  # offset in the array
@@ -62,10 +69,10 @@ class _Run(NamedTuple):
     size_bytes: int
 
 
-class RimWindows:
-    """Exchanges halos in GPU memory. `RimMessages` is its counterpart for host memory."""
+class HaloWindows:
+    """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, call: RimCall) -> None:
+    def __init__(self, gpu: Gpu, call: HaloCall) -> None:
         self._gpu, self._rims, self._dtype, self._links = gpu, call.rims, call.dtype, call.links
         self._call, rims = call, call.rims
         self._exchanges = 0  # number of exchanges so far
@@ -82,7 +89,7 @@ class RimWindows:
         self._down: dict[int, tuple[Packed, Array]] = {}
         self._up: dict[int, tuple[Packed, Array]] = {}
         self._pulled: Any = None  # event after all copies out of windows
-        self._meeting: Meeting | None = None
+        self._meeting: DeviceBarrier | None = None
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a step takes a GPU longer than the host's three calls with overlap."""
@@ -131,7 +138,7 @@ class RimWindows:
     def can_put(self) -> bool:
         """Prepare for `put` after the first exchange; return whether it can be used."""
         if self._meeting is None and self._own is not None:
-            self._meeting = Meeting(self._gpu, self._own, [*self._windows.values()])
+            self._meeting = DeviceBarrier(self._gpu, self._own, [*self._windows.values()])
         return not self._down and not self._up
 
     def _pack(self, slot: int, data: Array) -> None:
@@ -144,7 +151,7 @@ class RimWindows:
                 of = data.data.ptr + run.start_bytes
                 self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
 
-    def _end(self, links: Links, data: Array, end: Callable[[], Any], slot: int) -> None:
+    def _end(self, links: Connections, data: Array, end: Callable[[], Any], slot: int) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
@@ -214,7 +221,7 @@ class RimWindows:
             for rank in self._windows
         }
 
-    def _open_windows(self, links: Links) -> None:
+    def _open_windows(self, links: Connections) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
         if gpu.has_windows:
@@ -235,7 +242,7 @@ class RimWindows:
             self._pulled = gpu.module.cuda.Event(disable_timing=True)
 
 
-def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_Run] | None:
+def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_ByteRun] | None:
     """Return the runs of contiguous regions of an array in C order; None if one is scattered."""
     strides = tuple(prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape)))
     found, packed_bytes = [], 0
@@ -244,7 +251,7 @@ def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_
         if pitch is None or pitch.rows > 1:
             return None
         start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-        found.append(_Run(start_bytes, packed_bytes, pitch.run_bytes))
+        found.append(_ByteRun(start_bytes, packed_bytes, pitch.run_bytes))
         packed_bytes += pitch.run_bytes
     return found
 
