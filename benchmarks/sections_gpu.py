@@ -101,14 +101,14 @@ def kernel_alone(size: int, steps: int, is_on_gpu: bool) -> float:
     module: Any = np
     if is_on_gpu:
         import cupy as module  # type: ignore[no-redef]
-    rims = slice(RADIUS, -RADIUS)
+    halo = slice(RADIUS, -RADIUS)
     fields = [module.zeros((size + 2 * RADIUS, size, size), "f4") for _ in range(3)]
 
     def run(count: int) -> float:
         start_s = time.perf_counter()
         for _ in range(count):
             newest, before, out = fields
-            wave(newest, before[rims], out[rims])
+            wave(newest, before[halo], out[halo])
             fields[:] = [out, newest, before]
         if is_on_gpu:
             module.cuda.get_current_stream().synchronize()

@@ -112,8 +112,8 @@ def check_sections(ranks=1):
     speed = da.from_array(array / 100, chunks=(4, 6))
     u, before = array + 1, array
     for _ in range(3):
-        rims = np.pad(u, ((1, 1), (0, 0)), "wrap")
-        u, before = 2 * u - before + array / 100 * (rims[2:] - rims[:-2]), u
+        halo = np.pad(u, ((1, 1), (0, 0)), "wrap")
+        u, before = 2 * u - before + array / 100 * (halo[2:] - halo[:-2]), u
     levels = dask_p2p.iterate(leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), ranks=ranks)
     total = array / array.sum()
     for y, wanted in (
@@ -156,8 +156,8 @@ def check_only_what_is_needed_runs():
 
     x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(seen, dtype="i8")
     by_columns = dask_p2p.rechunk(x, (4, -1))
-    rims = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
-    for y, blocks in ((by_columns[:2], 2), (rims[:1], 2), (rims[:3], 3), (by_columns, 4)):
+    halo = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
+    for y, blocks in ((by_columns[:2], 2), (halo[:1], 2), (halo[:3], 3), (by_columns, 4)):
         ran.clear()
         y.compute(scheduler="sync")
         assert len(ran) == blocks, (y, ran)

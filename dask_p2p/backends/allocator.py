@@ -26,6 +26,6 @@ def keep_small_buffers() -> None:
     if mallopt is None or not _ENVIRONMENT.exists():
         return
     for each in _ENVIRONMENT.read_bytes().split(b"\0"):
-        told = each.removeprefix(_VARIABLE)
-        if told != each and not (told.isdigit() and int(told) >= _LEAST_BYTES):
+        size_text = each.removeprefix(_VARIABLE)
+        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_BYTES):
             mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)

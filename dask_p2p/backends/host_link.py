@@ -42,8 +42,8 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         streams.copy_up(memory.memory[:whole], host.memory[:whole], Pitch(1, whole, whole))
         streams.synchronize()
         up_s, down_s, both_s = (
-            min(_seconds(streams, memory, host, ways) for _ in range(_REPEATS))
-            for ways in (("up",), ("down",), ("up", "down"))
+            min(_seconds(streams, memory, host, directions) for _ in range(_REPEATS))
+            for directions in (("up",), ("down",), ("up", "down"))
         )
         return HostLink(*(n * _BYTES / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
     finally:
@@ -51,17 +51,17 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         streams.keep(slots, host_slots)
 
 
-def _seconds(of: HostStreams, memory: Slot, host: Slot, ways: tuple[str, ...]) -> float:
+def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
     cuda, pitch = of.cupy.cuda, Pitch(1, _BYTES, _BYTES)
-    first, *others = (of.streams[way] for way in ways)
+    first, *others = (of.streams[direction] for direction in directions)
     start, stop = cuda.Event(), cuda.Event()
     start.record(first)
     for stream in others:
         stream.wait_event(start)
-    if "up" in ways:
+    if "up" in directions:
         of.copy_up(memory.memory[:_BYTES], host.memory[:_BYTES], pitch)
-    if "down" in ways:
+    if "down" in directions:
         of.copy_down(host.memory[_BYTES:][:_BYTES], memory.memory[_BYTES:][:_BYTES], pitch)
     for stream in others:
         first.wait_event(stream.record())

@@ -112,8 +112,8 @@ class HostThroughDeviceQueue(HostQueue):
         target, source = dst.view(word), src.view(word)
         whole = tuple((0, length) for length in src.shape)
         for box in split_box(whole, self._size_bytes // src.dtype.itemsize):
-            place = box_slices(tuple(box[axis] for axis in axes))
-            self._put(target[place], source[box_slices(box)], axes)
+            target_slices = box_slices(tuple(box[axis] for axis in axes))
+            self._put(target[target_slices], source[box_slices(box)], axes)
 
     def fill(self, dst: Array, value: Any) -> None:
         super().permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))

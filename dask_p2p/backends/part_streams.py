@@ -37,7 +37,7 @@ from dask_p2p.backends.slots import Slot
 from dask_p2p.plans.parts import Part, PartPlan, Step, steps
 from dask_p2p.types import Array
 
-HandOn = Callable[[], AbstractContextManager[Any]]
+OnIssued = Callable[[], AbstractContextManager[Any]]
 
 
 class GpuMapWork(Protocol):
@@ -50,7 +50,7 @@ class GpuMapWork(Protocol):
     def views(self, part: Part) -> Iterable[np.ndarray[Any, Any]]:
         """Return a part's view of each array."""
 
-    def place(self, part: Part) -> Any:
+    def output_slices(self, part: Part) -> Any:
         """Return the index of a part's result in the output."""
 
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
@@ -84,24 +84,24 @@ class PartStreams(HostStreams):
         Called with the problem and its cause if memory cannot be pinned; copies are slower then.
     ranges
         Returns a context that profilers show by its name.
-    hand_on
+    on_issued
         Returns a context, entered when all work of a block is queued and the previous block is
         finished. In it the thread only waits for the queued work, and the next block may start.
     """
 
-    _waits = Lock()  # held inside `hand_on`
+    _waits = Lock()  # held inside `on_issued`
 
     def __init__(
         self,
         register_from_bytes: float,
         warn: Callable[..., None],
         ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
-        hand_on: HandOn | None = None,
+        on_issued: OnIssued | None = None,
     ) -> None:
         super().__init__(warn)
         self.copied = Copied()
         self._register_from_bytes = register_from_bytes
-        self._ranges, self._hand_on = ranges, hand_on
+        self._ranges, self._on_issued = ranges, on_issued
 
     def run(self, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array in host memory, and wait for the end.
@@ -115,11 +115,13 @@ class PartStreams(HostStreams):
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 with self._ranges(f"{step.what} {step.part}"):
                     block.do(step)
-            if self._hand_on is None or not is_pinned(out):  # only pinned outputs need no more work
+            if self._on_issued is None or not is_pinned(
+                out
+            ):  # only pinned outputs need no more work
                 block.wait()
             else:
                 block.give_slots_back()
-                with self._waits, self._hand_on():
+                with self._waits, self._on_issued():
                     block.wait()
         except BaseException:
             self.synchronize()  # no stream may use the memory that is given back
@@ -205,7 +207,7 @@ class _BlockInTransit:
                 self._of.timings.begin(stream)
                 getattr(self, f"_{step.what}")(part, slot, stream)
             self._events[step.what, slot].record(stream)
-            self._note_use(step.what, slot)
+            self._record_use(step.what, slot)
 
     def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
         """Start to copy unpinned inputs into a host slot by threads."""
@@ -226,7 +228,7 @@ class _BlockInTransit:
         is_first = part in self._plan.parts[: self._count]
         return [slots[slot].free] if is_first and slots[slot].is_used else []
 
-    def _note_use(self, what: str, slot: int) -> None:
+    def _record_use(self, what: str, slot: int) -> None:
         """Record the event that frees a slot: of the device, the end of its result's copy down."""
         for each in (self._host_slots if what == "up" else self._slots)[slot : slot + 1]:
             each.free, each.is_used = self._events[what, slot], True
@@ -264,7 +266,7 @@ class _BlockInTransit:
         return copy
 
     def _down(self, part: Part, slot: int, stream: Any) -> None:
-        result, target = self._slots[slot].results[self], self._out[self._work.place(part)]
+        result, target = self._slots[slot].results[self], self._out[self._work.output_slices(part)]
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
             target = array_in(self._host(slot), self._plan.slot_bytes, target)
@@ -274,7 +276,7 @@ class _BlockInTransit:
 
     def _empty(self, part: Part, slot: int, events: list[Any]) -> None:
         """Copy a result out of a host slot by threads, if it went there."""
-        target = self._out[self._work.place(part)]
+        target = self._out[self._work.output_slices(part)]
         if self._reaches_out and pitch_of(target) is not None:
             return
         for event in events:
@@ -284,7 +286,7 @@ class _BlockInTransit:
 
     def _inputs(self, part: Part) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
         """Return a part's view of each array, and its byte offset in a slot."""
-        return zip(self._work.views(part), self._plan.places(part), strict=False)
+        return zip(self._work.views(part), self._plan.input_indices(part), strict=False)
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:
         """Return the pitch of a part of an array; None if it goes through a host slot."""

@@ -62,25 +62,25 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
             click.echo(spec.note)
         click.echo("Starting a cluster ...")
         tried: dict[str, tuple[list[float], int]] = {}  # by method: seconds a run, wrong elements
-        for options, named in ways(bool(spec.gpus)):
+        for options, named in methods(bool(spec.gpus)):
             own = shared.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
             with own as client, client.as_current():
                 if not tried:
                     _introduce(client, spec, side, dtype)
-                for name, way in named.items():
+                for name, method in named.items():
                     try:
-                        tried[name] = _tried(client, way, spec, side, dtype)
+                        tried[name] = _tried(client, method, spec, side, dtype)
                     except Exception as exc:
                         if name == _OURS:
                             raise
                         reason = str(exc).partition("\n")[0]
                         click.echo(f"{name} failed: {type(exc).__name__}: {reason}")
                     if name == _OURS:
-                        _tell_what_moved(client)
+                        _print_moved(client)
         _show(tried, side, dtype)
 
 
-def ways(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Callable[[DaskArray], Any]]]]:
+def methods(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Callable[[DaskArray], Any]]]]:
     """Return the options of each cluster, with the transpose methods to run on it, by name."""
     ours = {_OURS: lambda x: transpose(x)}
     tasks = {"dask tasks": partial(_rechunked, "tasks")}
@@ -109,7 +109,7 @@ def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> 
 
 
 def _tried(
-    client: Any, way: Callable[[DaskArray], Any], spec: shared.ClusterSpec, side: int, dtype: Any
+    client: Any, method: Callable[[DaskArray], Any], spec: shared.ClusterSpec, side: int, dtype: Any
 ) -> tuple[list[float], int]:
     """Return the times of a transpose method, and the number of wrong elements of its last run."""
     shape, kind = (side, side), spec.kind
@@ -123,14 +123,14 @@ def _tried(
         del y  # the next run must not reuse this result, or share memory with it
         time.sleep(_SETTLE_S)
         start_s = time.perf_counter()
-        y = client.persist(way(x))
+        y = client.persist(method(x))
         wait(y)
         times_s.append(time.perf_counter() - start_s)
     wrong = count_wrong(y, shape, (1, 0), kind, dtype)
     return times_s, int(wrong.compute())  # raises the error of a failed task
 
 
-def _tell_what_moved(client: Any) -> None:
+def _print_moved(client: Any) -> None:
     run = cells(last_runs(client, 1)[0])
     click.echo(
         f"Moved {run['moved']}, least possible {run['least']}; pairs of workers by transport: "
@@ -143,13 +143,13 @@ def _show(tried: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -
     rows = [("times in ms", "first", "median", "GB/s", "wrong", "faster by")]
     ours_s = median(tried[_OURS][0][1:])
     moved_gb = 2 * side**2 * dtype.itemsize / 1e9  # each element is read once and written once
-    for way, (times_s, wrong) in tried.items():
+    for method, (times_s, wrong) in tried.items():
         median_s = median(times_s[1:])
         figures = f"{times_s[0] * 1e3:.2f}", f"{median_s * 1e3:.2f}", f"{moved_gb / median_s:.3g}"
-        rows.append((way, *figures, str(wrong), f"{median_s / ours_s:.2f}"))
+        rows.append((method, *figures, str(wrong), f"{median_s / ours_s:.2f}"))
     click.echo(f"\n{text_table(rows)}\n")
     click.echo(_LEGEND)
-    wrongs = [f"{wrong} of {side**2} of {way}" for way, (_, wrong) in tried.items() if wrong]
+    wrongs = [f"{wrong} of {side**2} of {method}" for method, (_, wrong) in tried.items() if wrong]
     if wrongs:
         raise click.ClickException(f"some elements are wrong: {', '.join(wrongs)}")
     click.echo(f"All {side**2} elements are where they belong.")

@@ -33,7 +33,7 @@ from dask_p2p.backends.pinned import warn_once
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
-from dask_p2p.engine.local import LocalBlocks
+from dask_p2p.engine.local import HeldBlocks
 from dask_p2p.engine.memory import Need, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
@@ -89,7 +89,7 @@ class Assembly:
         # Blocks of other workers, by their number among the plan's sources.
         self._remote: dict[int, BlockRef] = {}
         keys = [output.key(source) for source in plan.sources]
-        self.local = LocalBlocks(plan, keys, output.dtype, self.options, context)
+        self.local = HeldBlocks(plan, keys, output.dtype, self.options, context)
         for number, block in enumerate(blocks):
             there = self._remote if self._is_remote(block) else self.local.blocks
             there[number] = block
@@ -286,15 +286,15 @@ class Assembly:
         source = fetch.sources[region.request]
         if source.error is not None:
             return True
-        place = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
+        target = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
         if region.prefetched is not None:
-            out = self._target(queue)[place]
-            with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
+            out = self._target(queue)[target]
+            with self.ranges("target", fetch.route), queue.timing(fetch.kernels):
                 queue.permute_prefetched(out, region.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are in transfer
         else:
             self._queue_local(queue)  # while the first part is in transfer
-            out = self._target(queue)[place]
+            out = self._target(queue)[target]
             is_straight = self.plan.axes == tuple(range(out.ndim))
             try:
                 with self.ranges("wait", fetch.route):
@@ -302,10 +302,10 @@ class Assembly:
             except TransferError as exc:
                 fetch.give_up(region, exc)
                 return True
-            with self.ranges("place", fetch.route), queue.timing(fetch.kernels):
+            with self.ranges("target", fetch.route), queue.timing(fetch.kernels):
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
-        fetch.note_placed(region)
+        fetch.record_written(region)
         if self._in_sync:
             queue.synchronize()
         return True
@@ -336,5 +336,5 @@ def queue_for(
             f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
             f"p2p.permute-numpy to cpu."
         )
-    tell = partial(warn_once, None if context is None else context.warn, where)
-    return HostThroughDeviceQueue(backend, part_bytes(options.staging_limit_bytes), tell)
+    warn = partial(warn_once, None if context is None else context.warn, where)
+    return HostThroughDeviceQueue(backend, part_bytes(options.staging_limit_bytes), warn)

@@ -28,10 +28,10 @@ def pause_s(options: Options, attempt: int) -> float:
 def worst_case_s(
     options: Options,  # the task's
     holders: int = 1,  # silent workers that hold the task's blocks
-    unmet: int = 0,  # allowed transports that have not probed these workers
+    unprobed: int = 0,  # allowed transports that have not probed these workers
 ) -> float:
     """Return the longest time until a task ends in an error, on one worker."""
-    waiting_s = holders * (options.request_timeout_s + unmet * PROBE_TIMEOUT_S)
+    waiting_s = holders * (options.request_timeout_s + unprobed * PROBE_TIMEOUT_S)
     pauses_s = sum(pause_s(options, attempt) for attempt in range(1, options.attempts))
     return options.attempts * waiting_s + pauses_s
 

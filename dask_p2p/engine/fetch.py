@@ -125,10 +125,10 @@ class Fetch:
         except StopIteration:
             return
 
-    def wait_for(self, region: Region, place: Array | None = None) -> Array:
+    def wait_for(self, region: Region, target: Array | None = None) -> Array:
         """Wait for a region, and return its array.
 
-        The array is `place` if the transport can write the region directly into it.
+        The array is `target` if the transport can write the region directly into it.
 
         Raises `TransferError` if the region will not arrive.
         """
@@ -137,7 +137,7 @@ class Fetch:
             self.silences.check(holder, transport, self.start_s, self.options)
         limit_s = self.options.request_timeout_s + EVENT_LOOP_GRACE_S
         try:
-            return self._timed(region.result, limit_s, place)
+            return self._timed(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
                 f"no answer from {holder} in time, and the worker's event loop did not respond"
@@ -152,10 +152,10 @@ class Fetch:
             self.last_s = perf_counter()
             self.waited_s += self.last_s - start_s
 
-    def note_placed(self, region: Region) -> None:
+    def record_written(self, region: Region) -> None:
         """Record that a region is in the output, at the latest when the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
-        self.silences.heard(self.route.holder, self.route.transport.name)
+        self.silences.record_answer(self.route.holder, self.route.transport.name)
 
     def give_up(self, region: Region, error: TransferError) -> None:
         """Give up the source of a failed region. Its next route reads it again.
@@ -168,7 +168,7 @@ class Fetch:
             if number == region.request or self.sources[number].missing:
                 self.sources[number].give_up(error)
         holder, transport = self.route.holder, self.route.transport.name
-        self.silences.note(holder, transport, error, self.start_s, self.options)
+        self.silences.record_failure(holder, transport, error, self.start_s, self.options)
         # Queued kernels may still read in place.
         if not self.in_place and all(source.error is not None for source in self.sources):
             self.reading.close()

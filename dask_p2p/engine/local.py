@@ -28,7 +28,7 @@ _SHARE = 8  # a part takes at most 1/8 of the staging limit
 _PARTS = MOST_UNREAD + 1  # parts in memory of the GPU at a time
 
 
-class LocalBlocks:
+class HeldBlocks:
     """The blocks of one assembly that its own worker holds.
 
     Blocks that GPU kernels read stay referenced until `release`. All others are referenced only
@@ -134,8 +134,8 @@ class LocalBlocks:
             queue.wait_until_written([block], any_stream=self._any_stream)
         for piece in pieces:
             for box in self._parts(piece, queue):
-                place = box_slices(self._plan.destination(piece, box))
-                queue.permute_and_drop(out[place], block[box_slices(box)], self._plan.axes)
+                target = box_slices(self._plan.destination(piece, box))
+                queue.permute_and_drop(out[target], block[box_slices(box)], self._plan.axes)
 
     def _parts(self, piece: Piece, queue: Queue) -> Iterator[Any]:
         if not backend_named(queue.kind).on_device:

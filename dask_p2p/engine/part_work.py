@@ -21,7 +21,7 @@ from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_writt
 from dask_p2p.backends.host_copies import register_from_bytes
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.part_streams import Copied, HandOn, PartStreams
+from dask_p2p.backends.part_streams import Copied, OnIssued, PartStreams
 from dask_p2p.backends.pinned import warn_once
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.frames import drops_frames
@@ -39,7 +39,7 @@ from dask_p2p.versioned import check_readable, versioned
 
 # Starting another task takes the host 1 ms. On an H200, this made layers of blocks of 32 and
 # 128 MiB slower (50 ms against 40, 53 against 48), and those of 256 MiB and more faster.
-_HAND_ON_FROM_BYTES = 2**28
+_ON_ISSUED_FROM_BYTES = 2**28
 
 
 @versioned()
@@ -55,7 +55,9 @@ class GpuMapFunction:
         of = self.mapped
         check_readable(self, of, *of.arguments)
         arrays = [
-            checked_block(as_array(block), each.place(block_id), each.shape(block_id), each.dtype)
+            checked_block(
+                as_array(block), each.own_index(block_id), each.shape(block_id), each.dtype
+            )
             for block, each in zip(blocks, of.arguments, strict=True)
         ]
         kinds = {backend_for(array).name for array in arrays}
@@ -65,19 +67,19 @@ class GpuMapFunction:
                 f"for block {block_id}. Convert them where they are made, such as by "
                 f"map_blocks(cupy.asarray)."
             )
-        told = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
+        context_kwargs = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
         worker, context = current_worker()
         where = where_is(worker)
         (kind,) = kinds
         if backend_named(kind).on_device:  # no copies to and from the GPU
-            work = GpuMapBlock(of, arrays, block_id, told, kind, sys.maxsize)
-            run: Callable[[], Any] = partial(work.run, context)
+            block = GpuMapBlock(of, arrays, block_id, context_kwargs, kind, sys.maxsize)
+            run: Callable[[], Any] = partial(block.run, context)
         elif (obstacle := gpu_obstacle()) is None:
-            work = GpuMapBlock(of, arrays, block_id, told, CUPY.name)
-            run = partial(work.through_gpu, context, where, _hand_on(worker, context, work))
+            block = GpuMapBlock(of, arrays, block_id, context_kwargs, CUPY.name)
+            run = partial(block.through_gpu, context, where, _on_issued(worker, context, block))
         elif of.fallback is not None:
-            work = GpuMapBlock(of, arrays, block_id, told, kind)
-            run = partial(work.run, context)
+            block = GpuMapBlock(of, arrays, block_id, context_kwargs, kind)
+            run = partial(block.run, context)
         else:
             raise NoDeviceError(
                 f"expected a GPU for map_on_gpu({funcname(of.function)}, ...), got none: on "
@@ -86,26 +88,26 @@ class GpuMapFunction:
                 f"on NumPy arrays."
             )
         try:
-            with _recorded(worker, context, work), device_work(), device_of(*arrays):
+            with _recorded(worker, context, block), device_work(), device_of(*arrays):
                 return run()
         except DeviceLostError as exc:
             go_elsewhere(context, exc)
 
 
-def _hand_on(worker: Any, context: TaskContext | None, work: GpuMapBlock) -> HandOn | None:
+def _on_issued(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> OnIssued | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
     tasks, which continue after the call: too many tasks would run concurrently.
     """
-    if context is None or work.up_bytes < _HAND_ON_FROM_BYTES:
+    if context is None or block.up_bytes < _ON_ISSUED_FROM_BYTES:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
     return context.only_waiting if isinstance(getattr(spec, "func", None), GpuMapFunction) else None
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext | None, work: GpuMapBlock) -> Iterator[None]:
+def _recorded(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> Iterator[None]:
     """Return a context that records the work done in it, if the worker has the plugin."""
     if context is None:
         yield
@@ -115,15 +117,15 @@ def _recorded(worker: Any, context: TaskContext | None, work: GpuMapBlock) -> It
     name = run_name(task)
     if not is_of_parts(task):  # fused with a task that reads it
         name = f"{OPERATION}-{str(name).rpartition('-')[2]}"
-    key = (name, *work.index)
+    key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
 
     def record(**others: Any) -> Record:
-        return work.record(key, start_s, context.address, run=run, **others)
+        return block.record(key, start_s, context.address, run=run, **others)
 
     context.running[key] = partial(record, wanted_bytes=0)
     try:
-        with work.ranges(key):
+        with block.ranges(key):
             yield
     except Exception as exc:
         context.record(record(error=f"{type(exc).__name__}: {exc}"[:REASON_CHARS]))
@@ -161,7 +163,7 @@ class GpuMapBlock:
         if not self.is_reduced and (is_empty or len(self.plan.parts) > 1):
             out = self._output(context, backend_named(self.kind).queue())
             for part in () if is_empty else self.plan.parts:
-                out[self.place(part)] = self._called(part)
+                out[self.output_slices(part)] = self._called(part)
             return out
         made = None
         for part in self.plan.parts:
@@ -179,7 +181,7 @@ class GpuMapBlock:
         return sum(array.nbytes for array in self.arrays)
 
     def through_gpu(
-        self, context: TaskContext | None, where: str, hand_on: HandOn | None = None
+        self, context: TaskContext | None, where: str, on_issued: OnIssued | None = None
     ) -> Any:
         """Return the output block, computed on a GPU by `PartStreams` and copied back.
 
@@ -188,9 +190,9 @@ class GpuMapBlock:
         out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
             return out
-        tell = partial(warn_once, None if context is None else context.warn, where)
+        warn = partial(warn_once, None if context is None else context.warn, where)
         while True:
-            streams = PartStreams(register_from_bytes(), tell, self.ranges, hand_on)
+            streams = PartStreams(register_from_bytes(), warn, self.ranges, on_issued)
             self.copied = streams.copied
             try:
                 streams.run(self, out)
@@ -202,7 +204,7 @@ class GpuMapBlock:
                 traceback.clear_frames(exc.__traceback__)  # drop the function's arrays
                 PartStreams.drop_slots()
             self._shrink(cause, where)
-            tell("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
+            warn("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
 
     def _shrink(self, cause: str, where: str) -> None:
         """Plan parts of half the size."""
@@ -256,7 +258,7 @@ class GpuMapBlock:
             else:
                 yield array[(slice(None),) * each.axis + (slice(*read),)]
 
-    def place(self, part: Part) -> Any:
+    def output_slices(self, part: Part) -> Any:
         if self.is_reduced:
             return ()
         return (slice(None),) * self.of.axis + (slice(*part.own),)
@@ -271,9 +273,9 @@ class GpuMapBlock:
             self._check(result, self.of.result_shape(self.index, part.result_length))
         if self.of.reduce is not None:
             return result
-        rims = [self.of.rims(axis, self.index) for axis in range(result.ndim)]
-        rims[self.of.axis] = part.result_halo
-        sides = zip(rims, result.shape, strict=True)
+        halo = [self.of.halo(axis, self.index) for axis in range(result.ndim)]
+        halo[self.of.axis] = part.result_halo
+        sides = zip(halo, result.shape, strict=True)
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 
     def combined(self, part: Part, made: Array | None, result: Array) -> Any:

@@ -49,19 +49,19 @@ class Argument:
     chunks: Chunks  # without halo
     dtype: DType
     depth: tuple[Range, ...]  # by axis: halo widths before and after that the function requests
-    rims: tuple[tuple[Range, ...], ...]  # by axis and by block along it: halo widths of the block
+    halo: tuple[tuple[Range, ...], ...]  # by axis and by block along it: halo widths of the block
 
-    def place(self, index: Index) -> Index:
+    def own_index(self, index: Index) -> Index:
         """Return the index of this array's block for an output block."""
         own = index[len(index) - len(self.chunks) :]
         return tuple(i if len(sizes) > 1 else 0 for i, sizes in zip(own, self.chunks, strict=True))
 
     def shape(self, index: Index) -> tuple[int, ...]:
         """Return the shape of this array's block for an output block, with its halo."""
-        place = self.place(index)
-        sizes = block_shape(self.chunks, place)
-        rims = (along[i] for along, i in zip(self.rims, place, strict=True))
-        return tuple(n + before + after for n, (before, after) in zip(sizes, rims, strict=True))
+        own_index = self.own_index(index)
+        sizes = block_shape(self.chunks, own_index)
+        halo = (along[i] for along, i in zip(self.halo, own_index, strict=True))
+        return tuple(n + before + after for n, (before, after) in zip(sizes, halo, strict=True))
 
     def own_axis(self, axis: int, sizes: Chunks) -> int | None:
         """Return this array's axis for an axis of the output; None if it is broadcast along it."""
@@ -89,18 +89,18 @@ class GpuMap:
     has_block_id: bool = False  # True if the function has a keyword ``block_id``
     options: Options = field(default_factory=options)
 
-    def rims(self, axis: int, index: Index) -> Range:
+    def halo(self, axis: int, index: Index) -> Range:
         """Return the halo of the result along an axis, by the first array with this axis."""
         for each in self.arguments:
             if (own := each.own_axis(axis, self.sizes)) is not None:
-                return each.rims[own][each.place(index)[own]]
+                return each.halo[own][each.own_index(index)[own]]
         return 0, 0
 
     def result_shape(self, index: Index, length: int) -> tuple[int, ...]:
         """Return the shape of the function's result for a part of this length, with its halo."""
         shape = list(block_shape(self.chunks, index))
         if self.reduce is None:
-            shape = [n + sum(self.rims(axis, index)) for axis, n in enumerate(shape)]
+            shape = [n + sum(self.halo(axis, index)) for axis, n in enumerate(shape)]
             shape[self.axis] = length
         return tuple(shape)
 
@@ -109,8 +109,10 @@ class GpuMap:
         inputs = []
         for each in self.arguments:
             own = each.own_axis(self.axis, self.sizes)
-            rims = () if own is None else (each.rims[own][each.place(index)[own]], each.depth[own])
-            inputs.append(Input(each.shape(index), each.dtype.itemsize, own, *rims))
+            halo = (
+                () if own is None else (each.halo[own][each.own_index(index)[own]], each.depth[own])
+            )
+            inputs.append(Input(each.shape(index), each.dtype.itemsize, own, *halo))
         if part_bytes is None:
             block_bytes = sum(prod(each.shape) * each.item_bytes for each in inputs)
             part_bytes = min(self.part_bytes, max(_LEAST_PART_BYTES, block_bytes // _PARTS))
@@ -128,7 +130,7 @@ class GpuMap:
         """Yield plans whose largest memory bounds that of every block."""
         # As if every block had a halo of full width. The division into parts is the same.
         whole = tuple(
-            replace(each, rims=tuple((width,) * len(sizes) for width, sizes in pairs))
+            replace(each, halo=tuple((width,) * len(sizes) for width, sizes in pairs))
             for each in self.arguments
             for pairs in [zip(each.depth, each.chunks, strict=True)]
         )

@@ -65,8 +65,8 @@ class RemoteSources:
         hosts = self.context.router.hosts([own_address, *read])
         ranked = [*read, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
-        place = {holder: stage for stage, holder in enumerate(stages)}
-        self.sources = sorted(sources, key=lambda source: place[source.nearest])
+        stage_of = {holder: stage for stage, holder in enumerate(stages)}
+        self.sources = sorted(sources, key=lambda source: stage_of[source.nearest])
         return self.sources
 
     def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class RemoteSources:
             for source in sources:
                 source.give_up(exc)
             name = route.transport.name
-            silences.note(route.holder, name, exc, self.start_s, self.options)
+            silences.record_failure(route.holder, name, exc, self.start_s, self.options)
             return None
         fetch = Fetch(sources, reading, silences, self.options, self.start_s, begun_s)
         self.open.append(fetch)

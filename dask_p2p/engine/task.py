@@ -82,9 +82,9 @@ class Blocks(GraphNode):  # type: ignore[misc]
         return self if items == self.items else Blocks(*items)
 
 
-def _argument(place: int) -> Any:
+def _argument(position: int) -> Any:
     """Return a property for one of the arguments of a task's function."""
-    return property(lambda task: task.args[place])
+    return property(lambda task: task.args[position])
 
 
 class ReferenceTask(Task):  # type: ignore[misc]

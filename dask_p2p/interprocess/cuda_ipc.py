@@ -139,17 +139,18 @@ class MappedAllocation:
     """An allocation of another process, mapped into this one."""
 
     process: str  # name of the other process
-    place: IpcHandle  # location of a block in it
+    ipc_handle: IpcHandle  # location of a block in it
     address: int  # address in this process
     is_kept: bool  # true if it stays open while unused
     users: int = 0
     unused_since_s: float = 0.0  # monotonic
 
-    def overlaps(self, process: str, place: IpcHandle) -> bool:
+    def overlaps(self, process: str, ipc_handle: IpcHandle) -> bool:
         """Return true if it overlaps the addresses of an allocation of the process."""
-        mine = self.place
+        mine = self.ipc_handle
         return self.process == process and (
-            mine.base < place.base + place.nbytes and place.base < mine.base + mine.nbytes
+            mine.base < ipc_handle.base + ipc_handle.nbytes
+            and ipc_handle.base < mine.base + mine.nbytes
         )
 
 
@@ -184,32 +185,32 @@ class Mappings:
         """Return the number of open mappings."""
         return len(self._open)
 
-    def acquire(self, peer: Peer, place: IpcHandle, block_bytes: int) -> MappedAllocation:
+    def acquire(self, peer: Peer, ipc_handle: IpcHandle, block_bytes: int) -> MappedAllocation:
         """Return a mapping of the allocation of a peer's block, open or new, and count a user.
 
         `TransferError` if the allocation cannot be mapped.
         """
         process = peer.process
         with self._lock:
-            if (mapping := self._used(process, place)) is not None:
+            if (mapping := self._used(process, ipc_handle)) is not None:
                 return mapping
             opening = self._opening[process]
         with opening:  # takes 0.1 ms, or seconds for a pool that is no multiple of 2 MiB
             with self._lock:
-                if (mapping := self._used(process, place)) is not None:
+                if (mapping := self._used(process, ipc_handle)) is not None:
                     return mapping
-                freed = self._take_freed(process, place)
+                freed = self._take_freed(process, ipc_handle)
             _close(freed)
             PROCESSES.watch(process, peer.pid, self._on_end, last=True)
             if PROCESSES.has_ended(process):
                 raise TransferError(f"the memory cannot be mapped: process {peer.pid} has ended")
-            address = self._map(process, bytes.fromhex(place.handle))
+            address = self._map(process, bytes.fromhex(ipc_handle.handle))
             mapping = MappedAllocation(
-                process, place, address, place.nbytes >= 2 * block_bytes, users=1
+                process, ipc_handle, address, ipc_handle.nbytes >= 2 * block_bytes, users=1
             )
             with self._lock:
                 mapping.is_kept &= not PROCESSES.has_ended(process)
-                self._open[process, place.buffer_id] = mapping
+                self._open[process, ipc_handle.buffer_id] = mapping
             return mapping
 
     def release(self, mapping: MappedAllocation) -> None:
@@ -225,15 +226,17 @@ class Mappings:
         if self._open:
             self._timer.start()
 
-    def _used(self, process: str, place: IpcHandle) -> MappedAllocation | None:
-        mapping = self._open.get((process, place.buffer_id))
+    def _used(self, process: str, ipc_handle: IpcHandle) -> MappedAllocation | None:
+        mapping = self._open.get((process, ipc_handle.buffer_id))
         if mapping is not None:
             mapping.users += 1
         return mapping
 
-    def _take_freed(self, process: str, place: IpcHandle) -> list[MappedAllocation]:
+    def _take_freed(self, process: str, ipc_handle: IpcHandle) -> list[MappedAllocation]:
         """Remove and return the mappings of allocations that the process must have freed."""
-        freed = [mapping for mapping in self._open.values() if mapping.overlaps(process, place)]
+        freed = [
+            mapping for mapping in self._open.values() if mapping.overlaps(process, ipc_handle)
+        ]
         if any(mapping.users for mapping in freed):
             raise TransferError("the holder freed an allocation that is still being read here")
         self._forget(freed)
@@ -296,14 +299,14 @@ class Mappings:
         kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
         total_bytes, excess = 0, []
         for mapping in kept:
-            total_bytes += mapping.place.nbytes
+            total_bytes += mapping.ipc_handle.nbytes
             if total_bytes > _device_bytes() and not mapping.users:
                 excess.append(mapping)
         return excess
 
     def _forget(self, mappings: Iterable[MappedAllocation]) -> None:
         for mapping in mappings:
-            del self._open[mapping.process, mapping.place.buffer_id]
+            del self._open[mapping.process, mapping.ipc_handle.buffer_id]
 
 
 def _close(mappings: Iterable[MappedAllocation]) -> None:

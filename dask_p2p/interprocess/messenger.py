@@ -130,7 +130,7 @@ class Messenger:
         with self._lock:
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._noted(Message(request, array, tag, give_up))
+            return self._recorded(Message(request, array, tag, give_up))
 
     def receive(self, array: Array, tag: int) -> Message:
         """Receive a message into an array of bytes.
@@ -140,7 +140,9 @@ class Messenger:
         with self._lock:
             self._drive()
             request = self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._noted(Message(request, array, tag, lambda given_up, _: self.end(given_up)))
+            return self._recorded(
+                Message(request, array, tag, lambda given_up, _: self.end(given_up))
+            )
 
     def end(self, message: Message) -> None:
         """Cancel a message that will not arrive.
@@ -155,7 +157,7 @@ class Messenger:
             endpoint = self._endpoint(self.address)
             tag = self._lib.UCXXTag(message.tag)
             request = endpoint.tag_send(self._wrap(nothing), tag)
-            self._noted(Message(request, nothing, message.tag, lambda *_: None))
+            self._recorded(Message(request, nothing, message.tag, lambda *_: None))
 
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; its unsent messages fail."""
@@ -279,7 +281,7 @@ class Messenger:
             self._driven = True
             self._worker.start_progress_thread(polling_mode=self._poll, epoll_timeout=_EPOLL_MS)
 
-    def _noted(self, message: Message) -> Message:
+    def _recorded(self, message: Message) -> Message:
         while self._messages and self._messages[0].done:
             self._messages.popleft()
         self._messages.append(message)

@@ -30,7 +30,7 @@ _PR_SET_PTRACER = 0x59616D61  # "Yama", from linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
-class ContiguousRuns(NamedTuple):
+class ByteRuns(NamedTuple):
     """A strided region as equal runs of bytes, in memory order."""
 
     addresses: np.ndarray[Any, Any]  # uint64 addresses of the runs
@@ -42,7 +42,7 @@ class ContiguousRuns(NamedTuple):
 
 def runs_of(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> ContiguousRuns:
+) -> ByteRuns:
     """Return the runs of a region, given the address of its first element; no extent is 0.
 
     >>> runs_of(1000, (2, 3), (80, 8), 8)
@@ -56,10 +56,8 @@ backwards=(False, False))
     for axis in outer:
         along = np.arange(extents[axis], dtype=np.uint64) * np.uint64(steps[axis])
         addresses = (addresses[:, np.newaxis] + along).reshape(-1)
-    places = tuple(order.index(axis) for axis in range(len(shape)))
-    return ContiguousRuns(
-        addresses, run_bytes, tuple(extents[axis] for axis in order), places, backwards
-    )
+    axes = tuple(order.index(axis) for axis in range(len(shape)))
+    return ByteRuns(addresses, run_bytes, tuple(extents[axis] for axis in order), axes, backwards)
 
 
 def run_bytes_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -81,7 +79,7 @@ def _in_memory(
 
 
 def read(
-    pid: int, runs: ContiguousRuns, dtype: DType, memory: np.ndarray[Any, Any]
+    pid: int, runs: ByteRuns, dtype: DType, memory: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
     """Copy a region of another process into `memory`; return it as an array in the region's axes.
 
@@ -96,7 +94,7 @@ def read(
     return array[(*turned, ...)]  # an array also without axes
 
 
-def read_into(pid: int, runs: ContiguousRuns, array: np.ndarray[Any, Any]) -> bool:
+def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
     """Copy a region of another process directly into `array`, if both have the same memory order.
 
     Return true if it was copied. It is not copied if runs are short. `array` is any view with the
@@ -120,14 +118,14 @@ def read_into(pid: int, runs: ContiguousRuns, array: np.ndarray[Any, Any]) -> bo
     return True
 
 
-def _contiguous(address: int, runs: ContiguousRuns) -> tuple[np.ndarray[Any, Any], int]:
+def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous memory for all runs as runs of its own, one for each system call."""
     run_bytes = MOST_RUNS * runs.run_bytes
     end = address + len(runs.addresses) * runs.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
 
 
-def _cut(address: int, local: ContiguousRuns) -> tuple[np.ndarray[Any, Any], int]:
+def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
     at_once = next(n for n in range(min(count, MOST_RUNS), 0, -1) if count % n == 0)

@@ -78,7 +78,7 @@ class Totals:
         self._ended = _no_values()
         self._latest: dict[str, Values] = {}  # by worker
 
-    def note(self, worker: str, values: Values) -> None:
+    def record(self, worker: str, values: Values) -> None:
         """Replace the values of a worker by newer ones."""
         before = self._latest.get(worker, {})
         if any(Counter(before.get(f.name)) - Counter(values.get(f.name)) for f in COUNTERS):

@@ -38,7 +38,7 @@ def meter(record: Record) -> None:
         context_meter.digest_metric(TRANSFER, nbytes, "bytes")
 
 
-def note_transfer(worker: Any, record: Record) -> None:
+def record_transfer(worker: Any, record: Record) -> None:
     """Report a task's wait for other workers' regions to Dask, as time of transfer.
 
     Dask also counts the whole task as computing time. The record is that of a successful attempt,

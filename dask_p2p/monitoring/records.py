@@ -287,5 +287,5 @@ class RunStarts:
 
     def _run_of(self, record: Record) -> int:
         starts = self._starts.get(record.name, ())
-        place = bisect(starts, record.run)
-        return starts[place - 1] if place else 0
+        position = bisect(starts, record.run)
+        return starts[position - 1] if position else 0

@@ -200,7 +200,7 @@ class Run:
         }
 
 
-class ContiguousRuns(tuple[Run, ...]):
+class RunTable(tuple[Run, ...]):
     """A tuple of runs, the newest first. A notebook shows it as a table."""
 
     __slots__ = ()
@@ -255,20 +255,20 @@ class ContiguousRuns(tuple[Run, ...]):
         return [tuple(shown), *(tuple(row[name] for name in shown) for row in rows)]
 
 
-def runs_of(records: Iterable[Record]) -> ContiguousRuns:
+def runs_of(records: Iterable[Record]) -> RunTable:
     """Return records grouped into runs, by array and number of the run, the newest run first."""
     groups: dict[tuple[str, int], list[Record]] = {}
     for record in sorted(records, key=lambda record: record.start_s):
         groups.setdefault((record.name, record.run), []).append(record)
-    return ContiguousRuns(Run(tuple(group)) for group in reversed(groups.values()))
+    return RunTable(Run(tuple(group)) for group in reversed(groups.values()))
 
 
 @overload
-def last_runs(client: Client | None = None, n: int = 10) -> ContiguousRuns: ...
+def last_runs(client: Client | None = None, n: int = 10) -> RunTable: ...
 
 
 @overload
-def last_runs(client: AsynchronousClient, n: int = 10) -> Awaitable[ContiguousRuns]: ...
+def last_runs(client: AsynchronousClient, n: int = 10) -> Awaitable[RunTable]: ...
 
 
 def last_runs(client: Any = None, n: int = 10) -> Any:
@@ -297,7 +297,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
         ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of `iterate` or `spmd`
-        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. `ContiguousRuns` has
+        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. `RunTable` has
         ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
@@ -310,7 +310,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     number = checked_count("runs", n=n)
     client = checked_client(client)
 
-    async def fetch() -> ContiguousRuns:
+    async def fetch() -> RunTable:
         return runs_of(await fetch_records(client, number))
 
     return client.sync(fetch)

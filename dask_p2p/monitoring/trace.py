@@ -134,10 +134,10 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _events(slice_: _Slice, place: dict[str, int], zero_s: float) -> Iterator[dict[str, Any]]:
+def _events(slice_: _Slice, lane: dict[str, int], zero_s: float) -> Iterator[dict[str, Any]]:
     def event(name: str, start_s: float, stop_s: float, **more: Any) -> dict[str, Any]:
         ts, end = (start_s - zero_s) * 1e6, (stop_s - zero_s) * 1e6
-        return {"ph": "X", "name": name, "ts": ts, "dur": end - ts, **place, **more}
+        return {"ph": "X", "name": name, "ts": ts, "dur": end - ts, **lane, **more}
 
     start_s, stop_s = slice_.start_s, slice_.stop_s
     yield event(slice_.name, start_s, stop_s, cat=slice_.kind, args=slice_.args)
@@ -150,7 +150,7 @@ def _events(slice_: _Slice, place: dict[str, int], zero_s: float) -> Iterator[di
     if slice_.flow is not None:
         is_end = slice_.kind == "stage"
         at_s = (start_s + stop_s) / 2 if is_end else start_s
-        flow = {"id": slice_.flow, "ts": (at_s - zero_s) * 1e6, **place}
+        flow = {"id": slice_.flow, "ts": (at_s - zero_s) * 1e6, **lane}
         how = {"ph": "f", "bp": "e"} if is_end else {"ph": "s"}
         yield {"cat": "flow", "name": "regions", **how, **flow}
 

@@ -175,7 +175,7 @@ def _exchange(
         output.options, output.kind, plan.largest_piece * item_bytes, largest_bytes, item_bytes
     )
     extra_bytes = getattr(output.epilogue, "extra_bytes", lambda *_: 0)(largest_shape, output.dtype)
-    beside_bytes = max(staged_bytes if workers > 1 else 0, extra_bytes)
+    temporary_bytes = max(staged_bytes if workers > 1 else 0, extra_bytes)
     input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
     return ExchangeEstimate(
@@ -184,8 +184,8 @@ def _exchange(
         after=plan.chunks,
         size_bytes=prod(map(sum, plan.chunks)) * item_bytes,
         moved_bytes=_moved_elements(tasks, before, workers) * item_bytes,
-        task_bytes=largest_bytes + beside_bytes,
-        worker_bytes=input_bytes + output_bytes + min(threads, blocks) * beside_bytes,
+        task_bytes=largest_bytes + temporary_bytes,
+        worker_bytes=input_bytes + output_bytes + min(threads, blocks) * temporary_bytes,
     )
 
 

@@ -54,11 +54,11 @@ def transformed(
     transform = transform_of(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
     # Unknown chunk sizes remain unknown where no exchange is needed.
     before = tuple(tuple(n if n != n else int(n) for n in sizes) for sizes in x.chunks)
-    way = stages(before, transform)
-    natural = transform.after(way[-1].chunks, frozenset(way[-1].axes))
+    path = stages(before, transform)
+    natural = transform.after(path[-1].chunks, frozenset(path[-1].axes))
     final = None if chunks is None else checked_chunks(chunks, natural, between)
     # GPU memory has room for larger blocks than Dask's option allows; long axes are untested there.
-    long = None if backend_for(x._meta).on_device else long_axis(way, lengths, between.itemsize)
+    long = None if backend_for(x._meta).on_device else long_axis(path, lengths, between.itemsize)
     if long is not None and (final is None or len(final[long.axis]) > 1):
         x = _with_long_axis(kind, x, along, lengths, long, norm)
         return redistributed(x, tuple(range(x.ndim)), final or x.chunks)
@@ -66,11 +66,11 @@ def transformed(
         final = _as_before(x, natural)
     if final not in (None, natural):
         longer = stages(before, transform, final)
-        way = way if chunks is None and len(longer) > len(way) else longer
+        path = path if chunks is None and len(longer) > len(path) else longer
     on_device = backend_for(x._meta).on_device
-    done = [stage.axes for stage in way]
+    done = [stage.axes for stage in path]
     each = local_transforms(kind, special, lengths, norm, done, on_device)
-    for number, (stage, local) in enumerate(zip(way, each, strict=True)):
+    for number, (stage, local) in enumerate(zip(path, each, strict=True)):
         x = _staged(x, stage, transform, local, is_first=number == 0)
     return x
 

@@ -70,13 +70,13 @@ class LocalTransform:
         self, shape: tuple[int, ...], name: str, axes: tuple[int, ...], lengths: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Return the shape of a step's result for an input of this shape."""
-        places = self._places(axes, len(shape))
+        positions = self._positions(axes, len(shape))
         made = list(shape)
-        for place, length in zip(places, lengths, strict=True):
-            made[place] = length // 2 + 1 if name in TO_COMPLEX else length
+        for position, length in zip(positions, lengths, strict=True):
+            made[position] = length // 2 + 1 if name in TO_COMPLEX else length
         return tuple(made)
 
-    def _places(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    def _positions(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
         """Return the axes of the block that correspond to these axes of the result."""
         return tuple((self.order or range(ndim)).index(axis) for axis in axes)
 
@@ -122,12 +122,14 @@ class LocalTransform:
         library = _fft_module(backend.fft_modules)
         if block.dtype == np.float16:  # libraries differ in the result's dtype
             block, is_own = block.astype(np.float32), True
-        way = _way(self, order_of(block.strides) if self.order is None else None, backend.on_device)
-        block = block.transpose(way.before)
+        path = _call_path(
+            self, order_of(block.strides) if self.order is None else None, backend.on_device
+        )
+        block = block.transpose(path.before)
         if backend.on_device:
             is_own = is_own or not block.flags.c_contiguous
             block = _without_gaps(block)
-        for name, given, norm in way.calls:
+        for name, given, norm in path.calls:
             options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
@@ -135,7 +137,7 @@ class LocalTransform:
             is_own = True
         if self.scale not in (None, 1.0):
             block *= self.scale
-        return block.transpose(way.after)
+        return block.transpose(path.after)
 
     def _norm_of(self, name: str) -> str:
         """Return the `norm` argument of one function; with `scale` set, one that does not scale."""
@@ -150,7 +152,7 @@ class LocalTransform:
         return tuple(sorted(order, key=lambda axis: (axis in done, axis in halved)))
 
 
-class _Way(NamedTuple):
+class _CallPath(NamedTuple):
     """The calls that transform a block with a given axis order in memory."""
 
     before: tuple[int, ...]  # permutation of the block's axes before the calls
@@ -159,7 +161,9 @@ class _Way(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # a call takes as long as cuFFT, and most blocks are alike
-def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool) -> _Way:
+def _call_path(
+    transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool
+) -> _CallPath:
     """Return the calls that transform a block.
 
     `lies` is the order of the block's axes in memory; None: the block is in `transform.order`.
@@ -170,11 +174,11 @@ def _way(transform: LocalTransform, lies: tuple[int, ...] | None, on_device: boo
     axes = range(len(order)) if lies is None else order  # axes of the block, in memory order
     calls = []
     for name, along, lengths in _together(transform.steps) if on_device else transform.steps:
-        places = tuple(map(best.index, along))
-        given = (lengths, places) if name.endswith("n") else (*lengths, *places)
+        positions = tuple(map(best.index, along))
+        given = (lengths, positions) if name.endswith("n") else (*lengths, *positions)
         calls.append((name, given, transform._norm_of(name)))
     before = tuple(axes[order.index(axis)] for axis in best)
-    return _Way(before, tuple(calls), tuple(map(best.index, range(len(best)))))
+    return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
 
 
 def _without_gaps(array: Any) -> Any:

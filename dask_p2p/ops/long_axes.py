@@ -48,22 +48,22 @@ class Long(NamedTuple):
     parts: int  # number of blocks along the axis
 
 
-def long_axis(way: Sequence[FftStage], lengths: dict[int, int], item_bytes: int) -> Long | None:
+def long_axis(path: Sequence[FftStage], lengths: dict[int, int], item_bytes: int) -> Long | None:
     """Return the axis that would make a stage's blocks too large; None if all blocks fit.
 
     The largest block allowed is the larger of Dask's ``array.chunk-size`` and twice the input's
     largest block. `item_bytes` is the size of a complex number.
     """
     limit_bytes = parse_bytes(dask.config.get("array.chunk-size"))
-    limit_bytes = max(limit_bytes, 2 * item_bytes * _largest(way[0].chunks))
-    for stage in way[1:]:
+    limit_bytes = max(limit_bytes, 2 * item_bytes * _largest(path[0].chunks))
+    for stage in path[1:]:
         size_bytes = item_bytes * _largest(stage.chunks)
         if size_bytes > limit_bytes and stage.axes:
             axis = max(stage.axes, key=lambda axis: lengths[axis])
             n = lengths[axis]
             rows = next(k for k in range(isqrt(n), 0, -1) if n % k == 0)
             if rows > 1:  # n is not prime
-                before = way[0].chunks[axis]
+                before = path[0].chunks[axis]
                 parts = min(rows, max(len(before), -(-size_bytes // limit_bytes)))
                 return Long(axis, rows, n // rows, parts)
     return None

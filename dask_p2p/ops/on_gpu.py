@@ -148,8 +148,8 @@ def map_on_gpu(
             raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
         dtype = meta.dtype
     elif dtype is None:
-        told = {"block_id": (0,) * len(sizes)} if has_block_id else {}
-        dtype = found_dtype(partial(func, **kwargs, **told), inputs)
+        context_kwargs = {"block_id": (0,) * len(sizes)} if has_block_id else {}
+        dtype = found_dtype(partial(func, **kwargs, **context_kwargs), inputs)
     plans = [
         halo_plan(x.chunks, widths, kinds)
         for x, widths, kinds in zip(inputs, depths, beyond, strict=True)
@@ -176,15 +176,15 @@ def map_on_gpu(
         for x, plan in zip(inputs, plans, strict=True)
     ]
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
-    places = tuple(range(len(sizes)))
+    axes = tuple(range(len(sizes)))
     return da.blockwise(
         GpuMapFunction(mapped),
-        places,
+        axes,
         ArrayBlockIdDep(mapped.chunks),
-        places,
-        *chain(*((x, places[len(sizes) - x.ndim :]) for x in with_halo)),
+        axes,
+        *chain(*((x, axes[len(sizes) - x.ndim :]) for x in with_halo)),
         token=OPERATION,
-        adjust_chunks=dict(zip(places, mapped.chunks, strict=True)),
+        adjust_chunks=dict(zip(axes, mapped.chunks, strict=True)),
         align_arrays=False,
         concatenate=True,
         meta=meta_from_array(inputs[0]._meta, len(sizes), mapped.dtype),

@@ -30,8 +30,8 @@ from dask_p2p.ops.arguments import (
     check_names,
     is_dask_array,
 )
+from dask_p2p.ops.halo import checked_boundaries, checked_depths, unread_value
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.ops.rims import checked_boundaries, checked_depths, unread_value
 from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of
@@ -281,14 +281,14 @@ def _mapped_by_dask(
         return y
     # Trim the halo of the array with the most axes, the first of several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
-    rims = _result_halo(
+    halo = _result_halo(
         halo_widths_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis")
     )
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
-        for sizes, along in zip(y.chunks, rims, strict=True)
+        for sizes, along in zip(y.chunks, halo, strict=True)
     )
-    return da.map_blocks(Trim(rims), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+    return da.map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
 
 
 def _bound(
@@ -323,12 +323,12 @@ def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -
 
 
 def _result_halo(
-    rims: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
+    halo: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the halo widths along the result's axes, after dropped and inserted axes."""
-    ndim = len(rims)
+    ndim = len(halo)
     dropped = _axes(drop_axis, ndim)
-    kept = [along for axis, along in enumerate(rims) if axis not in dropped]
+    kept = [along for axis, along in enumerate(halo) if axis not in dropped]
     if new_axis is None:  # new axes come first
         new_axis = range(y.ndim - len(kept))
     for axis in sorted(_axes(new_axis, max(ndim, y.ndim))):

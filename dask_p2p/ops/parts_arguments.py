@@ -16,8 +16,8 @@ from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.overlap import aligned
-from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.types import DaskArray, DType
 
 

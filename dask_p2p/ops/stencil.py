@@ -21,10 +21,10 @@ from dask_p2p.versioned import versioned
 class Trim:
     """Trims the halo from a block."""
 
-    rims: tuple[tuple[tuple[int, int], ...], ...]  # widths by axis and block: before and after
+    halo: tuple[tuple[tuple[int, int], ...], ...]  # widths by axis and block: before and after
 
     def __call__(self, block: Array, block_id: Index) -> Array:
-        widths = (along[i] for along, i in zip(self.rims, block_id, strict=True))
+        widths = (along[i] for along, i in zip(self.halo, block_id, strict=True))
         # Dask allows functions that return fewer axes than expected.
         sides = zip(widths, block.shape, strict=False)
         return block[(*(slice(before, n - after) for (before, after), n in sides), ...)]
@@ -41,8 +41,8 @@ class Stencil:
 
     def __call__(self, block: Array, index: Index) -> Any:
         shape = block.shape
-        told = {"block_id": index} if self.has_block_id else {}
-        result = self.function(block, **told)
+        context_kwargs = {"block_id": index} if self.has_block_id else {}
+        result = self.function(block, **context_kwargs)
         if self.trim is None:
             return result
         if getattr(result, "shape", None) != shape:
@@ -90,8 +90,11 @@ class SkipsEmpty:
     @property
     def __signature__(self) -> Signature:
         """Signature from which Dask infers that it must pass the index of a block."""
-        told = ["block_id", *(["block_info"] if has_keyword(self.function, "block_info") else [])]
-        by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in told)
+        context_kwargs = [
+            "block_id",
+            *(["block_info"] if has_keyword(self.function, "block_info") else []),
+        ]
+        by_name = (Parameter(name, Parameter.KEYWORD_ONLY) for name in context_kwargs)
         return Signature([Parameter("blocks", Parameter.VAR_POSITIONAL), *by_name])
 
     def __call__(self, /, *blocks: Array, block_id: Index | None = None, **kwargs: Any) -> Any:
@@ -100,5 +103,5 @@ class SkipsEmpty:
         if any(along[i] == 0 for along, i in zip(self.chunks, block_id, strict=True)):
             shape = np.broadcast_shapes(*(block.shape for block in blocks))
             return np.empty_like(blocks[0], dtype=self.dtype, shape=shape)
-        told = {"block_id": block_id} if self.has_block_id else {}
-        return self.function(*blocks, **kwargs, **told)
+        context_kwargs = {"block_id": block_id} if self.has_block_id else {}
+        return self.function(*blocks, **kwargs, **context_kwargs)

@@ -153,12 +153,12 @@ def stage_order(
         ranked[host_of(holder)].append(holder)
     own = host_of(reader)
     near = ranked.pop(own, [])
-    place = bisect_left(near, reader)
+    offset = bisect_left(near, reader)
     hosts = sorted(ranked)
-    others = [_rotated(ranked[host], place) for host in _rotated(hosts, bisect_left(hosts, own))]
-    turns = zip_longest(*_rotated(others, place))
+    others = [_rotated(ranked[host], offset) for host in _rotated(hosts, bisect_left(hosts, own))]
+    turns = zip_longest(*_rotated(others, offset))
     far = [holder for turn in turns for holder in turn if holder is not None]
-    return _rotated(near, place) + far
+    return _rotated(near, offset) + far
 
 
 def _rotated(items: list[_T], start: int) -> list[_T]:

@@ -135,14 +135,14 @@ class GridPlan:
     unread: Any = 0  # value of corners that are not read
 
     @cached_property
-    def _place(self) -> tuple[int, ...]:
+    def _source_axes(self) -> tuple[int, ...]:
         """By input axis: the output axis."""
         return tuple(self.axes.index(axis) for axis in range(len(self.axes)))
 
     @cached_property
     def src_chunks(self) -> Chunks:
         """Chunks of the input, in its order of axes."""
-        return tuple(self.mappings[p].src_sizes for p in self._place)
+        return tuple(self.mappings[p].src_sizes for p in self._source_axes)
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -216,15 +216,15 @@ class GridPlan:
 
     def _in_order(self, tuples: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
         """Return tuples in the input's order of axes, from the output's order."""
-        if self._place == tuple(range(len(self._place))):
+        if self._source_axes == tuple(range(len(self._source_axes))):
             return tuples
-        return map(itemgetter(*self._place), tuples)
+        return map(itemgetter(*self._source_axes), tuples)
 
     def _block_with_halo(self, index: Index, rows: list[list[AxisSegment]]) -> BlockPlan:
         numbers: dict[Index, int] = {}
         pieces: list[Piece] = []
         fills: list[Fill] = []
-        place = self._place
+        source_axes = self._source_axes
         for parts in product(*rows):
             dst = tuple([part.dst for part in parts])
             filled = [part for part in parts if part.block is None]
@@ -233,9 +233,9 @@ class GridPlan:
             elif filled:
                 fills.append(Fill(dst, filled[-1].value))
             else:
-                source: Any = tuple([parts[p].block for p in place])
+                source: Any = tuple([parts[p].block for p in source_axes])
                 number = numbers.setdefault(source, len(numbers))
-                pieces.append(Piece(number, tuple([parts[p].src for p in place]), dst))
+                pieces.append(Piece(number, tuple([parts[p].src for p in source_axes]), dst))
         return BlockPlan(
             shape=block_shape(self.chunks, index),
             axes=self.axes,

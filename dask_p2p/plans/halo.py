@@ -77,7 +77,7 @@ class Halo:
             low, high = max(low, 0), min(high, self._bounds[-1])
         return [(low, start), (start, stop), (stop, high)]
 
-    def rims(self, number: int) -> tuple[int, int]:
+    def widths(self, number: int) -> tuple[int, int]:
         """Return the widths of the halo before and after a block, smaller at some ends."""
         (start, own), _, (end, stop) = self._reach(number)
         return own - start, stop - end
@@ -134,14 +134,14 @@ def halo_plan(
     mappings: list[AxisMapping] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         own = tuple(map(int, sizes))
-        rims = Halo(own, before, after, beyond)
-        mappings.append(rims if before or after else SplitAxis(own, own))
+        widths = Halo(own, before, after, beyond)
+        mappings.append(widths if before or after else SplitAxis(own, own))
     return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
 
 
 def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the widths of the halo before and after, by axis and block along it."""
     return tuple(
-        tuple(m.rims(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
+        tuple(m.widths(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
         for m in plan.mappings
     )

@@ -40,8 +40,8 @@ def repartition(
     """Return the distribution of an array over the same ranks, divided along other axes.
 
     An array of the same shape keeps its distribution if `partition` includes its divided axes. An
-    axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If an
-    axis has fewer elements than ranks, some local blocks are empty.
+    axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If
+    an axis has fewer elements than ranks, some local blocks are empty.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def moves(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> 
 def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
     """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.local_sizes, axes, after.local_sizes)
-    block = plan.block(after.places[rank])
+    block = plan.block(after.indices[rank])
     return {before.rank(block.sources[piece.source].block): piece for piece in block.pieces}
 
 

@@ -32,7 +32,7 @@ class Input(NamedTuple):
     shape: tuple[int, ...]
     item_bytes: int
     axis: int | None  # the block's axis to divide; None if each part reads the whole block
-    rims: Range = (0, 0)  # widths of the block's halo before and after, along the axis
+    halo: Range = (0, 0)  # widths of the block's halo before and after, along the axis
     depth: Range = (0, 0)  # widths of a part's halo; at an end of the array the block has less
 
     @property
@@ -47,13 +47,13 @@ class Part(NamedTuple):
 
     own: Range  # range of the output block
     reads: tuple[Range | None, ...]  # by input: range that is read; None: the whole input
-    rims: tuple[Range, ...]  # by input: halo widths in that range, before and after
+    halo: tuple[Range, ...]  # by input: halo widths in that range, before and after
 
     @property
     def result_halo(self) -> Range:
         """Halo widths of the function's result: those of the first divided input."""
-        pairs = zip(self.reads, self.rims, strict=True)
-        return next((rims for read, rims in pairs if read is not None), (0, 0))
+        pairs = zip(self.reads, self.halo, strict=True)
+        return next((halo for read, halo in pairs if read is not None), (0, 0))
 
     @property
     def result_length(self) -> int:
@@ -70,7 +70,7 @@ class PartPlan:
     result_bytes: int  # largest size of the function's result for one part
     has_halo: bool = False  # true if halos are trimmed from results, by a copy
 
-    def places(self, part: Part) -> list[int]:
+    def input_indices(self, part: Part) -> list[int]:
         """Return the byte offsets of a part's inputs in a slot, and the end of the last one."""
         sizes = (
             each.row_bytes * (1 if read is None else read[1] - read[0])
@@ -81,7 +81,7 @@ class PartPlan:
     @property
     def slot_bytes(self) -> int:
         """Bytes of all inputs of the largest part."""
-        return max(self.places(part)[-1] for part in self.parts)
+        return max(self.input_indices(part)[-1] for part in self.parts)
 
     @property
     def host_slot_bytes(self) -> int:
@@ -109,7 +109,7 @@ def plan_parts(
 
     Examples
     --------
-    >>> block = Input(shape=(10, 4), item_bytes=8, axis=0, rims=(1, 1), depth=(1, 1))
+    >>> block = Input(shape=(10, 4), item_bytes=8, axis=0, halo=(1, 1), depth=(1, 1))
     >>> for part in plan_parts([block], 8, 5 * 32, 32).parts:
     ...     print(part.own, "of", part.reads[0])
     (0, 3) of (0, 5)
@@ -129,18 +129,18 @@ def plan_parts(
 
 def _part(inputs: Sequence[Input], length: int, own: Range) -> Part:
     reads: list[Range | None] = []
-    rims: list[Range] = []
+    halo: list[Range] = []
     for each in inputs:
         if each.axis is None:
             reads.append(None)
-            rims.append((0, 0))
+            halo.append((0, 0))
             continue
-        at = each.rims[0]  # offset of the block's own elements
+        at = each.halo[0]  # offset of the block's own elements
         start = max(0, at + own[0] - each.depth[0])
-        stop = min(at + length + each.rims[1], at + own[1] + each.depth[1])
+        stop = min(at + length + each.halo[1], at + own[1] + each.depth[1])
         reads.append((start, stop))
-        rims.append((at + own[0] - start, stop - at - own[1]))
-    return Part(own, tuple(reads), tuple(rims))
+        halo.append((at + own[0] - start, stop - at - own[1]))
+    return Part(own, tuple(reads), tuple(halo))
 
 
 def _aligned(size_bytes: int) -> int:

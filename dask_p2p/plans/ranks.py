@@ -65,30 +65,30 @@ class RankGrid:
         )
 
     @cached_property
-    def places(self) -> list[Index]:
+    def indices(self) -> list[Index]:
         """By rank: the index in the grid."""
         return list(product(*map(range, self.grid)))
 
-    def rank(self, place: Index) -> int:
+    def rank(self, index: Index) -> int:
         """Return the rank at an index of the grid."""
         number = 0
-        for at, count in zip(place, self.grid, strict=True):
+        for at, count in zip(index, self.grid, strict=True):
             number = number * count + at
         return number
 
     def shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's local block."""
-        return block_shape(self.local_sizes, self.places[rank])
+        return block_shape(self.local_sizes, self.indices[rank])
 
     def box(self, rank: int) -> Box:
         """Return the box of a rank's local block in the array."""
         bounds = map(block_bounds, self.local_sizes)
-        return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.places[rank], strict=True))
+        return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.indices[rank], strict=True))
 
     def blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
         """Yield the index of each block of a rank, and its box in the local block."""
         along = []
-        for sizes, cuts, at in zip(self.chunks, self._cuts, self.places[rank], strict=True):
+        for sizes, cuts, at in zip(self.chunks, self._cuts, self.indices[rank], strict=True):
             numbers = range(cuts[at], cuts[at + 1])
             bounds = block_bounds(sizes[number] for number in numbers)
             along.append(list(zip(numbers, pairwise(bounds), strict=True)))

@@ -28,14 +28,14 @@ class ReorderedPlan:
     def largest_piece(self) -> int:
         return self.plan.largest_piece
 
-    def _place(self, index: Index) -> Index:
+    def _plan_index(self, index: Index) -> Index:
         return tuple(index[axis] for axis in self.order)
 
     def sources(self, index: Index) -> tuple[Source, ...]:
-        return self.plan.sources(self._place(index))
+        return self.plan.sources(self._plan_index(index))
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
-        return self.plan.source_elements(self._place(index))
+        return self.plan.source_elements(self._plan_index(index))
 
     def block(self, index: Index) -> BlockPlan:
-        return self.plan.block(self._place(index))
+        return self.plan.block(self._plan_index(index))

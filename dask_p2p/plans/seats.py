@@ -57,8 +57,8 @@ def _moved(
                 free[worker] -= 1
                 _move(group, worker, came, taken)
                 return True
-            for other, places in taken.items():
-                if other not in came and places[worker] > 0:
+            for other, seats in taken.items():
+                if other not in came and seats[worker] > 0:
                     came[other] = group, worker
                     queue.append(other)
     return False

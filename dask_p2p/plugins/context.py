@@ -30,7 +30,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.monitoring.counters import Counters
-from dask_p2p.monitoring.fine import meter, note_transfer
+from dask_p2p.monitoring.fine import meter, record_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
 from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
@@ -63,7 +63,7 @@ class DaskWorkerContext(AttemptLog):
 
     def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
-        self.router = Router({}, self.warn, worker.address, self.note_fallback)
+        self.router = Router({}, self.warn, worker.address, self.record_fallback)
         self.records = RecordLog(_RECORDS)
         self.running: dict[Any, Callable[[], Record]] = {}
         self.counters = Counters()
@@ -133,7 +133,7 @@ class DaskWorkerContext(AttemptLog):
         self.calls[address].add(call)
         try:
             reply: dict[str, Any] = await call
-            self.router.silences.heard(address)
+            self.router.silences.record_answer(address)
         except asyncio.CancelledError:
             if address in self._gone:
                 raise ConnectionAbortedError("it has left the cluster") from None
@@ -162,7 +162,7 @@ class DaskWorkerContext(AttemptLog):
         """Warn the users of all clients."""
         warn_client(self._worker, text, P2PWarning)
 
-    def note_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
+    def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
         """Log an event for `client.get_events`: a transport to a holder was given up."""
         event = {
             "worker": self.address,
@@ -174,11 +174,11 @@ class DaskWorkerContext(AttemptLog):
         self._worker.log_event(FALLBACK_TOPIC, event)
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        blocks = {**self._held_beside(blocks), **blocks}
+        blocks = {**self._held_outputs(blocks), **blocks}
         for name in options.order(kind):
             self.router.transports[name].publish(blocks)
 
-    def _held_beside(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _held_outputs(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the other blocks of the same arrays that the worker holds, once for each array.
 
         Tasks on other workers are about to read these blocks. A request to a holder that has not
@@ -234,7 +234,7 @@ class DaskWorkerContext(AttemptLog):
     def record(self, record: Record) -> None:
         if not record.error:
             self.forget_attempts(record.key)
-            note_transfer(self._worker, record)
+            record_transfer(self._worker, record)
         self.running.pop(record.key, None)  # before the append, so that it is reported once
         self.records.append(self._numbered(record))
         self.counters.add(record)

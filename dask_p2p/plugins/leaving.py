@@ -16,7 +16,7 @@ from dask_p2p.plugins.notices import warn_client
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_TELL_S = 1.0  # time for running tasks to report the lost GPU
+_REPORT_S = 1.0  # time for running tasks to report the lost GPU
 _LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 
@@ -29,14 +29,14 @@ def leave(worker: Worker, reason: str) -> None:
         _leaving[worker] = asyncio.ensure_future(_end_process(worker))
 
 
-async def _until_told(worker: Worker) -> None:
-    """Wait up to `_TELL_S` until a running task has failed and so reported the cause.
+async def _until_reported(worker: Worker) -> None:
+    """Wait up to `_REPORT_S` until a running task has failed and so reported the cause.
 
     Dask reruns all other tasks elsewhere, so these must not fail because of this GPU.
     """
     worker.status = Status.closing_gracefully  # no other task starts
     running = set(worker.state.executing)
-    deadline_s = time.monotonic() + _TELL_S
+    deadline_s = time.monotonic() + _REPORT_S
     while running and time.monotonic() < deadline_s:
         await asyncio.sleep(_POLL_S)
         if any(task.state == "error" for task in running):
@@ -47,7 +47,7 @@ async def _until_told(worker: Worker) -> None:
 async def _end_process(worker: Worker) -> None:
     """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU."""
     try:
-        await _until_told(worker)
+        await _until_reported(worker)
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
         await asyncio.wait_for(closing, _LEAVE_S)
     finally:

@@ -74,7 +74,7 @@ def register(client: Any = None) -> Any:
     # Warnings are issued in this thread, not on the event loop, so that they show the user's line.
     connection = connection_of(client)
     _report(client.sync(_prepare, client))
-    _note(client, connection)
+    _remember(client, connection)
     return None
 
 
@@ -118,7 +118,7 @@ def register_if_possible() -> None:
     if client is None or connection_of(client) in _registered:
         return
     if client.asynchronous:
-        _note(client, connection_of(client))
+        _remember(client, connection_of(client))
         client.loop.add_callback(register_later, client)
     else:
         register(client)
@@ -153,10 +153,10 @@ async def ask_later(worker: Any) -> None:
 async def _register_async(client: Any) -> None:
     connection = connection_of(client)
     _report(await _prepare(client))
-    _note(client, connection)
+    _remember(client, connection)
 
 
-def _note(client: Any, connection: Any) -> None:
+def _remember(client: Any, connection: Any) -> None:
     """Record that the scheduler of a connection has the plugins, or will soon have them."""
     if connection is None:  # lost since
         return

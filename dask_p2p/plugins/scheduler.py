@@ -101,7 +101,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._records.forget(worker)
         self.feed.forget(worker)
         if (state := self._states.pop(worker, None)) is not None:
-            self._note(worker, state)
+            self._record(worker, state)
             self._totals.end(worker)
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
@@ -112,7 +112,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             task = self.scheduler.tasks[key]
             if _is_ours(task):
                 self._starts.sent(run_name(key), task.run_id)
-            if _is_idle(task.processing_on) and _is_beside_ours(task):
+            if _is_idle(task.processing_on) and _is_near_ours(task):
                 self._at_once.send(self.scheduler.stream_comms.get(task.processing_on.address))
         elif finish in _ENDED and isinstance(key, tuple):
             name = run_name(key)
@@ -120,7 +120,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 self._starts.end(name)
         if finish == "memory" and _is_idle(self.scheduler.workers.get(kwargs.get("worker"))):
             task = self.scheduler.tasks[key]
-            if task.who_wants and _is_beside_ours(task):
+            if task.who_wants and _is_near_ours(task):
                 clients = (each.client_key for each in task.who_wants)
                 self._at_once.send(*map(self.scheduler.client_comms.get, clients))
 
@@ -205,12 +205,12 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return {}
         gauges: Values = {family.name: Counter() for family in GAUGES}
         for worker, state in self._states.items():
-            sum_into(gauges, self._note(worker, state))
+            sum_into(gauges, self._record(worker, state))
         return {**self._totals.values(), **gauges}
 
-    def _note(self, worker: str, state: Any) -> Values:
+    def _record(self, worker: str, state: Any) -> Values:
         values: Values = state.metrics.get(COUNTERS_METRIC) or {}
-        self._totals.note(worker, values)
+        self._totals.record(worker, values)
         return values
 
     def _is_registered(self) -> bool:
@@ -261,11 +261,11 @@ def _is_ours(task: Any) -> bool:
     return isinstance(task.run_spec, (ReferenceTask, RankTask)) or is_of_parts(task.key)
 
 
-def _is_beside_ours(task: Any) -> bool:
+def _is_near_ours(task: Any) -> bool:
     """Return whether a task is this package's, depends on such a task, or is read by one."""
     # The first dependency and dependent stand for all, as there may be thousands.
-    beside = chain([task], islice(task.dependencies, 1), islice(task.dependents, 1))
-    return any(map(_is_ours, beside))
+    near = chain([task], islice(task.dependencies, 1), islice(task.dependents, 1))
+    return any(map(_is_ours, near))
 
 
 def _is_idle(worker: Any) -> bool:

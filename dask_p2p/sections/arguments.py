@@ -85,7 +85,7 @@ def within_gang() -> Iterator[None]:
         _thread.is_in_gang = False
 
 
-def _is_beside_gang() -> bool:
+def _runs_in_gang() -> bool:
     """Return whether this thread, outside any task, uses a worker's client while a gang runs.
 
     The gang's function has then started the thread, and may wait for it.
@@ -106,7 +106,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     such axis.
     """
     is_in_gang = getattr(_thread, "is_in_gang", False)
-    if ranks != 1 and not is_in_gang and _is_beside_gang():
+    if ranks != 1 and not is_in_gang and _runs_in_gang():
         raise InputError(
             "expected an inner section in the thread that runs the outer section's function, got "
             "one in another thread of its process: each section might wait for the other. Build "

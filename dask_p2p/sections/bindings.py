@@ -24,7 +24,7 @@ _MOST_ITEMS = 1000  # of a list or dict that is searched for arrays
 _HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
 
 
-class IpcHandle(NamedTuple):
+class Reference(NamedTuple):
     """A name in a function, or an attribute or item of its value."""
 
     code: CodeType  # the function's
@@ -51,13 +51,13 @@ class Bindings:
 
     def __init__(self, arrays: Sequence[Array], frame: FrameType | None) -> None:
         self._arrays = arrays
-        self._places: list[tuple[CodeType, Array, list[IpcHandle]]] = []
+        self._references: list[tuple[CodeType, Array, list[Reference]]] = []
         for code, names in _frames(frame):
-            found = [*_places(code, names)]
+            found = [*_references(code, names)]
             for array in arrays:
-                places = [place for place, value in found if value is array]
-                if places:
-                    self._places.append((code, array, places))
+                references = [reference for reference, value in found if value is array]
+                if references:
+                    self._references.append((code, array, references))
 
     def check(self, frame: FrameType | None) -> None:
         """Refuse a function that has replaced a saved array by another array.
@@ -75,21 +75,23 @@ class Bindings:
             that shape.
         """
         frames = dict(_frames(frame))
-        for code, array, places in self._places:
+        for code, array, references in self._references:
             if code in frames:
-                self._check(array, [(place, place.value(frames[code])) for place in places])
+                self._check(
+                    array, [(reference, reference.value(frames[code])) for reference in references]
+                )
 
-    def _check(self, array: Array, now: Sequence[tuple[IpcHandle, Any]]) -> None:
+    def _check(self, array: Array, now: Sequence[tuple[Reference, Any]]) -> None:
         is_lost = all(value is not array for _, value in now)
-        for place, value in now:
+        for reference, value in now:
             is_other = value is not array and any(value is other for other in self._arrays)
             is_new = is_lost and getattr(value, "shape", None) == array.shape
-            if is_new or (is_other and place.text == place.name):
+            if is_new or (is_other and reference.text == reference.name):
                 raise InputError(
-                    f"save: expected the same arrays in all steps, but {place.text} is no longer "
-                    f"the saved array. Change it in place, {place.text}[...] = ..., or save it "
-                    f"yourself: ctx.restore({place.text}) before a loop of your own, and "
-                    f"ctx.checkpoint(step, {place.text}) in it."
+                    f"save: expected the same arrays in all steps, but {reference.text} is not "
+                    f"the saved array. Change it in place, {reference.text}[...] = ..., or save it "
+                    f"yourself: ctx.restore({reference.text}) before a loop of your own, and "
+                    f"ctx.checkpoint(step, {reference.text}) in it."
                 )
 
 
@@ -110,13 +112,13 @@ def _names(frame: FrameType) -> dict[str, Any]:
     return names
 
 
-def _places(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[IpcHandle, Any]]:
+def _references(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[Reference, Any]]:
     for name, value in names.items():
-        yield IpcHandle(code, name, text=name), value
+        yield Reference(code, name, text=name), value
         has_items = issubclass(type(value), _CONTAINERS)
         for key, inside in _inside(value).items():
             text = f"{name}[{key!r}]" if has_items else f"{name}.{key}"
-            yield IpcHandle(code, name, key, text), inside
+            yield Reference(code, name, key, text), inside
 
 
 def _inside(value: Any) -> dict[Any, Any]:

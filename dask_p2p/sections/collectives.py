@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
+from dask_p2p.sections.connection import Buffer
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Host, check_not_masked
-from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Connections
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
@@ -22,10 +22,10 @@ class Collectives:
         self,
         rank: int,  # this rank
         size: int,  # number of ranks
-        links: Connections | None,  # connections to the other ranks; None for a single rank
+        connections: Connections | None,  # connections to the other ranks; None for a single rank
         device: Host,  # of the arrays; values pass through host memory
     ) -> None:
-        self.rank, self.size, self._links, self.device = rank, size, links, device
+        self.rank, self.size, self._connections, self.device = rank, size, connections, device
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -149,9 +149,11 @@ class Collectives:
 
     def _gather(self, call: str, data: bytes) -> list[Buffer]:
         """Return the data of all ranks, in rank order."""
-        return [data] if self._links is None else self._links.gather(call, data)
+        return [data] if self._connections is None else self._connections.gather(call, data)
 
     def _exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
     ) -> dict[int, memoryview]:
-        return {} if self._links is None else self._links.exchange(call, sends, receives)
+        return (
+            {} if self._connections is None else self._connections.exchange(call, sends, receives)
+        )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
-from dask_p2p.ops.rims import checked_boundaries, checked_depths
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.plans.rank_halo import rank_halo
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plans.rims import rims
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import HOST, Host, check_kind
 from dask_p2p.sections.halo import FirstCopy, HaloArray, HaloExchange, Pending
 from dask_p2p.sections.halo_messages import HaloCall
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.repartition import Redistribution
 from dask_p2p.sections.saved import Checkpoints
 from dask_p2p.sections.staged import checked_order
@@ -47,18 +49,19 @@ class Context(Stepping, Transforms):
         self,
         ranks: RankGrid,  # decomposition of the array
         rank: int = 0,  # this rank
-        links: Connections | None = None,  # connections to the other ranks; None for a single rank
+        connections: Connections
+        | None = None,  # connections to the other ranks; None for a single rank
         checkpoints: Checkpoints | None = None,  # stores its states
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # of its local blocks
     ) -> None:
-        super().__init__(rank, ranks.size, links, device, checkpoints)
+        super().__init__(rank, ranks.size, connections, device, checkpoints)
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
         self._halo_arrays = 0  # calls of `halo_array` so far
-        self._first_copies: list[FirstCopy] = []
-        self._redistribution = Redistribution(ranks, rank, links, reads_memory, device)
+        self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
+        self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
 
     def with_halo(
         self,
@@ -97,7 +100,8 @@ class Context(Stepping, Transforms):
         Raises
         ------
         InputError
-            If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype that cannot become `dtype`, or the dtype holds Python objects.
+            If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype
+            that cannot become `dtype`, or the dtype holds Python objects.
         """
         whole = [tuple(map(sum, self._ranks.chunks))]
         local = None if local is None else self.device.as_array(local)
@@ -107,13 +111,13 @@ class Context(Stepping, Transforms):
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind)
-        around = rims(self._ranks, self.rank, widths, beyond, bool(corners))
+        around = rank_halo(self._ranks, self.rank, widths, beyond, bool(corners))
         call = (
-            f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, boundary {beyond}, "
-            f"corners {bool(corners)}"
+            f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
+            f"boundary {beyond}, corners {bool(corners)}"
         )
         self._halo_arrays += 1
-        halo_call = HaloCall(around, kind, call, self._links, checked_order(exchange))
+        halo_call = HaloCall(around, kind, call, self._connections, checked_order(exchange))
         halo_array = HaloArray(HaloExchange(halo_call, self.device))
         if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
@@ -138,52 +142,65 @@ class Context(Stepping, Transforms):
 
         Parameters
         ----------
-        padded : Padded
-            Memory that `halo_array` returned.
+        halo_array : HaloArray
+            Memory that `with_halo` returned.
         copy : bool, optional
-            If True, return a copy, which does not change when `halo_array` is filled again. False
+            If True, return a copy, which does not change when the halo is filled again. False
             returns `halo_array.data` itself, and saves the time of the copy.
 
         Raises
         ------
         InputError
-            If the argument is not from `halo_array`, or the function wrote its results into the copy
+            If the argument is not from `with_halo`, or the function wrote its results into the copy
             and left the local block unchanged.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        exchange = _exchange_of(halo_array)
-        if halo_array.first_copy is not None:
-            halo_array.first_copy.check()
-        data = exchange.begin(halo_array.data, beside=False).wait()
-        if not copy:
-            return data
-        copied = data.copy()
-        if halo_array.first_copy is None:
-            halo_array.first_copy = FirstCopy(halo_array, copied)
-            self._first_copies.append(halo_array.first_copy)
-        return copied
+        return self._begin(halo_array, copy, in_background=False).wait()
 
-    def check_returned(self, arrays: Sequence[Any]) -> None:
-        """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
-        for first in self._first_copies:
-            first.check_returned(arrays)
+    def update_halo_begin(self, halo_array: HaloArray, copy: bool = True) -> Pending:
+        """Begin to fill the halo; ``wait()`` of the result completes it, and returns the block.
 
-    def update_halo_begin(self, halo_array: HaloArray) -> Pending:
-        """Begin to fill the halo; ``wait()`` of the result completes it and returns `halo_array.data`.
+        The function may compute ``halo_array.interior`` immediately, and the regions in
+        ``halo_array.boundary_parts`` after ``wait()``. The next call that exchanges anything waits
+        for halos in flight. Other ranks receive the local block as it is at this call, even if the
+        function writes into it later.
 
-        The function may compute ``halo_array.interior`` immediately, and ``halo_array.boundary_parts`` after
-        ``wait()``. The next call that exchanges anything waits for halos in flight. Other ranks
-        receive the local block as it is at this call, even if the function writes into it later.
+        Parameters
+        ----------
+        halo_array : HaloArray
+            Memory that `with_halo` returned.
+        copy : bool, optional
+            If True, ``wait()`` returns a copy, as `update_halo` does; if False, `halo_array.data`.
 
         Raises
         ------
         InputError
-            If this halo is in flight already, or the argument is not from `halo_array`.
+            If this halo is in flight already; otherwise as `update_halo`.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        return _exchange_of(halo_array).begin(halo_array.data)
+        return self._begin(halo_array, copy, in_background=True)
+
+    def _begin(self, halo_array: HaloArray, copy: bool, in_background: bool) -> Pending:
+        exchange = _exchange_of(halo_array)
+        if halo_array.first_copy is not None:
+            halo_array.first_copy.check()
+        made = partial(self._copied, halo_array) if copy else None
+        return exchange.begin(halo_array.data, in_background, made)
+
+    def _copied(self, halo_array: HaloArray) -> Array:
+        copied = halo_array.data.copy()
+        if halo_array.first_copy is None:
+            halo_array.first_copy = first = FirstCopy(halo_array, copied)
+            self._first_copies[id(first)] = first
+            finalize(halo_array.data, self._first_copies.pop, id(first), None)
+        return copied
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
+        for first in [*self._first_copies.values()]:
+            first.check_returned(arrays)
 
     def redistribute(
         self,
@@ -199,8 +216,8 @@ class Context(Stepping, Transforms):
         """Divide an array between the ranks along other axes; return this rank's new local block.
 
         This is an all-to-all exchange: a transpose of slabs, if `partition` is another axis. Later
-        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream, and
-        regions are read from other GPUs of the host. The call waits for regions that come as
+        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream,
+        and regions are read from other GPUs of the host. The call waits for regions that come as
         messages.
 
         Parameters
@@ -216,8 +233,8 @@ class Context(Stepping, Transforms):
         from_partition : sequence of int, optional
             Axes that may be divided in `a`, with the same default.
         axes : sequence of int, optional
-            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition` names
-            axes of the result. By default the order stays.
+            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition`
+            names axes of the result. By default the order stays.
         shape : sequence of int, optional
             Shape of the whole array before the permutation. By default that of the section's
             arrays. With `from_partition` and without `partition`, the default is the shape that

@@ -27,11 +27,11 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
+from dask_p2p.sections.connection import AttemptEndedError
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.gpu_regions import GpuRegions
 from dask_p2p.sections.halo_messages import HaloCall, HaloMessages
 from dask_p2p.sections.halo_windows import HaloWindows
-from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.lost_events import NOT_READY
 from dask_p2p.sections.recorder import recorder_of
 from dask_p2p.sections.regions import RegionExchange
@@ -104,13 +104,13 @@ class Host:
         """Return a NumPy array with dimensions as an array of this device, if `like` is one."""
         return array
 
-    def copy_to_host(self, place: Any, array: Array) -> None:
+    def copy_to_host(self, host_array: Any, array: Array) -> None:
         """Copy an array into host memory."""
-        np.copyto(place, array)
+        np.copyto(host_array, array)
 
-    def copy_from_host(self, array: Array, place: Any) -> None:
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
         """Copy host memory into an array."""
-        np.copyto(array, place)
+        np.copyto(array, host_array)
 
     def block(self, array: Array, dtype: DType) -> Array:
         """Return a copy of an array as an output block of the task."""
@@ -122,10 +122,10 @@ class Host:
         return HaloMessages(call)
 
     def region_mover(
-        self, links: Connections | None, reads_memory: bool
+        self, connections: Connections | None, reads_memory: bool
     ) -> RegionExchange | GpuRegions:
         """Return an object that exchanges regions of local blocks with other ranks."""
-        return RegionExchange(links, reads_memory)
+        return RegionExchange(connections, reads_memory)
 
     def keep_up(self, step: int) -> None:
         """Limit the lead of the host over the device; `step` counts the steps enqueued."""
@@ -150,11 +150,11 @@ class Gpu(Host):
 
     def __init__(
         self,
-        links: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections | None,  # connections to other ranks; None for a single rank
         has_windows: bool = True,  # whether ranks of one host may read each other's memory
         part_bytes: int = 0,  # part of a region that copy engines bring at a time; 0: kernels read
     ) -> None:
-        self._links, self.has_windows, self.part_bytes = links, has_windows, part_bytes
+        self._connections, self.has_windows, self.part_bytes = connections, has_windows, part_bytes
         #: Called when all work is done: close memory and events of other ranks.
         self.closing: list[Callable[[], None]] = []
         #: Memory and events that other ranks read. It is dropped after they have closed it.
@@ -239,7 +239,7 @@ class Gpu(Host):
         began_s, ended_s = time.monotonic(), inf
         while runtime.streamQuery(self.stream.ptr) == NOT_READY:
             now_s = time.monotonic()
-            if self._links is not None and self._links.has_ended:
+            if self._connections is not None and self._connections.has_ended:
                 ended_s = min(ended_s, now_s)
                 while self.ending:
                     self.has_ended = True
@@ -287,13 +287,13 @@ class Gpu(Host):
     def from_host(self, array: Any, like: Any) -> Any:
         return self.module.asarray(array) if self._is_own(like) and np.ndim(array) else array
 
-    def copy_to_host(self, place: Any, array: Array) -> None:
+    def copy_to_host(self, host_array: Any, array: Array) -> None:
         self.wait()
         if array.size:
-            array.get(out=place)
+            array.get(out=host_array)
 
-    def copy_from_host(self, array: Array, place: Any) -> None:
-        array[...] = self.module.asarray(place)
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        array[...] = self.module.asarray(host_array)
 
     def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
         """Enqueue a copy from one address to another on a stream."""
@@ -320,9 +320,9 @@ class Gpu(Host):
         return HaloWindows(self, call)
 
     def region_mover(
-        self, links: Connections | None, reads_memory: bool
+        self, connections: Connections | None, reads_memory: bool
     ) -> RegionExchange | GpuRegions:
-        return GpuRegions(self, links, reads_memory)
+        return GpuRegions(self, connections, reads_memory)
 
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
@@ -355,12 +355,12 @@ def _drop(exported: list[Any]) -> None:
             exported.clear()
 
 
-def device_for(kind: Kind, options: Options, links: Connections | None = None) -> Host:
+def device_for(kind: Kind, options: Options, connections: Connections | None = None) -> Host:
     """Return the device of a rank's local blocks of this kind."""
     if kind == HOST.kind:
         return HOST
     part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
-    return Gpu(links, "ipc" in options.order(kind), part_bytes)
+    return Gpu(connections, "ipc" in options.order(kind), part_bytes)
 
 
 def check_kind(device: Host, name: str, array: Any) -> None:

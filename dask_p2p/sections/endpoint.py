@@ -1,7 +1,7 @@
 """Endpoints of a rank's connections: by memory, a Unix socket, TCP or TLS.
 
 Ranks of one process connect by memory, ranks of one host by Unix sockets. An endpoint returns
-connected streams that do not block; `meeting` identifies the rank at the other end.
+connected streams that do not block; `setup` identifies the rank at the other end.
 
 A connection between hosts may be cut without either end noticing. The kernel probes an idle peer
 now and then, and `is_lost` checks a peer that has bytes to receive. This is not a time-out of
@@ -149,8 +149,8 @@ class Endpoint:
             each.close()
         self._here.pop(self.text, None)
 
-    def stream_to(self, endpoint: str, said: bytes) -> Stream | None:
-        """Return a stream to another rank's endpoint, with `said` as its first bytes.
+    def stream_to(self, endpoint: str, preamble: bytes) -> Stream | None:
+        """Return a stream to another rank's endpoint, with `preamble` as its first bytes.
 
         It is None if the endpoint is not in this process, or closed.
         """
@@ -161,7 +161,7 @@ class Endpoint:
         with other._lock:
             if other._callers is None:
                 return None
-            other._callers.append((said, far))
+            other._callers.append((preamble, far))
         other._bell.ring()
         return own
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.ops.rims import unread_value
+from dask_p2p.ops.halo import unread_value
 from dask_p2p.sections.devices import Host
 from dask_p2p.sections.halo import HaloArray, HaloPart
 from dask_p2p.sections.step_function import StepFunction
@@ -72,7 +72,7 @@ class FirstStep:
                 "expected a function that only reads its fields and constants, got one that writes "
                 "into them. Write into a copy, u = u.copy(), or into the parameter out."
             )
-        if self._spare.exchange.rims.unread:
+        if self._spare.exchange.halo.unread:
             self._check_corners()
         return numbers
 

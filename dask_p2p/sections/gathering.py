@@ -78,15 +78,15 @@ class Gathering:
         if self._timer is not None:
             self._timer.cancel()
 
-    def note_joined(self) -> None:
+    def record_joined(self) -> None:
         """Record that a worker has joined: more may follow."""
         self._joined_s, self._lost = self._now_s(), max(0, self._lost - 1)
 
-    def note_lost(self) -> None:
+    def record_lost(self) -> None:
         """Record that a worker was lost: its nanny may restart it."""
         self._lost_s, self._lost = self._now_s(), self._lost + 1
 
-    def note_asked(self) -> None:
+    def record_target(self) -> None:
         """Record that an adaptive cluster has requested its target number of workers."""
         self._asked_s = self._now_s()
 
@@ -141,9 +141,13 @@ class Gathering:
         """Return a text about a gang that occupies this one's workers, and may wait for it."""
         around, others = [*self._nesting.outer(name)], []
         if around or self._nesting.may_be_inner(name):
-            ways = [self._ways(each) for each in tasks]
+            requirements = [self._requirements(each) for each in tasks]
             running = self._coordinator.running().items()
-            others = [each for each, has in running if any(way and way <= has for way in ways)]
+            others = [
+                each
+                for each, has in running
+                if any(requirement and requirement <= has for requirement in requirements)
+            ]
         outer = next((each for each in around if each in others), None)
         if not outer and (around or not others):
             gang.blocked_s = None
@@ -167,7 +171,7 @@ class Gathering:
             f"neither would end. {remedy}"
         )
 
-    def _ways(self, ts: Any) -> set[str]:
+    def _requirements(self, ts: Any) -> set[str]:
         """Return the address of the worker of a rank's task, or those of all that may get it."""
         if ts.processing_on is not None:
             return {ts.processing_on.address}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections.links import Connections
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.pieces import along
 from dask_p2p.sections.regions import RegionCall, RegionExchange
 from dask_p2p.sections.staged import begin_in_order
@@ -35,9 +35,9 @@ class GpuMessages:
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, links: Connections | None, reads_memory: bool) -> None:
-        self._gpu, self._links = gpu, links
-        self._of_host = RegionExchange(links, reads_memory)
+    def __init__(self, gpu: Gpu, connections: Connections | None, reads_memory: bool) -> None:
+        self._gpu, self._connections = gpu, connections
+        self._of_host = RegionExchange(connections, reads_memory)
 
     def prepare(self) -> None:
         """Prepare exchanges, as `RegionExchange.prepare` does."""
@@ -51,14 +51,14 @@ class GpuMessages:
         targets: dict[int, Array],  # by rank of the sender
     ) -> None:
         """Send regions to other ranks, and receive theirs into `targets`."""
-        if self._links is not None and self._links.use_ucx and (regions or targets):
-            self._by_ucx(self._links, call, axis, regions, targets)
+        if self._connections is not None and self._connections.use_ucx and (regions or targets):
+            self._by_ucx(self._connections, call, axis, regions, targets)
         if regions or targets:
             self._through_host(call, axis, regions, targets)
 
     def _by_ucx(
         self,
-        links: Connections,
+        connections: Connections,
         call: RegionCall,
         axis: int,
         regions: dict[int, list[Array]],
@@ -68,14 +68,14 @@ class GpuMessages:
         gpu, sends, receives = self._gpu, {}, {}
         with gpu.queue.within(gpu.stream):
             for rank, pieces in [*regions.items()]:
-                if links.carries(rank, sum(piece.nbytes for piece in pieces)):
+                if connections.carries(rank, sum(piece.nbytes for piece in pieces)):
                     sends[rank] = self._in_one_piece(regions.pop(rank), axis)
             for rank, target in targets.items():
-                if links.carries(rank, target.nbytes):
+                if connections.carries(rank, target.nbytes):
                     receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
         gpu.wait()  # for these copies, and for earlier uses of this memory
         end = begin_in_order(
-            links,
+            connections,
             call.order,
             f"{call.text}, by UCX",
             {rank: _bytes_of(each) for rank, each in sends.items()},
@@ -93,11 +93,11 @@ class GpuMessages:
             shape[axis] = sum(piece.shape[axis] for piece in pieces)
         whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
         for piece in pieces:
-            place = tuple((0, length) for length in piece.shape)
-            if place:
-                place = along(axis, place, (start, start + piece.shape[axis]))
+            rank_and_size = tuple((0, length) for length in piece.shape)
+            if rank_and_size:
+                rank_and_size = along(axis, rank_and_size, (start, start + piece.shape[axis]))
                 start += piece.shape[axis]
-            self._gpu.queue.permute(whole[box_slices(place)], piece, range(piece.ndim))
+            self._gpu.queue.permute(whole[box_slices(rank_and_size)], piece, range(piece.ndim))
         return whole
 
     def _through_host(

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.connection import Buffer
+from dask_p2p.sections.connections import Connections
+from dask_p2p.sections.gpu_descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu_messages import GpuMessages
-from dask_p2p.sections.gpu_places import mapped, told
-from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.regions import LocalRegion, RegionCall
-from dask_p2p.sections.windows import OwnEvents, PeerMemory, if_possible, opened
+from dask_p2p.sections.windows import OwnEvents, PeerMemory, opened, try_share
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _READ, _WRITTEN = range(2)  # numbers of a rank's events; from the second on one
 _Region: TypeAlias = Sequence[tuple[int, Array]]  # pieces, each with its number
 
 
-class _Unsettled(NamedTuple):
+class _PendingReads(NamedTuple):
     """An exchange that other ranks may still be reading."""
 
     call: RegionCall
@@ -79,12 +79,12 @@ class GpuRegions:
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, links: Connections | None, reads_memory: bool) -> None:
-        self._gpu, self._links = gpu, links
-        self._messages = GpuMessages(gpu, links, reads_memory)
+    def __init__(self, gpu: Gpu, connections: Connections | None, reads_memory: bool) -> None:
+        self._gpu, self._connections = gpu, connections
+        self._messages = GpuMessages(gpu, connections, reads_memory)
         self._own: OwnEvents | None = None
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
-        self._unsettled: _Unsettled | None = None
+        self._unsettled: _PendingReads | None = None
 
     def bring(
         self,
@@ -113,7 +113,7 @@ class GpuRegions:
     def settle(self) -> None:
         """Make the stream wait for readers of the last local block, and send unread regions."""
         unsettled, self._unsettled = self._unsettled, None
-        if unsettled is None or self._links is None:
+        if unsettled is None or self._connections is None:
             return
         call, axis, made, regions, targets, said = unsettled
         try:
@@ -122,7 +122,7 @@ class GpuRegions:
             self._gpu.exported.append(made)
             raise
         for rank in readers:
-            self._open(self._links, call)[rank].wait(self._gpu.stream, _READ)
+            self._open(self._connections, call)[rank].wait(self._gpu.stream, _READ)
         unread = {
             rank: [piece for _, piece in region]
             for rank, region in regions.items()
@@ -138,10 +138,10 @@ class GpuRegions:
         boxes: Mapping[int, Box],
         targets: Mapping[int, Array],
         local: LocalRegion | None,
-    ) -> _Unsettled | None:
+    ) -> _PendingReads | None:
         """Make a local block and read regions of others where possible; return the pending rest."""
-        gpu, links = self._gpu, self._links
-        near = {} if links is None else self._open(links, call)
+        gpu, connections = self._gpu, self._connections
+        near = {} if connections is None else self._open(connections, call)
         written = []
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
@@ -151,23 +151,25 @@ class GpuRegions:
                 rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
                 for rank, box in boxes.items()
             }
-            if links is not None:
-                told = {rank: self._places(pieces.axis, regions.get(rank, ())) for rank in near}
-                text = f"{call.text}, {call.order}, places"
-                said = links.begin(text, told, dict.fromkeys(near))
+            if connections is not None:
+                descriptors = {
+                    rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
+                }
+                text = f"{call.text}, {call.order}, descriptors"
+                said = connections.begin(text, descriptors, dict.fromkeys(near))
             if local is not None:
-                self._place_own(call, pieces, made, written, local)
-            if links is None:
+                self._copy_own(call, pieces, made, written, local)
+            if connections is None:
                 return None
             places = said()
             with gpu.reading:
                 gpu.check_goes_on()
-                read = self._read(links, call, places, targets)
+                read = self._read(connections, call, places, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
-        told_read = self._tell_read(links, call, read)
-        return _Unsettled(call, pieces.axis, made, regions, unread, told_read)
+        acknowledgements = self._acknowledge(connections, call, read)
+        return _PendingReads(call, pieces.axis, made, regions, unread, acknowledgements)
 
-    def _place_own(
+    def _copy_own(
         self,
         call: RegionCall,
         pieces: Pieces,
@@ -191,15 +193,15 @@ class GpuRegions:
 
     def _read(
         self,
-        links: Connections,
+        connections: Connections,
         call: RegionCall,
         said: Mapping[int, Buffer],
         targets: Mapping[int, Array],
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
-        gpu, near, found = self._gpu, self._open(links, call), {}
-        for rank in call.in_turn(links, [rank for rank, place in said.items() if len(place)]):
-            region = if_possible(gpu, partial(mapped, near[rank], said[rank], call.dtype))
+        gpu, near, found = self._gpu, self._open(connections, call), {}
+        for rank in call.in_turn(connections, [rank for rank, place in said.items() if len(place)]):
+            region = try_share(gpu, partial(map_descriptor, near[rank], said[rank], call.dtype))
             if region is not None:
                 found[rank] = region
         for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
@@ -210,7 +212,7 @@ class GpuRegions:
                 is_last = turn == len(found) and number == pieces[-1][0]
                 self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
                 start += piece.shape[its_axis] if piece.ndim else 0
-            links.count(rank, targets[rank].nbytes)
+            connections.count(rank, targets[rank].nbytes)
         return {*found}
 
     def _read_piece(
@@ -229,41 +231,41 @@ class GpuRegions:
             place = box_slices(tuple(moved[each] for each in call.axes))
             queue.permute_prefetched(target[place], copy, call.axes)
 
-    def _places(self, axis: int, region: _Region) -> bytes:
+    def _descriptor(self, axis: int, region: _Region) -> bytes:
         """Return the descriptor of a region for its reader; empty if it cannot be read.
 
         Each rank may divide its local block along another axis, or not at all.
         """
         found = []
         for number, piece in region:
-            place = if_possible(self._gpu, partial(cuda_ipc.export, piece))
+            place = try_share(self._gpu, partial(cuda_ipc.export, piece))
             if place is None:
                 return b""
             found.append((number, piece.shape, piece.strides, place))
-        return told(axis, tuple(found)) if found else b""
+        return pack_descriptor(axis, tuple(found)) if found else b""
 
-    def _tell_read(
-        self, links: Connections, call: RegionCall, read: set[int]
+    def _acknowledge(
+        self, connections: Connections, call: RegionCall, read: set[int]
     ) -> Callable[[], Mapping[int, Buffer]]:
         """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
-        near = self._open(links, call)
-        told = {rank: bytes([rank in read]) for rank in near}
+        near = self._open(connections, call)
+        descriptors = {rank: bytes([rank in read]) for rank in near}
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
-        return links.begin(f"{call.text}, read", told, into)
+        return connections.begin(f"{call.text}, read", descriptors, into)
 
-    def _open(self, links: Connections, call: RegionCall) -> dict[int, PeerMemory]:
+    def _open(self, connections: Connections, call: RegionCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
-            gpu, (own_rank, size) = self._gpu, links.place
+            gpu, (own_rank, size) = self._gpu, connections.rank_and_size
             ranks = [each for each in range(size) if each != own_rank]
-            near = [each for each in ranks if gpu.has_windows and not links.is_on_other_host(each)]
-            own = (
-                if_possible(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
-            )
-            told = {rank: b"" if own is None else own.told(rank) for rank in near}
+            near = [
+                each for each in ranks if gpu.has_windows and not connections.is_on_other_host(each)
+            ]
+            own = try_share(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
+            descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
             self._near = opened(
-                gpu, links, call.text, told, lambda rank, said: PeerMemory(gpu, said)
+                gpu, connections, call.text, descriptors, lambda rank, said: PeerMemory(gpu, said)
             )
             self._own = own
             self._messages.prepare()

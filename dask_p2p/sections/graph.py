@@ -30,7 +30,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.coordinator import COMMIT
 from dask_p2p.sections.devices import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.estimate import SectionEstimate, check_memory
-from dask_p2p.sections.member import run_rank
+from dask_p2p.sections.rank import run_rank
 from dask_p2p.sections.registration import register_sections_if_possible
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
@@ -48,7 +48,8 @@ def section_arrays(
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
-    Each rank calls the function with a context and its `LocalBlocks`. The function returns a tuple: an array of the local block's shape for each dtype, and then the values.
+    Each rank calls the function with a context and its `LocalBlocks`. The function returns a
+    tuple: an array of the local block's shape for each dtype, and then the values.
     """
     inputs = tuple(np.dtype(x.dtype) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_rank)
@@ -112,8 +113,8 @@ class Section:
 
     def _value(self, number: int) -> ValueSpec | None:
         """Return the spec of the values in an array; None for an array of local blocks."""
-        beside = number - self.body.outputs
-        return None if beside < 0 else self.body.per_rank[beside]
+        position = number - self.body.outputs
+        return None if position < 0 else self.body.per_rank[position]
 
     def chunks(self, number: int) -> Chunks:
         """Return the chunks of one of the arrays."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.ops.rims import unread_value
-from dask_p2p.plans.rims import interior_and_boundary
+from dask_p2p.ops.halo import unread_value
+from dask_p2p.plans.rank_halo import interior_and_boundary
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.halo_messages import HaloCall
 from dask_p2p.sections.halo_windows import HaloWindows
@@ -41,15 +42,15 @@ class HaloArray:
 
     def __init__(self, exchange: HaloExchange) -> None:  # fills the halo of arrays like this one
         self.exchange = exchange
-        self.data: Array = exchange.device.zeros(exchange.rims.shape, exchange.dtype)
-        self.inner: Array = self.data[box_slices(exchange.rims.inner)]
+        self.data: Array = exchange.device.zeros(exchange.halo.shape, exchange.dtype)
+        self.inner: Array = self.data[box_slices(exchange.halo.inner)]
         self.fill_unread(unread_value(exchange.dtype))
         self._parts: dict[Any, HaloPart] = {}  # each step needs the same ones
         self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
 
     def fill_unread(self, value: Any) -> None:
         """Set the corners that no exchange fills."""
-        for box in self.exchange.rims.unread:
+        for box in self.exchange.halo.unread:
             self.data[box_slices(box)] = value
 
     @property
@@ -68,14 +69,14 @@ class HaloArray:
 
     def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> HaloPart:
         """Return a box of the local block, with a halo that is no wider than `depth`."""
-        widths = self.exchange.rims.depth if depth is None else tuple(depth)
+        widths = self.exchange.halo.depth if depth is None else tuple(depth)
         if (box, widths) not in self._parts:
             self._parts[box, widths] = self._part(box, widths)
         return self._parts[box, widths]
 
     def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> HaloPart:
-        rims, seen, own = self.exchange.rims, [], []
-        of_axes = zip(box, rims.inner, rims.shape, widths, strict=True)
+        halo, seen, own = self.exchange.halo, [], []
+        of_axes = zip(box, halo.inner, halo.shape, widths, strict=True)
         for (start, stop), (first, _), size, (before, after) in of_axes:
             low = max(0, first + start - before)
             seen.append((low, min(size, first + stop + after)))
@@ -93,12 +94,12 @@ class FirstCopy:
     """
 
     def __init__(self, halo_array: HaloArray, copy: Array) -> None:
-        self._device, self._data = halo_array.exchange.device, halo_array.data
-        own = box_slices(halo_array.exchange.rims.inner)
+        self._device, self._data = halo_array.exchange.device, ref(halo_array.data)
+        own = box_slices(halo_array.exchange.halo.inner)
         row_bytes = halo_array.inner.nbytes // max(1, *halo_array.inner.shape[:1])
         rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
         some = (rows,) * min(1, halo_array.inner.ndim)
-        self._inner: Array = halo_array.inner[some]
+        self._own, self._some = own, some
         self._copied: Any = copy[own][some]
         self._before = self._sums()
 
@@ -118,12 +119,15 @@ class FirstCopy:
     def check_returned(self, arrays: Sequence[Any]) -> None:
         """Check the copy if the function has returned memory of the local block."""
         module = self._device.module
-        own = [each for each in arrays if isinstance(each, module.ndarray)]
-        if any(module.may_share_memory(each, self._data) for each in own):
+        own, data = [each for each in arrays if isinstance(each, module.ndarray)], self._data()
+        if data is not None and any(module.may_share_memory(each, data) for each in own):
             self.check()
 
     def _sums(self) -> tuple[int, int]:
-        return self._device.checksum(self._inner), self._device.checksum(self._copied)
+        data = self._data()
+        assert data is not None, "its local block is gone"
+        inner = data[self._own][self._some]
+        return self._device.checksum(inner), self._device.checksum(self._copied)
 
 
 class HaloExchange:
@@ -134,37 +138,38 @@ class HaloExchange:
         call: HaloCall,  # the exchange of all ranks
         device: Host = HOST,  # of the local blocks
     ) -> None:
-        self.rims, self.dtype, self.device = call.rims, call.dtype, device
+        self.halo, self.dtype, self.device = call.halo, call.dtype, device
         self._moved = device.halo_mover(call)
-        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.rims.copies]
+        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.halo.copies]
         # NumPy cannot assign a number to an item of raw bytes.
         is_bytes = call.dtype.kind == "V" and call.dtype.names is None
         nothing = np.zeros((), call.dtype) if is_bytes else None
         self._fills = [
             (box_slices(fill.dst), fill.value if nothing is None else nothing)
-            for fill in self.rims.fills
+            for fill in self.halo.fills
         ]
         self._pending: Pending | None = None
 
     @cached_property
     def whole(self) -> Box:
         """The whole local block, as a box in it."""
-        return tuple((0, stop - start) for start, stop in self.rims.inner)
+        return tuple((0, stop - start) for start, stop in self.halo.inner)
 
     @cached_property
     def boxes(self) -> list[Box]:
         """Boxes of the local block: the interior, then those that need halos of other ranks."""
-        return interior_and_boundary(self.rims)
+        return interior_and_boundary(self.halo)
 
     @cached_property
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while the halo is in flight."""
-        return self._moved.is_worth_hiding(box_size(self.rims.inner))
+        return self._moved.is_worth_hiding(box_size(self.halo.inner))
 
     def begin(
         self,
         data: Array,  # the local block with its halo
-        beside: bool = True,  # whether the caller works during the exchange: see `HaloMessages`
+        in_background: bool = True,  # as for `HaloMessages.begin`
+        made: Callable[[], Array] | None = None,  # returns the result of `wait`; None: `data`
     ) -> Pending:
         """Begin to fill the halo of this rank's local block, from those of all ranks."""
         if self._pending is not None:
@@ -173,8 +178,8 @@ class HaloExchange:
                 "halo is exchanged again. Give other fields memory of their own: ctx.with_halo."
             )
         self._fill(data)  # before the halos for others are packed: they include these elements
-        end = self._moved.begin(data, beside)
-        self._pending = Pending(self, data, end)
+        end = self._moved.begin(data, in_background)
+        self._pending = Pending(self, data, end, made)
         return self._pending
 
     def can_put(self) -> bool:
@@ -207,9 +212,10 @@ class Pending:
         exchange: HaloExchange,  # fills the halo
         data: Array,  # the local block with its halo
         end: Callable[[], Any] | None,  # waits until the halo is in place
+        made: Callable[[], Array] | None,  # returns the result of `wait`; None: `data`
     ) -> None:
         self._exchange: HaloExchange | None = exchange
-        self._data, self._end = data, end
+        self._result, self._end, self._made = data, end, made
 
     def wait(self) -> Array:
         """Wait until the halo is filled; return the local block with its halo.
@@ -224,4 +230,5 @@ class Pending:
                 self._end()
             self._exchange.end()
             self._exchange = None
-        return self._data
+            self._result = self._result if self._made is None else self._made()
+        return self._result

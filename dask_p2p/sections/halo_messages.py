@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.geometry import Box, box_shape, box_slices
-from dask_p2p.plans.rims import HaloPlan
-from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Connections
+from dask_p2p.plans.rank_halo import RankHalo
+from dask_p2p.sections.connection import Buffer
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
@@ -43,23 +43,23 @@ class Packed:
 
     def pack(self, array: Array) -> None:
         """Copy the regions of an array into the buffer."""
-        for place, region in self.regions:
-            region[...] = array[place]
+        for index, region in self.regions:
+            region[...] = array[index]
 
     def unpack(self, array: Array) -> None:
         """Copy the buffer into the regions of an array."""
-        for place, region in self.regions:
-            array[place] = region
+        for index, region in self.regions:
+            array[index] = region
 
 
 @dataclass(frozen=True)
 class HaloCall:
     """A halo exchange, a collective call of all ranks."""
 
-    rims: HaloPlan  # halo of this rank's local block
+    halo: RankHalo  # halo of this rank's local block
     dtype: DType
     text: str  # text of the call, the same on all ranks
-    links: Connections | None  # connections to other ranks; None for a single rank
+    connections: Connections | None  # connections to other ranks; None for a single rank
     order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
 
 
@@ -70,7 +70,7 @@ class HaloMessages:
         self._call = call
         receives, sends = (
             {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}
-            for of in (call.rims.receives, call.rims.sends)
+            for of in (call.halo.receives, call.halo.sends)
         )
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
@@ -83,16 +83,16 @@ class HaloMessages:
     def begin(
         self,
         data: Array,  # the local block with its halo
-        beside: bool,  # whether the caller computes concurrently: large messages need a thread then
+        in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it and unpacks the halo."""
-        links, order, text = self._call.links, self._call.order, self._call.text
-        if links is None:
+        connections, order, text = self._call.connections, self._call.order, self._call.text
+        if connections is None:
             return None
         for packed in self._outgoing:
             packed.pack(data)
-        beside = beside and self._is_large
-        end = begin_in_order(links, order, text, self._sends, self._receives, beside)
+        in_background = in_background and self._is_large
+        end = begin_in_order(connections, order, text, self._sends, self._receives, in_background)
 
         def unpacked() -> None:
             end()
@@ -103,10 +103,10 @@ class HaloMessages:
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a local block of this size should be computed during the exchange."""
-        links = self._call.links
-        if links is None or elements < _LEAST_OVERLAPPED:
+        connections = self._call.connections
+        if connections is None or elements < _LEAST_OVERLAPPED:
             return False
-        return any(map(links.is_on_other_host, self._receives))
+        return any(map(connections.is_on_other_host, self._receives))
 
 
 def elements_of(boxes: Sequence[Box]) -> int:

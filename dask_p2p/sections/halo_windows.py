@@ -38,17 +38,17 @@ import numpy as np
 from dask_p2p.backends.pinned import Pinned
 from dask_p2p.backends.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
+from dask_p2p.sections.connection import Buffer
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.halo_messages import HaloCall, Packed, elements_of
-from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.sections.windows import (
     SLOTS,
     DeviceBarrier,
     OwnWindow,
     PeerWindow,
-    if_possible,
     opened,
+    try_share,
 )
 from dask_p2p.types import Array
 
@@ -73,14 +73,19 @@ class HaloWindows:
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
     def __init__(self, gpu: Gpu, call: HaloCall) -> None:
-        self._gpu, self._rims, self._dtype, self._links = gpu, call.rims, call.dtype, call.links
-        self._call, rims = call, call.rims
+        self._gpu, self._halo, self._dtype, self._connections = (
+            gpu,
+            call.halo,
+            call.dtype,
+            call.connections,
+        )
+        self._call, halo = call, call.halo
         self._exchanges = 0  # number of exchanges so far
         self._sent, self._placed = (
-            {rank: _runs(boxes, rims.shape, self._dtype.itemsize) for rank, boxes in of.items()}
-            for of in (rims.sends, rims.receives)
+            {rank: _runs(boxes, halo.shape, self._dtype.itemsize) for rank, boxes in of.items()}
+            for of in (halo.sends, halo.receives)
         )
-        self._received = {rank: self._packed(boxes) for rank, boxes in rims.receives.items()}
+        self._received = {rank: self._packed(boxes) for rank, boxes in halo.receives.items()}
         self._slots: list[dict[int, Packed]] = []  # by slot and rank; made at the first exchange
         self._own: OwnWindow | None = None
         self._windows: dict[int, PeerWindow] = {}  # by rank
@@ -89,15 +94,15 @@ class HaloWindows:
         self._down: dict[int, tuple[Packed, Array]] = {}
         self._up: dict[int, tuple[Packed, Array]] = {}
         self._pulled: Any = None  # event after all copies out of windows
-        self._meeting: DeviceBarrier | None = None
+        self._barrier: DeviceBarrier | None = None
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a step takes a GPU longer than the host's three calls with overlap."""
         return bool(self._received) and elements * self._dtype.itemsize >= _LEAST_HIDING_BYTES
 
-    def begin(self, data: Array, beside: bool) -> Callable[[], Any] | None:
+    def begin(self, data: Array, in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""
-        if self._links is None:
+        if self._connections is None:
             return None
         if not self._slots:
             self._open()
@@ -105,19 +110,21 @@ class HaloWindows:
         self._pack(slot, data)
         if self._own is not None:
             self._own.events[slot].record(self._gpu.stream)
-        for packed, place in self._down.values():
-            if isinstance(place, np.ndarray):
-                self._copy(place, packed.whole)
+        for packed, rank_and_size in self._down.values():
+            if isinstance(rank_and_size, np.ndarray):
+                self._copy(rank_and_size, packed.whole)
         if self._down or self._up:
             self._gpu.wait()  # for these copies, and for the last ones out of message buffers
         sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in self._windows}
-        sends |= {rank: _buffer(place) for rank, (_, place) in self._down.items()}
-        receives |= {rank: _buffer(place) for rank, (_, place) in self._up.items()}
-        beside = beside and bool(self._down or self._up)  # empty messages need no thread
+        sends |= {rank: _buffer(rank_and_size) for rank, (_, rank_and_size) in self._down.items()}
+        receives |= {rank: _buffer(rank_and_size) for rank, (_, rank_and_size) in self._up.items()}
+        in_background = in_background and bool(
+            self._down or self._up
+        )  # empty messages need no thread
         order, text = self._call.order, self._call.text
-        end = begin_in_order(self._links, order, text, sends, receives, beside)
-        return partial(self._end, self._links, data, end, slot)
+        end = begin_in_order(self._connections, order, text, sends, receives, in_background)
+        return partial(self._end, self._connections, data, end, slot)
 
     def put(self, data: Array) -> None:
         """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
@@ -126,10 +133,10 @@ class HaloWindows:
         same order.
         """
         slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
-        if self._meeting is None:
+        if self._barrier is None:
             return
         self._pack(slot, data)
-        self._meeting.put()
+        self._barrier.put()
         for rank, window in self._windows.items():
             self._pull(rank, window.address(slot), data, self._gpu.stream)
             if self._placed[rank] is None:
@@ -137,8 +144,8 @@ class HaloWindows:
 
     def can_put(self) -> bool:
         """Prepare for `put` after the first exchange; return whether it can be used."""
-        if self._meeting is None and self._own is not None:
-            self._meeting = DeviceBarrier(self._gpu, self._own, [*self._windows.values()])
+        if self._barrier is None and self._own is not None:
+            self._barrier = DeviceBarrier(self._gpu, self._own, [*self._windows.values()])
         return not self._down and not self._up
 
     def _pack(self, slot: int, data: Array) -> None:
@@ -151,7 +158,9 @@ class HaloWindows:
                 of = data.data.ptr + run.start_bytes
                 self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
 
-    def _end(self, links: Connections, data: Array, end: Callable[[], Any], slot: int) -> None:
+    def _end(
+        self, connections: Connections, data: Array, end: Callable[[], Any], slot: int
+    ) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
@@ -162,12 +171,12 @@ class HaloWindows:
                 for rank, window in self._windows.items():
                     window.wait(copies, slot)
                     self._pull(rank, window.address(slot), data, copies)
-                    links.count(rank, self._received[rank].whole.nbytes)
+                    connections.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
-        for packed, place in self._up.values():
-            if isinstance(place, np.ndarray):
-                self._copy(packed.whole, place)
+        for packed, rank_and_size in self._up.values():
+            if isinstance(rank_and_size, np.ndarray):
+                self._copy(packed.whole, rank_and_size)
         for rank, packed in self._received.items():
             if rank in self._up or self._placed[rank] is None:
                 packed.unpack(data)
@@ -195,9 +204,9 @@ class HaloWindows:
 
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
-        sends, receives = self._rims.sends, self._rims.receives
-        if self._links is not None:
-            self._open_windows(self._links)
+        sends, receives = self._halo.sends, self._halo.receives
+        if self._connections is not None:
+            self._open_windows(self._connections)
         slots = [{} if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
         for rank, boxes in sends.items():
             if rank not in self._windows:
@@ -211,31 +220,31 @@ class HaloWindows:
 
     def _message_memory(self, rank: int, whole: Array) -> Array:
         """Return the buffer for messages from or to a rank."""
-        if self._links is not None and self._links.carries(rank, whole.nbytes):
+        if self._connections is not None and self._connections.carries(rank, whole.nbytes):
             return whole.view(np.uint8)
         return _host_memory(whole.nbytes)
 
     def _in_window(self, own: OwnWindow, slot: int) -> dict[int, Packed]:
         return {
-            rank: Packed(self._rims.sends[rank], own.memory(rank, slot).view(self._dtype))
+            rank: Packed(self._halo.sends[rank], own.memory(rank, slot).view(self._dtype))
             for rank in self._windows
         }
 
-    def _open_windows(self, links: Connections) -> None:
+    def _open_windows(self, connections: Connections) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
         if gpu.has_windows:
-            both = self._rims.sends.keys() & self._rims.receives.keys()
-            near = {rank for rank in both if not links.is_on_other_host(rank)}
-        sizes = {rank: elements_of(self._rims.sends[rank]) * item_bytes for rank in sorted(near)}
-        own = if_possible(gpu, partial(OwnWindow, gpu, sizes)) if sizes else None
-        told = {rank: b"" if own is None else own.told(rank) for rank in sizes}
+            both = self._halo.sends.keys() & self._halo.receives.keys()
+            near = {rank for rank in both if not connections.is_on_other_host(rank)}
+        sizes = {rank: elements_of(self._halo.sends[rank]) * item_bytes for rank in sorted(near)}
+        own = try_share(gpu, partial(OwnWindow, gpu, sizes)) if sizes else None
+        descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in sizes}
         self._windows = opened(
             gpu,
-            links,
+            connections,
             self._call.text,
-            told,
-            lambda rank, said: PeerWindow(gpu, said, self._received[rank].whole.nbytes),
+            descriptors,
+            lambda rank, descriptor: PeerWindow(gpu, descriptor, self._received[rank].whole.nbytes),
         )
         if self._windows:
             self._own = own
@@ -256,8 +265,8 @@ def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_
     return found
 
 
-def _buffer(place: Array) -> Any:
-    return place.data if isinstance(place, np.ndarray) else place
+def _buffer(rank_and_size: Array) -> Any:
+    return rank_and_size.data if isinstance(rank_and_size, np.ndarray) else rank_and_size
 
 
 def _host_memory(size_bytes: int) -> Array:

@@ -12,8 +12,8 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.ops.rims import checked_boundaries, checked_depths
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.arguments import (
     check_computed,

@@ -12,8 +12,8 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
+from dask_p2p.plans.rank_halo import rank_halo
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plans.rims import rims
 from dask_p2p.sections.captured import Captured
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import Gpu
@@ -175,7 +175,7 @@ class Iteration:
         self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs: Sequence[DType]
     ) -> SectionEstimate:
         """Return the estimate of one rank; `found` is the estimate for any function."""
-        own = rims(ranks, rank, self._widest, self.boundary, self.corners)
+        own = rank_halo(ranks, rank, self._widest, self.boundary, self.corners)
         fields, count, item_bytes = len(self.depths), box_size(own.inner), self.dtype.itemsize
         has_states = self.period is not None and ranks.size > 1
         state_bytes = fields * count * item_bytes if has_states else 0

@@ -40,7 +40,7 @@ class Nesting:
         finally:
             self._submitter = None
 
-    def note(self, client: str, keys: Iterable[Key]) -> None:
+    def add_submitted(self, client: str, keys: Iterable[Key]) -> None:
         """Record the tasks of the graph that the scheduler is adding."""
         submitter = self._submitter
         if submitter is None:

@@ -12,11 +12,11 @@ from typing import Any
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.links import Connections
+from dask_p2p.sections.connections import Connections
 from dask_p2p.types import DType, Key
 
 #: Name of the exchanges between ranks, used like a transport's name.
-LINK = "link"
+LINK = "connection"
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Watch:
     dtype: DType  # data type of the first output
     progress: Progress  # current step
     context: TaskContext | None  # task context of the worker; None: nothing is recorded
-    links: Connections | None = None  # connections to other ranks
+    connections: Connections | None = None  # connections to other ranks
     workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
     error: str = ""  # why the function, or the attempt, has ended early
@@ -92,5 +92,5 @@ class Watch:
         )
 
     def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self.links.received) if self.links is not None else []
+        received = sorted(self.connections.received) if self.connections is not None else []
         return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -21,8 +21,8 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.orders import partners
-from dask_p2p.sections.link import AttemptEndedError, Buffer
-from dask_p2p.sections.links import Connections
+from dask_p2p.sections.connection import AttemptEndedError, Buffer
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.staged import begin_in_order
 from dask_p2p.types import Array, DType
 
@@ -47,10 +47,10 @@ class RegionCall:
         """Return a region's shape before its axes are permuted, from the one afterwards."""
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
-    def in_turn(self, links: Connections, sources: Collection[int]) -> list[int]:
+    def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
         """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
-        in_turn = (stage.source for stage in partners(order, *links.place))
+        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
         return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
@@ -66,11 +66,15 @@ class RegionExchange:
 
     def __init__(
         self,
-        links: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections | None,  # connections to other ranks; None for a single rank
         reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
-        self._links = links
-        self._reads = None if links is None else Reads(*links.place, links, reads_memory)
+        self._connections = connections
+        self._reads = (
+            None
+            if connections is None
+            else Reads(*connections.rank_and_size, connections, reads_memory)
+        )
         # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
@@ -104,12 +108,12 @@ class RegionExchange:
         self, call: RegionCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> None:
         """Exchange regions of any arrays with other ranks."""
-        links = self._links
-        if links is None:
+        connections = self._connections
+        if connections is None:
             return
         readers, read = set[int](), set[int]()
         if self._reads is not None and call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
-            readers, read = self._read(links, self._reads, call, regions, targets)
+            readers, read = self._read(connections, self._reads, call, regions, targets)
         sent = {rank: region for rank, region in regions.items() if rank not in readers}
         sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
         sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, call.dtype)}
@@ -121,7 +125,7 @@ class RegionExchange:
         arriving = dict(zip(others, self._arriving.arrays(shapes, call.dtype), strict=True))
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
         receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
-        begin_in_order(links, call.order, call.text, sends, receives)()
+        begin_in_order(connections, call.order, call.text, sends, receives)()
         for rank in others:
             NUMPY.permute_into(targets[rank], arriving[rank], call.axes)
 
@@ -138,7 +142,7 @@ class RegionExchange:
 
     def _read(
         self,
-        links: Connections,
+        connections: Connections,
         reads: Reads,
         call: RegionCall,
         regions: Mapping[int, Array],
@@ -146,26 +150,26 @@ class RegionExchange:
     ) -> tuple[set[int], set[int]]:
         """Read regions in place; return the ranks that read here, and the ranks read from."""
         reads.try_all()
-        places = {rank: reads.place_for(rank, region) for rank, region in regions.items()}
-        told = {rank: place for rank, place in places.items() if place is not None}
-        length = place_bytes(len(call.axes))
+        own = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
+        descriptors = {rank: each for rank, each in own.items() if each is not None}
+        length = descriptor_bytes(len(call.axes))
         asked = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
-        found = links.exchange(f"{call.text}, places", told, dict(asked))
-        read = {rank: place for rank, place in found.items() if any(place)}
-        for rank in call.in_turn(links, read):
+        found = connections.exchange(f"{call.text}, descriptors", descriptors, dict(asked))
+        read = {rank: descriptor for rank, descriptor in found.items() if any(descriptor)}
+        for rank in call.in_turn(connections, read):
             target = targets[rank]
             shape = call.shape_before(target.shape)
             region = reads.read(rank, read[rank], shape, target, call.axes, self._arriving_bytes)
-            links.count(rank, target.nbytes)
+            connections.count(rank, target.nbytes)
             if region is not None:
                 NUMPY.permute_into(target, region, call.axes)
-        return {rank for rank, place in told.items() if any(place)}, {*read}
+        return {rank for rank, descriptor in descriptors.items() if any(descriptor)}, {*read}
 
     def _arriving_bytes(self, size_bytes: int) -> Array:
         return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
 
 
-def place_bytes(ndim: int) -> int:
+def descriptor_bytes(ndim: int) -> int:
     """Return the size of the message with a region's address and strides."""
     return 8 * (1 + ndim)
 
@@ -177,10 +181,10 @@ class Reads:
         self,
         rank: int,
         size: int,  # number of ranks
-        links: Connections,
+        connections: Connections,
         is_allowed: bool,  # whether this rank reads others' memory, and offers its own
     ) -> None:
-        self._rank, self._size, self._links = rank, size, links
+        self._rank, self._size, self._connections = rank, size, connections
         self._is_allowed = is_allowed and process_memory.is_supported()
         self._token = process_memory.new_token()
         self._pids: list[int] = []  # by rank, after the probe
@@ -194,15 +198,15 @@ class Reads:
         if self._is_allowed:
             process_memory.allow_readers()
             proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
-        proofs = self._links.gather("probe of memory reads", proof)
+        proofs = self._connections.gather("probe of memory reads", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
         row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
-        rows = self._links.gather("results of the probe of memory reads", row)
+        rows = self._connections.gather("results of the probe of memory reads", row)
         self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
 
     def _sees(self, rank: int, proof: Any) -> bool:
         pid, address, token = _PROOF.unpack(proof)
-        own = rank == self._rank or self._links.is_on_other_host(rank)
+        own = rank == self._rank or self._connections.is_on_other_host(rank)
         if own or not (pid and self._is_allowed):
             return False
         try:
@@ -214,7 +218,7 @@ class Reads:
         """Return whether this rank reads a holder's memory."""
         return bool(self._readers[holder, self._rank])
 
-    def place_for(self, reader: int, region: Array) -> bytes | None:
+    def descriptor_for(self, reader: int, region: Array) -> bytes | None:
         """Return a region's address and strides for a reader; None if it cannot read here.
 
         All bytes are zero if the region's rows are too short: it is sent in a message then.
@@ -223,20 +227,20 @@ class Reads:
             return None
         shape, strides = region.shape, region.strides
         if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
-            return bytes(place_bytes(region.ndim))
+            return bytes(descriptor_bytes(region.ndim))
         return struct.pack(f"<Q{region.ndim}q", region.ctypes.data, *strides)
 
     def read(
         self,
         holder: int,  # rank of the holder
-        place: Any,  # address and strides there
+        descriptor: Any,  # address and strides there
         shape: Sequence[int],
         into: Array,  # destination
         axes: Sequence[int],  # axis i of the destination is axis axes[i] of the region
         memory_of: Callable[[int], Any],  # returns a buffer of a size, if one is needed
     ) -> Array | None:
         """Read a region into its destination. If that needs a copy, return the region instead."""
-        address, *strides = struct.unpack(f"<Q{len(shape)}q", place)
+        address, *strides = struct.unpack(f"<Q{len(shape)}q", descriptor)
         pid, dtype = self._pids[holder], into.dtype
         try:
             runs = process_memory.runs_of(address, tuple(shape), tuple(strides), dtype.itemsize)

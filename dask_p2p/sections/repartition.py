@@ -12,9 +12,9 @@ from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.partitions import Moves, moves, partition_of, repartition
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import HOST, Host, check_kind
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import Pieces
 from dask_p2p.sections.regions import LocalRegion, RegionCall, RegionExchange
 from dask_p2p.types import Array
@@ -29,13 +29,13 @@ class Redistribution:
         self,
         ranks: RankGrid,  # partition of the section's arrays
         rank: int,
-        links: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections | None,  # connections to other ranks; None for a single rank
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # device of the local blocks
     ) -> None:
         self._ranks, self._rank, self._device = ranks, rank, device
-        self._regions = device.region_mover(links, reads_memory)
-        self._known: dict[str, Any] = {}
+        self._regions = device.region_mover(connections, reads_memory)
+        self._made: dict[str, Any] = {}
         self.shape = tuple(map(sum, ranks.chunks))
 
     def ranks(
@@ -75,9 +75,9 @@ class Redistribution:
 
     def once(self, asked: str, make: Callable[[], _T]) -> _T:
         """Return the object made for a request, cached by its text."""
-        if asked not in self._known:
-            self._known[asked] = make()
-        found: _T = self._known[asked]
+        if asked not in self._made:
+            self._made[asked] = make()
+        found: _T = self._made[asked]
         return found
 
     def settle(self) -> None:
@@ -176,8 +176,9 @@ class Repartition:
         if local_block.shape != self.moves.before:
             raise InputError(
                 f"a: expected an array of shape {self.moves.before}, as this rank's local block, "
-                f"got one of shape {local_block.shape}. Give from_partition= for another partition, "
-                f"and shape= if the whole array has another shape than the section's arrays."
+                f"got one of shape {local_block.shape}. Give from_partition= for another "
+                f"partition, and shape= if the whole array has another shape than the section's "
+                f"arrays."
             )
 
     def _check_out(self, out: Any, local_block: Array) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 
 from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError
+from dask_p2p.sections.connection import AttemptEndedError, Buffer
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import HOST, Host
-from dask_p2p.sections.link import AttemptEndedError, Buffer
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.state_memory import (
     CHANGED,
     EMPTY,
@@ -121,7 +121,7 @@ class States:
     gang: str
     resume: int | None  # step of the state to resume from; None: begin at the start
     holders: Sequence[int]  # by rank: a rank whose worker has the state of that step
-    tell: Callable[[], None]  # notifies the scheduler before the first state is kept
+    notify: Callable[[], None]  # notifies the scheduler before the first state is kept
 
 
 class Checkpoints:
@@ -131,11 +131,16 @@ class Checkpoints:
         self,
         rank: int,
         workers: Sequence[str],  # addresses, by rank
-        links: Connections,  # connections to other ranks
+        connections: Connections,  # connections to other ranks
         states: States,
         device: Host = HOST,  # device of the saved arrays
     ) -> None:
-        self._rank, self._links, self._states, self._device = rank, links, states, device
+        self._rank, self._connections, self._states, self._device = (
+            rank,
+            connections,
+            states,
+            device,
+        )
         self._replica_ranks = replica_ranks(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
@@ -147,7 +152,7 @@ class Checkpoints:
         if self._kept is None:
             # Open the container first: once notified, the scheduler may have it dropped.
             self._kept = self._states.saved.open(self._states.gang)
-            self._states.tell()
+            self._states.notify()
             # An attempt that has ended may have left later states of some ranks.
             self._states.saved.trim(self._kept, lambda step: step == self._states.resume)
         # When all ranks are here, the previous state is complete on all of them. Older states are
@@ -155,15 +160,15 @@ class Checkpoints:
         memory, size_bytes = self._memories[0], size_of(arrays)
         is_new = memory.own is None or len(memory.own) != size_bytes
         call = f"checkpoint of step {step}"
-        told = self._links.gather(call, bytes([is_new]))
+        gathered = self._connections.gather(call, bytes([is_new]))
         self._states.saved.trim(self._kept, lambda step: step >= self._last)
-        if any(map(any, told)):
+        if any(map(any, gathered)):
             self._renew(memory, f"memory for the {call}", size_bytes if is_new else None)
         own = memory.own
         assert own is not None
         copied_into(own, arrays, self._device)
         sends = self._to_replica(b"" if memory.is_seen else own)
-        self._links.exchange(f"{call}, its state", sends, memory.places())
+        self._connections.exchange(f"{call}, its state", sends, memory.receive_buffers())
         for rank, state in {self._rank: own, **memory.theirs}.items():
             self._states.saved.add(self._kept, rank, step, state)
         self._memories.reverse()
@@ -178,12 +183,16 @@ class Checkpoints:
         guarded_ranks = [rank for rank, of in enumerate(self._replica_ranks) if of == self._rank]
         has_replica = self._replica_ranks[self._rank] is not None
         name = b"" if size_bytes is None else memory.make(size_bytes, has_replica)
-        told = self._links.exchange(call, self._to_replica(name), dict.fromkeys(guarded_ranks))
-        answers = {rank: memory.take(rank, bytes(of)) if of else b"" for rank, of in told.items()}
+        gathered = self._connections.exchange(
+            call, self._to_replica(name), dict.fromkeys(guarded_ranks)
+        )
+        answers = {
+            rank: memory.take(rank, bytes(of)) if of else b"" for rank, of in gathered.items()
+        }
         receives: dict[int, None] = dict.fromkeys(self._to_replica(b""))
-        heard = self._links.exchange(f"{call}, seen", answers, receives)
+        received = self._connections.exchange(f"{call}, seen", answers, receives)
         if size_bytes is not None:
-            memory.know(b"".join(heard.values()))
+            memory.record_reply(b"".join(received.values()))
 
     def _to_replica(self, data: Buffer) -> dict[int, Buffer]:
         replica = self._replica_ranks[self._rank]
@@ -205,15 +214,17 @@ class Checkpoints:
         guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
         sends = {rank: self._found(rank, step) for rank in guarded_ranks}
         receives = {} if holder == self._rank else {holder: None}
-        found = self._links.exchange(f"state of step {step}", sends, receives)
+        found = self._connections.exchange(f"state of step {step}", sends, receives)
         own = self._found(self._rank, step) if holder == self._rank else found[holder]
         if len(own) != size_of(arrays):
             raise InputError(
                 f"expected the arrays saved at step {step}, of {len(own)} bytes, got arrays of "
                 f"{size_of(arrays)} bytes. Give restore and checkpoint the same arrays."
             )
-        told = self._links.gather(f"state of step {step}, compared", changes(own, arrays, device))
-        by_array = enumerate(zip_longest(*told, fillvalue=EMPTY))
+        gathered = self._connections.gather(
+            f"state of step {step}, compared", changes(own, arrays, device)
+        )
+        by_array = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
         same = [number for number, found in by_array if SAME in found and CHANGED not in found]
         if same:
             logger.warning(

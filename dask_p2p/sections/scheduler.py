@@ -85,7 +85,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         @wraps(original)
         def adaptive_target(*args: Any, **kwargs: Any) -> Any:
-            self._gathering.note_asked()
+            self._gathering.record_target()
             return original(*args, **kwargs)
 
         self._scheduler.handlers["adaptive_target"] = adaptive_target
@@ -131,7 +131,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if again or is_new:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, other) for other in (*range(size), COMMIT))
-        self._tell()
+        self._wake_ranks()
         self._waiting.watch(gang)
         return await self._next_order(gang, rank, token, "waiting")
 
@@ -144,7 +144,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             raise MalformedRequestError("error: expected bytes")
         gang, rank, token = _checked(gang, rank, token)
         self._coordinator.leave(gang, rank, token, checked_text("cause", cause), error)
-        self._tell()
+        self._wake_ranks()
         if self._coordinator.is_committed(gang):
             self._drop_states(gang)
         return {}
@@ -172,28 +172,28 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
                 telling = asyncio.ensure_future(call)
                 self._telling.add(telling)
-                telling.add_done_callback(self._told)
+                telling.add_done_callback(self._log_failure)
 
-    def _told(self, telling: asyncio.Future[Any]) -> None:
+    def _log_failure(self, telling: asyncio.Future[Any]) -> None:
         self._telling.discard(telling)
         if not telling.cancelled():
             telling.exception()  # ignored: the worker is closing, or has no plugin any more
 
     def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
         """Watch the gangs of a graph from its submission: a rank may never join."""
-        self._nesting.note(client, tasks)
+        self._nesting.add_submitted(client, tasks)
         self._gathering.add(tasks)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Record that a worker has joined."""
-        self._gathering.note_joined()
+        self._gathering.record_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Record the loss of a worker. Only this event has a flag for an expected leave."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
         if not msg.get("expected"):
-            self._gathering.note_lost()
+            self._gathering.record_lost()
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Pass transitions of ranks' tasks to the coordinator.
@@ -223,7 +223,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 self._coordinator.forget(gang)
                 self._waiting.forget(gang)
                 self._drop_states(gang)
-        self._tell()
+        self._wake_ranks()
 
     async def _next_order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
         now_s = asyncio.get_running_loop().time
@@ -241,7 +241,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             with suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
-    def _tell(self) -> None:
+    def _wake_ranks(self) -> None:
         """Wake all pending requests, to check their orders."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -7,8 +7,8 @@ from typing import Any
 
 from dask_p2p.errors import InputError
 from dask_p2p.plans.orders import ORDERS, partners
-from dask_p2p.sections.link import Buffer
-from dask_p2p.sections.links import Connections
+from dask_p2p.sections.connection import Buffer
+from dask_p2p.sections.connections import Connections
 
 
 def checked_order(exchange: Any) -> str:
@@ -19,22 +19,22 @@ def checked_order(exchange: Any) -> str:
 
 
 def begin_in_order(
-    links: Connections,  # connections of this rank
+    connections: Connections,  # connections of this rank
     order: str,  # one of `ORDERS`
     call: str,  # see `Connections.begin`
     sends: Mapping[int, Buffer],
     receives: Mapping[int, Buffer | None],
-    beside: bool = False,
+    in_background: bool = False,
 ) -> Callable[[], Any]:
     """Begin an exchange like `Connections.begin`. All stages but the last complete in this call."""
     if order == "auto":
-        return links.begin(call, sends, receives, beside)
+        return connections.begin(call, sends, receives, in_background)
     end: Callable[[], Any] = dict
-    for to, source in partners(order, *links.place):
-        end = links.begin(
+    for to, source in partners(order, *connections.rank_and_size):
+        end = connections.begin(
             f"{call}, {order}",
             {rank: data for rank, data in sends.items() if rank == to},
             {rank: into for rank, into in receives.items() if rank == source},
-            beside,
+            in_background,
         )
     return end

@@ -43,9 +43,9 @@ class StateMemory:
         self.own = _view(np.empty(size_bytes, np.uint8))
         return str(size_bytes).encode()
 
-    def take(self, rank: int, told: bytes) -> bytes:
-        """Open or allocate memory for a guarded rank's state; return the reply for its `know`."""
-        size, *name = told.decode().split()
+    def take(self, rank: int, message: bytes) -> bytes:
+        """Open or allocate memory for a guarded rank's state; return the reply to it."""
+        size, *name = message.decode().split()
         self.theirs.pop(rank, None)
         self._seen.discard(rank)
         if name:
@@ -58,11 +58,11 @@ class StateMemory:
         self.theirs[rank] = _view(np.empty(int(size), np.uint8))
         return _IS_SENT
 
-    def know(self, told: bytes) -> None:
+    def record_reply(self, message: bytes) -> None:
         """Record the replica rank's reply: whether it shares `own`."""
-        self.is_seen, self._segment = told == _IS_SEEN, None
+        self.is_seen, self._segment = message == _IS_SEEN, None
 
-    def places(self) -> dict[int, memoryview]:
+    def receive_buffers(self) -> dict[int, memoryview]:
         """Return receive buffers for guarded ranks' states, by rank: empty where shared."""
         nothing = memoryview(b"")
         return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
@@ -97,23 +97,23 @@ def size_of(arrays: Sequence[Array]) -> int:
 
 def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
     """Copy arrays of a device into a state, one after the other."""
-    for array, place in zip(arrays, _places(state, arrays), strict=True):
-        device.copy_to_host(place, array)
+    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
+        device.copy_to_host(host_array, array)
 
 
 def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
     """Copy a state into arrays of a device."""
-    for array, place in zip(arrays, _places(state, arrays), strict=True):
-        device.copy_from_host(array, place)
+    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
+        device.copy_from_host(array, host_array)
 
 
 def changes(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> bytes:
     """Compare arrays with a state; return `SAME`, `CHANGED` or `EMPTY` for each array."""
     found = []
-    for array, place in zip(arrays, _places(state, arrays), strict=True):
+    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
         own = np.empty(array.shape, array.dtype)
         device.copy_to_host(own, array)
-        is_same = own.tobytes() == place.tobytes()
+        is_same = own.tobytes() == host_array.tobytes()
         found.append(EMPTY if not own.size else SAME if is_same else CHANGED)
     return bytes(found)
 
@@ -122,10 +122,10 @@ def _view(array: Any) -> memoryview:
     return memoryview(array)
 
 
-def _places(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
+def _host_arrays(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
     places, start = [], 0
     for array in arrays:
-        place: Array = np.ndarray(array.shape, array.dtype, state, start)
-        places.append(place)
+        host_array: Array = np.ndarray(array.shape, array.dtype, state, start)
+        places.append(host_array)
         start += array.nbytes
     return places

@@ -9,8 +9,8 @@ from operator import index
 from dask_p2p.errors import InputError
 from dask_p2p.sections.bindings import Bindings
 from dask_p2p.sections.collectives import Collectives
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Host
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.progress import Progress
 from dask_p2p.sections.saved import Checkpoints, Period, checked_period
 from dask_p2p.sections.state_memory import check_state
@@ -28,11 +28,11 @@ class Stepping(Collectives):
         self,
         rank: int,
         size: int,  # number of ranks
-        links: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections | None,  # connections to other ranks; None for a single rank
         device: Host,  # device of the arrays
         checkpoints: Checkpoints | None,  # saved states; None: nothing is saved
     ) -> None:
-        super().__init__(rank, size, links, device)
+        super().__init__(rank, size, connections, device)
         self._checkpoints = checkpoints
         self.progress = Progress()
         self._saved_step = -1  # of the last checkpoint

@@ -51,22 +51,22 @@ class _Stranger:
 
     made: socket.socket
     silent_s: tuple[float, float]  # time it may be silent: usually, and while others are queued
-    heard_s: float = inf  # time of the last read; inf: none yet
-    said: bytearray = field(default_factory=bytearray)  # bytes received
+    read_s: float = inf  # time of the last read; inf: none yet
+    received: bytearray = field(default_factory=bytearray)  # bytes received
 
     def read(self, wanted: int) -> bool:
         """Read without blocking. Return True when `wanted` bytes are here, False if it failed.
 
         Raises `BlockingIOError` while bytes are missing.
         """
-        self.heard_s = time.monotonic()
+        self.read_s = time.monotonic()
         try:
-            while len(self.said) < wanted:
-                part = bytearray(wanted - len(self.said))
+            while len(self.received) < wanted:
+                part = bytearray(wanted - len(self.received))
                 count = self.made.recv_into(part)
                 if not count:
                     return False
-                self.said += part[:count]
+                self.received += part[:count]
         except BlockingIOError:
             raise
         except OSError:  # for example, a certificate of another cluster
@@ -102,7 +102,7 @@ class Strangers:
         return len(self._all) >= MOST_STRANGERS
 
     def _until_s(self, stranger: _Stranger) -> float:
-        return stranger.heard_s + stranger.silent_s[self._is_full]
+        return stranger.read_s + stranger.silent_s[self._is_full]
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
         """Return connections that have sent `wanted` bytes, with these; close silent ones.
@@ -139,14 +139,14 @@ class Strangers:
     def _read(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
         found, left, now_s = [], [], time.monotonic()
         for each in self._all:
-            is_new = each.heard_s == inf
+            is_new = each.read_s == inf
             is_silent = not is_new and each.made.fileno() not in ready
             try:
                 is_known = not is_silent and each.read(wanted)
             except BlockingIOError:
                 is_silent, is_known = True, False
             if is_known:
-                found.append((bytes(each.said), each.made))
+                found.append((bytes(each.received), each.made))
             elif is_silent and now_s < self._until_s(each):
                 left.append(each)
             else:
@@ -165,5 +165,5 @@ def is_of_this_user(made: socket.socket) -> bool:
     """Return whether the peer process belongs to this user; True for TCP."""
     if made.family != socket.AF_UNIX:
         return True
-    said = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(said)[1] == os.geteuid())
+    received = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(received)[1] == os.geteuid())

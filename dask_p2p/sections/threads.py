@@ -30,14 +30,14 @@ class PoolThread:
         # None in a user's own executor.
         self._executor: Any = getattr(thread_state, "executor", None)
         self._key, self._start_s = task_state.key, task_state.start_time
-        self._is_beside = self._is_closed = False
+        self._is_outside_pool = self._is_closed = False
         self._timer: Any = None
         worker.loop.add_callback(self._begin)
 
     def secede(self) -> None:
         """Release the slot. To be called in the thread."""
         if self._has_left():
-            self._worker.loop.add_callback(self._tell)
+            self._worker.loop.add_callback(self._give_up_slot)
 
     def close(self) -> None:
         """Keep the slot from now on. If another thread has it, end this thread after the task.
@@ -46,7 +46,7 @@ class PoolThread:
         """
         with threads_lock:
             self._is_closed = True
-            if self._is_beside and self._executor is not None:
+            if self._is_outside_pool and self._executor is not None:
                 self._executor._max_workers -= 1
                 self._executor._threads.discard(self._thread)
                 thread_state.proceed = False
@@ -55,9 +55,9 @@ class PoolThread:
     def _has_left(self) -> bool:
         """Release the slot; return False if it was released before, or cannot be."""
         with threads_lock:
-            if self._executor is None or self._is_beside or self._is_closed:
+            if self._executor is None or self._is_outside_pool or self._is_closed:
                 return False
-            self._is_beside = True
+            self._is_outside_pool = True
             self._executor._max_workers += 1
             self._executor._adjust_thread_count()
             return True
@@ -67,12 +67,12 @@ class PoolThread:
 
     def _leave(self) -> None:
         if self._has_left():  # send the event now: after the task's end Dask must not get it
-            self._tell()
+            self._give_up_slot()
 
     def _end(self) -> None:
         self._worker.loop.remove_timeout(self._timer)
 
-    def _tell(self) -> None:
+    def _give_up_slot(self) -> None:
         """Mark the task as long-running on the worker. On the event loop."""
         now_s = time.time()
         self._worker.handle_stimulus(

@@ -254,10 +254,10 @@ class Transforms:
         first, last = self._divisions(kind, whole, along, call.partition, call.from_partition)
         axes, current = tuple(range(len(whole))), first
         made: list[_Step] = []
-        way = transform_stages(first, last, transform)
-        on_device, done = self.device.kind == "cupy", [stage.axes for stage in way]
+        path = transform_stages(first, last, transform)
+        on_device, done = self.device.kind == "cupy", [stage.axes for stage in path]
         each = local_transforms(kind, special, lengths, call.norm, done, on_device)
-        for stage, local in zip(way, each, strict=True):
+        for stage, local in zip(path, each, strict=True):
             is_there = stage.before.local_sizes == current.local_sizes
             order = axes
             if stage.axes and not is_there:
@@ -265,14 +265,14 @@ class Transforms:
             repartition = self._redistribution.between(
                 current, stage.before, axes, f"{kind}n()", order
             )
-            if made and isinstance(last_made := made[-1], _LocalTransform) and not is_there:
+            if made and isinstance(last_made := made[-1], _AxesTransform) and not is_there:
                 made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
             made.append(partial(_exchanged, repartition, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
                 to_real = special in stage.axes and kind in TO_REAL
                 made.append(
-                    _LocalTransform(local, stage.after.shape(self.rank), to_real, self.device)
+                    _AxesTransform(local, stage.after.shape(self.rank), to_real, self.device)
                 )
             current = stage.after
         return made
@@ -288,7 +288,7 @@ def _exchanged(
 
 
 @dataclass(frozen=True)
-class _LocalTransform:
+class _AxesTransform:
     """Transforms a local block along axes that are not divided.
 
     Parameters
@@ -327,11 +327,11 @@ class _LocalTransform:
         if count < 2 or local_block.nbytes < _PIECE_BYTES:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
-        place = axis if self.transform.order is None else order.index(axis)
+        rank_and_size = axis if self.transform.order is None else order.index(axis)
 
         def piece(number: int) -> Array:
             along = slice(bounds[number], bounds[number + 1])
-            part = local_block[(slice(None),) * place + (along,)]
+            part = local_block[(slice(None),) * rank_and_size + (along,)]
             return self.transform.transformed(part, is_own)
 
         return Pieces(self._dtype(local_block), axis, bounds, piece), True

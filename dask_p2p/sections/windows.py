@@ -33,7 +33,7 @@ from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.interprocess.processes import PROCESSES, own_name
-from dask_p2p.sections.links import Connections
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.lost_events import NOT_READY, LostEvents
 from dask_p2p.types import Array
 
@@ -79,14 +79,14 @@ class OwnEvents:
         # The events stay until the readers have closed them, even if this object does not.
         gpu.exported.append(self.events)
         handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
-        self._told: dict[str, Any] = {
+        self._descriptor: dict[str, Any] = {
             "peer": asdict(_own_peer()),
             "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
         }
 
-    def told(self, rank: int) -> bytes:
+    def descriptor(self, rank: int) -> bytes:
         """Return the descriptor for a rank."""
-        return json.dumps(self._told).encode()
+        return json.dumps(self._descriptor).encode()
 
 
 class OwnWindow(OwnEvents):
@@ -110,16 +110,16 @@ class OwnWindow(OwnEvents):
         self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
         self.counters[...] = 0
         gpu.wait()  # before other ranks read the counters
-        self._told["place"] = asdict(cuda_ipc.export(self._memory))
+        self._descriptor["ipc_handle"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
         """Return the bytes of a slot."""
         start = self._places[rank][slot]
         return self._memory[start : start + self._sizes_bytes[rank]]
 
-    def told(self, rank: int) -> bytes:
+    def descriptor(self, rank: int) -> bytes:
         own = {"starts": self._places[rank], "size_bytes": self._sizes_bytes[rank]}
-        return json.dumps({**self._told, **own}).encode()
+        return json.dumps({**self._descriptor, **own}).encode()
 
 
 class PeerMemory:
@@ -131,10 +131,10 @@ class PeerMemory:
     def __init__(
         self,
         gpu: Gpu,  # GPU of this rank
-        told: bytes,  # descriptor of the other rank: `OwnEvents.told`
+        descriptor: bytes,  # descriptor of the other rank: `OwnEvents.descriptor`
     ) -> None:
-        said = json.loads(told)
-        peer = Peer.parse(said["peer"])
+        fields = json.loads(descriptor)
+        peer = Peer.parse(fields["peer"])
         obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
@@ -144,7 +144,7 @@ class PeerMemory:
         self._lost: LostEvents | None = None  # the events, once their process has ended
         self._lock = threading.Lock()  # held while events may be destroyed
         try:
-            for handle in said["events"]:
+            for handle in fields["events"]:
                 self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
         except BaseException:
             self.close()
@@ -152,20 +152,20 @@ class PeerMemory:
         PROCESSES.watch(peer.process, peer.pid, self._on_end)
         PROCESSES.watch(peer.process, peer.pid, self._unmap, last=True)
 
-    def mapped(self, place: cuda_ipc.IpcHandle, size_bytes: int) -> int:
+    def mapped(self, ipc_handle: cuda_ipc.IpcHandle, size_bytes: int) -> int:
         """Return the mapped address of the other rank's memory, valid until `close`.
 
         Raises `TransferError` if the memory cannot be mapped.
         """
-        mapping = self._mapped.get(place.buffer_id)
+        mapping = self._mapped.get(ipc_handle.buffer_id)
         if mapping is None:
             # Older memory at these addresses is gone, so its reads here are done.
             for other in [*self._mapped.values()]:
-                if other.overlaps(self._peer.process, place):
-                    cuda_ipc.MAPPINGS.release(self._mapped.pop(other.place.buffer_id))
-            mapping = cuda_ipc.MAPPINGS.acquire(self._peer, place, size_bytes)
-            self._mapped[place.buffer_id] = mapping
-        return mapping.address + place.offset_bytes
+                if other.overlaps(self._peer.process, ipc_handle):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(other.ipc_handle.buffer_id))
+            mapping = cuda_ipc.MAPPINGS.acquire(self._peer, ipc_handle, size_bytes)
+            self._mapped[ipc_handle.buffer_id] = mapping
+        return mapping.address + ipc_handle.offset_bytes
 
     def wait(self, stream: Any, number: int) -> None:
         """Make a stream wait for the latest recording of one of the events."""
@@ -231,20 +231,20 @@ class PeerWindow(PeerMemory):
     def __init__(
         self,
         gpu: Gpu,  # GPU of this rank
-        told: bytes,  # descriptor of the other rank: `OwnWindow.told`
+        descriptor: bytes,  # descriptor of the other rank: `OwnWindow.descriptor`
         size_bytes: int,  # size of a slot
     ) -> None:
-        super().__init__(gpu, told)
-        said = json.loads(told)
+        super().__init__(gpu, descriptor)
+        fields = json.loads(descriptor)
         try:
-            if said["size_bytes"] != size_bytes:
-                raise TransferError(f"expected {size_bytes} bytes, got {said['size_bytes']}")
-            start = self.mapped(cuda_ipc.IpcHandle(**said["place"]), SLOTS * size_bytes)
+            if fields["size_bytes"] != size_bytes:
+                raise TransferError(f"expected {size_bytes} bytes, got {fields['size_bytes']}")
+            start = self.mapped(cuda_ipc.IpcHandle(**fields["ipc_handle"]), SLOTS * size_bytes)
             self.counters = start
         except BaseException:
             self.close()
             raise
-        self._addresses: list[int] = [start + each for each in said["starts"]]
+        self._addresses: list[int] = [start + each for each in fields["starts"]]
 
     def address(self, slot: int) -> int:
         """Return the mapped address of a slot."""
@@ -286,7 +286,7 @@ class DeviceBarrier:
         runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
 
 
-def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
+def try_share(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
     """Return an object to share with other processes; None if CUDA IPC does not work here."""
     with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
         return make()
@@ -295,26 +295,30 @@ def if_possible(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
 
 def opened(
     gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
-    links: Connections,
+    connections: Connections,
     call: str,  # text of the call, the same on all ranks
     # Descriptors to send, by rank; empty if this rank shares no memory with the other.
-    told: Mapping[int, bytes],
+    descriptor: Mapping[int, bytes],
     make: Callable[[int, bytes], _P],  # opens another rank's memory, by rank and descriptor
 ) -> dict[int, _P]:
     """Open the memory of other ranks, while these open this rank's memory.
 
     Returns opened memory by rank, if both sides could open the other's.
     """
-    heard = links.exchange(f"{call}, windows", told, dict.fromkeys(told))
+    received = connections.exchange(f"{call}, windows", descriptor, dict.fromkeys(descriptor))
     found: dict[int, _P] = {}
-    for rank, said in heard.items():
-        one = if_possible(gpu, partial(make, rank, bytes(said))) if told[rank] and said else None
+    for rank, fields in received.items():
+        one = (
+            try_share(gpu, partial(make, rank, bytes(fields)))
+            if descriptor[rank] and fields
+            else None
+        )
         if one is not None:
             found[rank] = one
             gpu.peers.append(one)
             gpu.closing.append(one.close)
-    seen = {rank: bytes([rank in found]) for rank in told}
-    answers = links.exchange(f"{call}, windows seen", seen, dict.fromkeys(told))
+    seen = {rank: bytes([rank in found]) for rank in descriptor}
+    answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
     return {rank: one for rank, one in found.items() if any(answers[rank])}
 
 

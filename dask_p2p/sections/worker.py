@@ -21,10 +21,10 @@ from distributed.worker import WORKER_ANY_RUNNING
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.context import must_encrypt
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.devices import HOST, Host
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.registration import give_plugin
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from dask_p2p.sections.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
@@ -51,7 +51,7 @@ class RankAttempt:
     ) -> None:
         self.token = uuid4().hex
         self.rank, self.size = rank, size
-        self.links = Connections(replace(plugin.reach, **reach))
+        self.connections = Connections(replace(plugin.reach, **reach))
         self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
         self._changed = threading.Condition()
         self._order = Order("waiting")
@@ -74,14 +74,14 @@ class RankAttempt:
     def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
         """Return the checkpoints of this attempt, for arrays on a device."""
 
-        def tell() -> None:
+        def notify() -> None:
             # Not cancelled with this attempt: the scheduler must record each worker with states.
             telling = self._call(SAVES, worker=self._worker.address)
             self._worker.loop.add_callback(self._plugin.finish, telling)
 
         workers = [worker for worker, *_ in order.peers]
-        states = States(self._plugin.saved, self._gang, order.resume, order.holders, tell)
-        self._checkpoints = Checkpoints(self.rank, workers, self.links, states, device)
+        states = States(self._plugin.saved, self._gang, order.resume, order.holders, notify)
+        self._checkpoints = Checkpoints(self.rank, workers, self.connections, states, device)
         return self._checkpoints
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class RankAttempt:
         with self._changed:
             if self._order.state not in _ENDS:
                 self._order = Order("stopped")  # later orders must not wake closed connections
-            self.links.close()
+            self.connections.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None  # breaks a reference cycle, which would keep the states
@@ -109,7 +109,7 @@ class RankAttempt:
         except Exception as exc:
             # A lost scheduler or a closing worker is not an error of the gang.
             ends = isinstance(exc, OSError) or self._worker.status not in WORKER_ANY_RUNNING
-            self._obey(Order("stopped", reason="" if ends else f"{type(exc).__name__}: {exc}"))
+            self._apply(Order("stopped", reason="" if ends else f"{type(exc).__name__}: {exc}"))
         finally:
             self._pending.discard(task)
 
@@ -120,13 +120,13 @@ class RankAttempt:
             JOIN,
             size=self.size,
             worker=self._worker.address,
-            endpoint=self.links.endpoint,
+            endpoint=self.connections.endpoint,
             saved=self._plugin.saved.steps(self._gang),
         )
         while order.state not in _ENDS:
-            self._obey(order)
+            self._apply(order)
             order = await self._ask(ORDER, known=order.state)
-        self._obey(order)
+        self._apply(order)
 
     async def _ask(self, op: str, **kwargs: Any) -> Order:
         reply = await self._call(op, **kwargs)
@@ -141,14 +141,14 @@ class RankAttempt:
             raise SectionError(f"the scheduler could not answer: {reply}")
         return reply
 
-    def _obey(self, order: Order) -> None:
+    def _apply(self, order: Order) -> None:
         """Apply an order, unless the attempt has ended."""
         with self._changed:
             if self._order.state not in _ENDS:
                 self._order = order
                 self._changed.notify_all()
                 if order.state == "stopped":
-                    self.links.wake()
+                    self.connections.wake()
 
     def start(self) -> None:
         """Join the gang. Any thread may call this."""
@@ -156,7 +156,7 @@ class RankAttempt:
 
     def stop(self) -> None:
         """End this attempt on this worker, independently of the gang."""
-        self._obey(Order("stopped"))
+        self._apply(Order("stopped"))
         for task in tuple(self._pending):
             task.cancel()
 

@@ -46,12 +46,12 @@ class _NpyFile:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def __getitem__(self, place: tuple[slice, ...]) -> Array:
-        return np.array(open_memmap(self.path, "r")[place])
+    def __getitem__(self, slices: tuple[slice, ...]) -> Array:
+        return np.array(open_memmap(self.path, "r")[slices])
 
-    def __setitem__(self, place: tuple[slice, ...], block: Array) -> None:
+    def __setitem__(self, slices: tuple[slice, ...], block: Array) -> None:
         mapped = open_memmap(self.path, "r+")
-        mapped[place] = block
+        mapped[slices] = block
         mapped.flush()  # raises if the disk fails
 
 

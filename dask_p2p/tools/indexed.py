@@ -85,9 +85,9 @@ def _bands(
     for top in range(first, last, step):
         total = module.zeros((1,) * len(axes), np.int64)  # linear indices before the transpose
         bounds = [(top, min(top + step, last)), *location[1:]]
-        for place, (axis, (start, stop)) in enumerate(zip(axes, bounds, strict=False)):
+        for position, (axis, (start, stop)) in enumerate(zip(axes, bounds, strict=False)):
             index = module.arange(start, stop, dtype=np.int64) * prod(shape[axis + 1 :])
-            total = total + index.reshape([-1 if p == place else 1 for p in range(len(axes))])
+            total = total + index.reshape([-1 if p == position else 1 for p in range(len(axes))])
         rows = slice(top - first, top - first + step) if location else ...
         total %= modulus(dtype)
         yield rows, total.astype(dtype, copy=False)

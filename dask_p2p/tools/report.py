@@ -84,7 +84,7 @@ class HostPair:
         return median([link.latency_s for link in self.links if link.error is None] or [0.0])
 
     @property
-    def in_the_way(self) -> tuple[str, ...]:
+    def obstacles(self) -> tuple[str, ...]:
         """Reasons why preferred transports are not used, each once."""
         reasons = [
             f"{transport}: {obstacle.text}"
@@ -173,8 +173,8 @@ def _worker_rows(workers: Iterable[Status]) -> list[tuple[str, ...]]:
     for number, worker in enumerate(workers):
         pool = "-" if worker.pool_bytes is None else f"{worker.pool_bytes / 2**30:.1f} GiB"
         memory = worker.memory_resource or "-", pool, f"{worker.leased_bytes / 2**20:.1f} MiB"
-        place = worker.host, worker.address, worker.kind, worker.gpu or "-"
-        rows.append((str(number), *place, *memory))
+        position = worker.host, worker.address, worker.kind, worker.gpu or "-"
+        rows.append((str(number), *position, *memory))
     return rows
 
 
@@ -192,5 +192,5 @@ def _host_rows(pairs: Iterable[HostPair]) -> list[tuple[str, ...]]:
     for pair in pairs:
         used = ", ".join(f"{name} {count}" for name, count in pair.transports.items())
         speed = f"{pair.gbs:.3g}", f"{pair.latency_s * 1e3:.2f}"
-        rows.append((pair.reader, pair.holder, used, *speed, "; ".join(pair.in_the_way) or "-"))
+        rows.append((pair.reader, pair.holder, used, *speed, "; ".join(pair.obstacles) or "-"))
     return rows

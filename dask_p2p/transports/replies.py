@@ -200,10 +200,10 @@ def refuse(exc: Exception) -> dict[str, Any]:
 
 def check_reply(reply: Any, block: Request) -> dict[str, Any]:
     """Return a holder's reply if its status is "ok". Otherwise raise the error that it reports."""
-    told = reply if isinstance(reply, dict) else {}
-    status, message = told.get("status"), told.get("message", reply)
+    fields = reply if isinstance(reply, dict) else {}
+    status, message = fields.get("status"), fields.get("message", reply)
     if status == "ok":
-        return dict(told)
+        return dict(fields)
     if status == "missing":
         raise BlockUnavailableError(f"{block} is no longer there")
     if status == "mismatch":
@@ -213,7 +213,7 @@ def check_reply(reply: Any, block: Request) -> dict[str, Any]:
     text = f"{block.holder} could not send {block}: {message}"
     if status == "silent":
         raise SilentError(text, str(message))
-    raise TransferError(text, str(message), _obstacle_of(told.get("obstacle")))
+    raise TransferError(text, str(message), _obstacle_of(fields.get("obstacle")))
 
 
 def _obstacle_of(parts: Any) -> Obstacle | None:

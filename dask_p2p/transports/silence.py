@@ -49,7 +49,7 @@ class SilenceLog:
         self.known: dict[tuple[str, str | None], _Silence] = {}
         self._lock = threading.Lock()
 
-    def note(
+    def record_failure(
         self, holder: str, transport: str, error: TransferError, start_s: float, options: Options
     ) -> None:
         """Record an attempt's error, if a silent holder caused it."""
@@ -60,7 +60,7 @@ class SilenceLog:
             known, first_s = self.known.get(key), perf_counter()
             last_s = first_s
             if known is not None:
-                if _need_not_ask(known, start_s, options):
+                if _is_known_silent(known, start_s, options):
                     return  # the attempt did not ask the holder itself
                 if _is_remembered(known, start_s, options):
                     first_s = known.first_s
@@ -70,7 +70,7 @@ class SilenceLog:
     def check(self, holder: str, transport: str, start_s: float, options: Options) -> None:
         """Raise the recorded error if the holder is known to be silent for this attempt."""
         for known in self._of(holder, transport):
-            if _need_not_ask(known, start_s, options):
+            if _is_known_silent(known, start_s, options):
                 raise known.error(known.text)
 
     def is_older(self, holder: str, transport: str, start_s: float) -> bool:
@@ -91,7 +91,7 @@ class SilenceLog:
         silences = self._of(holder, transport)
         return max((known.last_s - known.first_s for known in silences), default=0.0)
 
-    def heard(self, holder: str, transport: str | None = None) -> None:
+    def record_answer(self, holder: str, transport: str | None = None) -> None:
         """Record data from a holder by a transport. Without a transport: record any answer."""
         if self.known:
             with self._lock:
@@ -108,7 +108,7 @@ def _is_remembered(known: _Silence, start_s: float, options: Options) -> bool:
     return start_s - known.last_s <= options.request_timeout_s + LONGEST_PAUSE_S
 
 
-def _need_not_ask(known: _Silence, start_s: float, options: Options) -> bool:
+def _is_known_silent(known: _Silence, start_s: float, options: Options) -> bool:
     """Return whether the holder counts as silent for an attempt, without a new request."""
     if start_s <= known.last_s:
         return True  # the attempt started before another one found the holder silent

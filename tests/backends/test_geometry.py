@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends._geometry import MAX_WORD_BYTES, Axis, reduce_copy
+from dask_p2p.backends._geometry import MAX_WORD_BYTES, CopyAxis, reduce_copy
 
 from .support import boxes, permutations
 
@@ -35,7 +35,7 @@ def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
 
     least = reduce_copy(src.shape, itemsize, src.strides, dst.strides, alignment)
 
-    asked = [Axis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
+    asked = [CopyAxis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
     assert moved(
         least.axes, least.word_bytes, least.src_offset_bytes, least.dst_offset_bytes
     ) == moved(asked, itemsize, 0, 0)
@@ -71,13 +71,13 @@ def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
 )
 def test_least_forms(shape, itemsize, src, dst, alignment, expected, word):
     least = reduce_copy(shape, itemsize, src, dst, alignment)
-    assert least.axes == tuple(Axis(*axis) for axis in expected)
+    assert least.axes == tuple(CopyAxis(*axis) for axis in expected)
     assert least.word_bytes == word
 
 
 def test_axes_reversed_in_both_arrays_are_turned_round():
     least = reduce_copy((10,), 8, (-8,), (-8,), 0)
-    assert least == ((Axis(10, 8, 8),), 8, -72, -72)
+    assert least == ((CopyAxis(10, 8, 8),), 8, -72, -72)
 
 
 def test_words_have_a_greatest_size():

@@ -45,7 +45,7 @@ class Work:
         (read,) = part.reads
         yield self.arrays[0][(slice(None),) * self.axis + (slice(*read),)]
 
-    def place(self, part):
+    def output_slices(self, part):
         return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.own),)
 
     def call(self, part, inputs):
@@ -181,7 +181,7 @@ def followed(gpu, first, then, before=lambda: None):
         yield
 
     begun = []
-    PartStreams(NEVER, pytest.fail, hand_on=begin).run(first, outs[0])
+    PartStreams(NEVER, pytest.fail, on_issued=begin).run(first, outs[0])
     gpu.do(HOST, "whoever reads the output", reads=[outs[0]])
     gpu.check()
     assert len(begun) == 1
@@ -230,7 +230,7 @@ def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
         yield
         streams.keep(taken, [])
 
-    streams = PartStreams(NEVER, pytest.fail, hand_on=begin)
+    streams = PartStreams(NEVER, pytest.fail, on_issued=begin)
     streams.run(work, array(True))
     assert len(work.plan.parts) % SLOTS == 1
     next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
@@ -251,7 +251,7 @@ def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
         yield
 
     def run():
-        PartStreams(NEVER, pytest.fail, hand_on=begin).run(Work(gpu, array()), array(True))
+        PartStreams(NEVER, pytest.fail, on_issued=begin).run(Work(gpu, array()), array(True))
 
     other = threading.Thread(target=lambda: (run(), ended.set()))
     run()
@@ -261,7 +261,7 @@ def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
 
 
 def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
-    streams = PartStreams(NEVER, pytest.fail, hand_on=lambda: pytest.fail("there is no need"))
+    streams = PartStreams(NEVER, pytest.fail, on_issued=lambda: pytest.fail("there is no need"))
     streams.run(Work(gpu, array(True)), array())
 
 

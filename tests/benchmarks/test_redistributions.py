@@ -92,8 +92,8 @@ def test_what_the_program_writes(client, tmp_path, monkeypatch):
     columns = ours["16 row slabs to columns"]
     assert columns["least_anywhere_bytes"] == 3 / 4 * columns["matrix_bytes"]
     assert ours["4 x 4 to 16 row slabs"]["least_anywhere_bytes"] == 0
-    rims = 2 * 16 * 8 * 4  # of each worker's row of blocks
-    assert ours["map_overlap"]["least_anywhere_bytes"] == rims
+    halo = 2 * 16 * 8 * 4  # of each worker's row of blocks
+    assert ours["map_overlap"]["least_anywhere_bytes"] == halo
     for figures in ours.values():
         assert figures["moved_bytes"] == figures["least_bytes"]
         assert figures["least_bytes"] >= figures["least_anywhere_bytes"]

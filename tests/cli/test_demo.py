@@ -96,9 +96,9 @@ def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
     """Dask's own p2p fails with CuPy blocks, and its tasks are quickest over UCX."""
     for there, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}])):
         monkeypatch.setattr(command, "find_spec", lambda name, there=there: there)
-        found = command.ways(on_gpus=True)
+        found = command.methods(on_gpus=True)
         assert [options for options, _ in found] == clusters
-        assert [way for _, ways in found for way in ways] == ["dask_p2p", "dask tasks"]
+        assert [way for _, methods in found for way in methods] == ["dask_p2p", "dask tasks"]
 
 
 @pytest.mark.parametrize(

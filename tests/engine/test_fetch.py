@@ -51,7 +51,7 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
 
 def place(fetch, *sources):
     for number in sources:
-        fetch.note_placed(Region(number, 0, BOX))
+        fetch.record_written(Region(number, 0, BOX))
 
 
 def test_a_stage_of_messages():

@@ -216,7 +216,7 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
 ):
     notes = worker.notes
     worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
-    monkeypatch.setattr(part_work, "_HAND_ON_FROM_BYTES", from_bytes)
+    monkeypatch.setattr(part_work, "_ON_ISSUED_FROM_BYTES", from_bytes)
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]
     task.run_spec = SimpleNamespace(func=max)

@@ -24,22 +24,22 @@ def test_a_task_that_is_fused_has_the_name_of_its_array(key, name, is_ours):
 
 def argument(chunks, depth=0, dtype="f8"):
     widths = tuple((depth, depth) for _ in chunks)
-    rims = tuple(
+    halo = tuple(
         tuple(((i > 0) * depth, (i < len(sizes) - 1) * depth) for i in range(len(sizes)))
         for sizes in chunks
     )
-    return Argument(chunks, np.dtype(dtype), widths, rims)
+    return Argument(chunks, np.dtype(dtype), widths, halo)
 
 
 def test_blocks_go_together_by_their_last_axes():
     sizes = ((2, 3), (4, 5))
     whole, row, column = argument(sizes, 1), argument((sizes[1],)), argument((sizes[0], (1,)))
     mapped = GpuMap(None, (row, column, whole), 0, sizes, sizes, np.dtype("f4"), 2**20)
-    assert [each.place((1, 1)) for each in mapped.arguments] == [(1,), (1, 0), (1, 1)]
+    assert [each.own_index((1, 1)) for each in mapped.arguments] == [(1,), (1, 0), (1, 1)]
     assert [each.own_axis(0, sizes) for each in mapped.arguments] == [None, 0, 0]
     assert [each.own_axis(1, sizes) for each in mapped.arguments] == [0, None, 1]
     assert whole.shape((1, 1)) == (4, 6)
-    assert (mapped.rims(0, (1, 1)), mapped.rims(1, (1, 1))) == ((0, 0), (0, 0)), "of the first"
+    assert (mapped.halo(0, (1, 1)), mapped.halo(1, (1, 1))) == ((0, 0), (0, 0)), "of the first"
     plan = mapped.plan((1, 1))
     assert [each.axis for each in plan.inputs] == [None, 0, 0]
     assert plan.result_bytes == 3 * 5 * 4

@@ -114,7 +114,7 @@ def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch)
 def test_the_worst_case_adds_up():
     chosen = replace(options(), attempts=3, request_timeout_s=30.0, backoff_s=1.5)
     assert worst_case_s(chosen) == 3 * 30 + 1.5 + 2.0
-    assert worst_case_s(chosen, holders=2, unmet=1) == 3 * 2 * (30 + 10) + 1.5 + 2.0
+    assert worst_case_s(chosen, holders=2, unprobed=1) == 3 * 2 * (30 + 10) + 1.5 + 2.0
     assert worst_case_s(replace(chosen, attempts=1)) == 30.0
 
 

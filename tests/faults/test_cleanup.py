@@ -69,7 +69,7 @@ def test_after_cancelling(client, gate):
     x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
     wait(x)
     in_the_middle(client, gate)
-    y = client.persist(dask_p2p.transpose(x))
+    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     assert all_hold_something(client, gate)
     client.cancel([x, y])
     del x, y
@@ -85,12 +85,12 @@ import sys, time
 import dask
 from distributed import Client
 import dask_p2p
-from tests.faults.support import source
+from tests.faults.support import addresses, one_block_each, source
 
 dask.config.set({"p2p.transports.order": ["comm"]})
 with Client(sys.argv[1]) as client:
-    x = client.persist(source((48, 48), (16, 48)))
-    y = client.persist(dask_p2p.transpose(x))
+    x = one_block_each(client, source((48, 48), (16, 48)), addresses(client))
+    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     time.sleep(600)
 """
 
@@ -111,12 +111,12 @@ def test_after_a_clients_death(client, gate):
 
 
 def test_after_a_restart(client, gate):
-    x = client.persist(source(SHAPE, (16, 48)))
+    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
     wait(x)
     before, folders = set(client.run(os.getpid).values()), directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     in_the_middle(client, gate)
-    y = client.persist(dask_p2p.transpose(x))
+    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     assert all_hold_something(client, gate)
     gate.open()
     client.restart()

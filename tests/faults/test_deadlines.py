@@ -151,7 +151,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
 
 
 def halo_of_alternate_blocks(client, reader, holder, blocks):
-    """A task for each block of the reader's, that needs rims of the holder's."""
+    """A task for each block of the reader's, that needs halos of the holder's."""
     x = source((2 * blocks, 16), (2, 16))
     x = one_block_each(client, x, [reader, holder] * (blocks // 2))
     with dask.config.set(PATIENT):

@@ -63,7 +63,7 @@ def test_check_names_what_is_in_the_way(settings, words):
 
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
-def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
+def test_an_allocator_that_ipc_cannot_local_block_falls_back_with_one_warning(setting):
     from distributed import Client
 
     x = np.arange(400 * 300.0).reshape(400, 300)

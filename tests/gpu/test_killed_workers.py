@@ -156,7 +156,7 @@ def die_once(path, after_s):
 
 
 def result_after_death(client, y, path, go_on=lambda: None):
-    """The values of an array, one of whose members dies once; its worker must be back soon."""
+    """The values of an array, one of whose ranks dies once; its worker must be back soon."""
     workers = {str(pid): address for address, pid in client.run(os.getpid).items()}
     y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
     future = client.compute(y)
@@ -229,7 +229,7 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
 
 
 def waits_on_the_host(ctx, x, path, gate):
-    """One member ends when both have mapped each other's memory; the other one takes its time."""
+    """One rank ends when both have mapped each other's memory; the other one takes its time."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     ctx.update_halo(p)
     ctx.redistribute(x, (1,))

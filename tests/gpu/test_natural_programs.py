@@ -74,7 +74,7 @@ def test_functions_that_write_into_their_fields_are_refused(client):
         out[...] = u[1:-1]
         u *= 0.5
 
-    def rims(u, weight, bias, out):
+    def halo(u, weight, bias, out):
         u[0] = 1
         out[...] = u[1:-1]
 
@@ -88,7 +88,7 @@ def test_functions_that_write_into_their_fields_are_refused(client):
 
     import cupy
 
-    for function in (field, rims, constant, divided):
+    for function in (field, halo, constant, divided):
         constants = cupy.ones(3), on_gpu(X, UNEVEN)
         y = iterate(function, on_gpu(X, UNEVEN), {0: 1}, 3, constants=constants)
         with pytest.raises(InputError, match=r"only reads its fields and.*u = u\.copy\(\)"):

@@ -84,7 +84,7 @@ def around(a):
     return cupy.roll(a, 1, 0) + 2 * cupy.roll(a, -1, 0) + 3 * cupy.roll(a, 1, 1)
 
 
-def test_rims_several_arrays_and_another_length():
+def test_halos_several_arrays_and_another_length():
     array, row = values("f8"), values("f8")[:1]
     x = da.from_array(array, chunks=(2048, 512))
     y = dask_p2p.map_on_gpu(around, x, depth=1, boundary="periodic", part_bytes=PART_BYTES)
@@ -142,7 +142,7 @@ class InPinnedMemory:
     def views(self, part):
         yield self.array[slice(*part.reads[0])]
 
-    def place(self, part):
+    def output_slices(self, part):
         return (slice(*part.own),)
 
     def call(self, part, inputs):
@@ -249,7 +249,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
 
 
 def hand_on_small_blocks():
-    part_work._HAND_ON_FROM_BYTES = 1
+    part_work._ON_ISSUED_FROM_BYTES = 1
 
 
 def records_of(name, dask_worker):

@@ -72,7 +72,7 @@ def check(y, wanted, char="d"):
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("char", "fd")
 @pytest.mark.parametrize("boundary", ["periodic", "nearest", 0.5])
-def test_a_member_alone(char, boundary):
+def test_a_rank_alone(char, boundary):
     x = X.astype(char)
     with dask.config.set(scheduler="sync"):
         y = iterate(heat, on_gpu(x, UNEVEN), 1, 12, boundary=boundary, ranks=1)
@@ -111,14 +111,14 @@ def test_two_workers_of_one_gpu():
 
 @pytest.fixture(params=["windows", "messages"])
 def way(request):
-    """By which rims come: those of windows are chosen by the transport whose memory they are."""
+    """By which halos come: those of windows are chosen by the transport whose memory they are."""
     order = ["ipc", "comm"] if request.param == "windows" else ["comm"]
     with dask.config.set({"p2p.transports.order": order}):
         yield request.param
 
 
 def windows_of(ctx, x):
-    """How many windows a member reads."""
+    """How many windows a rank reads."""
     from dask_p2p.sections import halo_windows
 
     read, opened = [], halo_windows.opened
@@ -203,7 +203,7 @@ def test_captured_steps(client, way, steps, char, boundary):
 
 
 @pytest.mark.gpu(1)
-def test_captured_steps_of_a_member_alone():
+def test_captured_steps_of_a_rank_alone():
     def doubled(u):
         return heat_of(u * 2) / 2
 
@@ -220,7 +220,7 @@ def heat_of(u):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("late", [0, 1])
-def test_captured_steps_of_a_member_that_is_late(client, way, late):
+def test_captured_steps_of_a_rank_that_is_late(client, way, late):
     """What a graph allocates is its own, and each GPU waits for the other one."""
     from distributed import get_worker
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_captured(client, way, how):
 
 
 @pytest.mark.gpu(2)
-def test_a_member_is_killed_while_graphs_run(tmp_path):
+def test_a_rank_is_killed_while_graphs_run(tmp_path):
     """The other one's GPU waits for its counter, until the attempt ends."""
     from distributed import Client
 
@@ -357,7 +357,7 @@ def turned(ctx, x, axes, to):
 
 
 def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
-    """What `turned` says on each of two members."""
+    """What `turned` says on each of two ranks."""
     x = on_gpu(CUBE.astype(char), CUBE_CHUNKS)
     given = {"axes": axes, "to": to, "ranks": 2}
     _, found = spmd(turned, x, per_rank=[np.zeros(2, "?")], **given)
@@ -385,7 +385,7 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
 
 
 def by_transforms(char, axes, is_reversed, piece_bytes):
-    """What `there_and_back` says on two members, the worse of both."""
+    """What `there_and_back` says on two ranks, the worse of both."""
     x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
     given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
     given |= {"is_reversed": is_reversed, "ranks": 2}
@@ -419,17 +419,17 @@ def test_redistribute(client, way, char, axes, to, staging):
 
 
 def pretend(is_far):
-    """Have members here think that nobody else is on their host, and that all is large."""
-    from dask_p2p.sections import endpoint, link
+    """Have ranks here think that nobody else is on their host, and that all is large."""
+    from dask_p2p.sections import connection, endpoint
 
     here = endpoint.kernel_and_namespace()[0]
     be_on_hosts(lambda: f"{here}-{os.getpid()}" if is_far else here)
-    link.LEAST_BYTES = 64 if is_far else 1 << 16
+    connection.LEAST_BYTES = 64 if is_far else 1 << 16
 
 
 @pytest.fixture
 def far(client):
-    """Members of different hosts, as far as they know, with UCX between them."""
+    """Ranks of different hosts, as far as they know, with UCX between them."""
     client.run(pretend, True)
     with dask.config.set({"p2p.transports.order": ["ipc", "ucx", "comm"]}):
         yield
@@ -439,7 +439,7 @@ def far(client):
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("char", "fd")
-def test_rims_by_ucx(client, far, char, overlap):
+def test_halos_by_ucx(client, far, char, overlap):
     y = iterate(heat, on_gpu(X.astype(char), UNEVEN), 1, 30, overlap=overlap)
     check(y, reference(heat, [X], 1, 30, "periodic")[0], char)
     assert all(client.run(endpoints_of_ucx).values())
@@ -527,7 +527,7 @@ def test_late_kernels_and_redistributions(client, way):
 
 @pytest.mark.gpu(2)
 def test_late_kernels_and_windows(client, way):
-    """A member that is behind is waited for by the other's GPU."""
+    """A rank that is behind is waited for by the other's GPU."""
 
     def late(ctx, x):
         import cupy
@@ -628,7 +628,7 @@ def test_estimate_says_what_is_on_the_gpu(client):
 
 
 def dies_once(ctx, x, path, steps):
-    """Ends its process in the middle, between the two members' exchanges."""
+    """Ends its process in the middle, between the two ranks' exchanges."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     for step in ctx.steps(steps, [p.inner], every=10):
         ctx.update_halo(p)
@@ -652,7 +652,7 @@ def turns_and_dies_once(ctx, x, path):
 
 
 @pytest.mark.gpu(2)
-def test_a_member_that_is_killed_while_it_is_read(tmp_path, way):
+def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
     from distributed import Client
 
     x = np.random.default_rng(0).integers(0, 1000, (4096, 4096))
@@ -668,7 +668,7 @@ def test_a_member_that_is_killed_while_it_is_read(tmp_path, way):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("steps", [50, 200])
-def test_a_killed_member(tmp_path, way, steps):
+def test_a_killed_rank(tmp_path, way, steps):
     """All begin again where they were saved last; on another worker, or when a nanny has made one.
 
     What the other GPU waits for may never happen: its waits are ended, and all begin again.
@@ -690,10 +690,10 @@ def test_a_killed_member(tmp_path, way, steps):
 
 @pytest.mark.gpu(2)
 def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
-    """An attempt that another member ends; the next one goes on where all were saved."""
+    """An attempt that another rank ends; the next one goes on where all were saved."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.link import AttemptEndedError
+        from dask_p2p.sections.connection import AttemptEndedError
 
         p = ctx.with_halo(x)
         first = None
@@ -713,7 +713,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
 
 
 def spills(ctx, x):
-    """Fill the store of the worker meanwhile: what the member works with stays."""
+    """Fill the store of the worker meanwhile: what the rank works with stays."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     addresses = {p.data.data.ptr}
     for _ in range(200):
@@ -725,7 +725,7 @@ def spills(ctx, x):
 
 
 @pytest.mark.gpu(2)
-def test_members_work_where_blocks_are_spilled():
+def test_ranks_work_where_blocks_are_spilled():
     from distributed import Client
 
     settings = {"device_memory_limit": "40 MB", **POOL}
@@ -754,7 +754,7 @@ def two_fields(ctx, x, mask):
 
 
 @pytest.mark.gpu(2)
-def test_fields_in_one_padded_and_outputs_of_other_dtypes(client, way):
+def test_fields_in_one_halo_arrays_and_outputs_of_other_dtypes(client, way):
     x, mask = on_gpu(X, (48, 70)), on_gpu(X > 0, (48, 70))
     y, same, none = spmd(two_fields, x, mask, outputs=3, dtype=("f8", bool, bool))
     assert [each.dtype for each in (y, same, none)] == ["f8", "?", "?"]
@@ -767,8 +767,8 @@ def test_fields_in_one_padded_and_outputs_of_other_dtypes(client, way):
 @pytest.mark.gpu(2)
 def test_corners_that_are_left_out_show(client, way):
     def corners(ctx, x):
-        rims = ctx.update_halo(ctx.with_halo(x, boundary="periodic", corners=False))
-        return x + 0, int(ctx.device.module.isnan(rims).sum())
+        halo = ctx.update_halo(ctx.with_halo(x, boundary="periodic", corners=False))
+        return x + 0, int(ctx.device.module.isnan(halo).sum())
 
     y, found = spmd(corners, on_gpu(X, (48, 70)), per_rank=[0])
     check(y, X)
@@ -780,7 +780,7 @@ def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
     """The copy of it on the host is compared with the array on the GPU."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.link import AttemptEndedError
+        from dask_p2p.sections.connection import AttemptEndedError
 
         y, first = x.copy(), None
         for step in ctx.steps(20, [x], every=5):

@@ -161,7 +161,7 @@ def negated_late(block, how="non-blocking"):
 @pytest.mark.parametrize("how", ["null", "non-blocking"])
 @pytest.mark.parametrize("depth", [0, {1: 1}], ids=str)
 def test_a_function_that_overwrites_its_block_late(client, order, how, depth):
-    """No block has rims here: one along the second axis, and boundary "none"."""
+    """No block has halos here: one along the second axis, and boundary "none"."""
     with dask.config.set({"p2p.transports.order": order}):
         warm(client)
         x = persisted(client, late_array("null"))

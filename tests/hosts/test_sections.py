@@ -1,4 +1,4 @@
-"""Gangs with members on several hosts: kills, and networks that are cut between them only."""
+"""Gangs with ranks on several hosts: kills, and networks that are cut between them only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def client(both):
 
 
 def laid_out(client):
-    """An array with a row on each worker, so that members are there, too."""
+    """An array with a row on each worker, so that ranks are there, too."""
     x = one_block_each(client, da.from_array(X, chunks=(1, 1000)), addresses(client))
     wait(x)
     return x
@@ -109,7 +109,7 @@ def note_attempt(ctx, path):
 
 
 def is_done(ctx, path):
-    """Whether all members found that the test has called `done`."""
+    """Whether all ranks found that the test has called `done`."""
     return ctx.allreduce(int(os.path.exists(f"{path}.done")), "min") == 1
 
 
@@ -132,7 +132,7 @@ def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_members_on_two_hosts(client, cluster):
+def test_ranks_on_two_hosts(client, cluster):
     before = [host.sent_bytes() for host in cluster.others]
     y = iterate(smooth, laid_out(client), {0: 1}, 50)
     assert np.array_equal(y.compute(), smoothed(50))
@@ -247,7 +247,7 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
     del wide
 
 
-def test_hosts_are_cut_while_members_compute_between_large_messages(client, cluster, tmp_path):
+def test_hosts_are_cut_while_ranks_compute_between_large_messages(client, cluster, tmp_path):
     """No header of the next ones gets through, and what UCX waits for never comes."""
     wide, path = wide_laid_out(client), tmp_path / "exchanged"
 

@@ -27,11 +27,11 @@ class FakeRuntime:
     def __init__(self):
         self.open = {}  # address -> handle
         self.refused = set()  # handles
-        self.in_the_way = {}  # handle -> address that must be closed first
+        self.obstacles = {}  # handle -> address that must be closed first
         self._next = 4096
 
     def ipcOpenMemHandle(self, handle):  # noqa: N802
-        if handle in self.refused or self.in_the_way.get(handle) in self.open:
+        if handle in self.refused or self.obstacles.get(handle) in self.open:
             raise self.CUDARuntimeError("cudaErrorInvalidValue")
         self._next += 4096
         self.open[self._next] = handle
@@ -61,7 +61,7 @@ def mappings(runtime):
     mappings.close()
 
 
-def place(buffer_id, handle="aa", base=None, nbytes=MIB):
+def ipc_handle(buffer_id, handle="aa", base=None, nbytes=MIB):
     """Of a block in an allocation; by default allocations do not overlap."""
     base = buffer_id * GPU_BYTES if base is None else base
     return IpcHandle("gpu", handle, buffer_id, base, nbytes, 0)
@@ -73,7 +73,7 @@ def peer(process, pid=0):
 
 
 def acquire(mappings, process, *args, block_bytes=1, **more):
-    return mappings.acquire(peer(process), place(*args, **more), block_bytes)
+    return mappings.acquire(peer(process), ipc_handle(*args, **more), block_bytes)
 
 
 def opened(runtime):
@@ -130,7 +130,7 @@ def ending(runtime, mappings, holder):
 def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, ending):
     """Of a worker that is killed: its nanny starts another one, which wants as much memory."""
     for buffer_id in (1, 2):
-        mappings.release(mappings.acquire(ending, place(buffer_id, f"{buffer_id:02}"), 1))
+        mappings.release(mappings.acquire(ending, ipc_handle(buffer_id, f"{buffer_id:02}"), 1))
     other = acquire(mappings, "q", 1, "cc")
     mappings.release(other)
     assert len(runtime.open) == 3, "they are kept for the next user"
@@ -141,7 +141,7 @@ def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, e
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
     runtime, mappings, holder, ending
 ):
-    read, idle = (mappings.acquire(ending, place(n, f"{n:02}"), 1) for n in (1, 2))
+    read, idle = (mappings.acquire(ending, ipc_handle(n, f"{n:02}"), 1) for n in (1, 2))
     mappings.release(idle)
     holder.kill()
     wait_until(lambda: set(runtime.open) == {read.address})
@@ -162,7 +162,7 @@ def test_a_process_that_ends_while_its_memory_is_mapped(
         return address
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_late)
-    mapping = mappings.acquire(ending, place(1), 1)
+    mapping = mappings.acquire(ending, ipc_handle(1), 1)
     assert set(runtime.open) == {mapping.address}
     mappings.release(mapping)
     assert runtime.open == {}
@@ -172,7 +172,7 @@ def test_nothing_is_mapped_of_a_process_that_has_ended(runtime, mappings, holder
     holder.kill()
     holder.wait()
     with pytest.raises(TransferError, match=f"process {holder.pid} has ended"):
-        mappings.acquire(ending, place(1), 1)
+        mappings.acquire(ending, ipc_handle(1), 1)
     assert runtime.open == {}
 
 
@@ -278,7 +278,7 @@ def test_what_is_in_the_way_is_closed(runtime, mappings):
     old = acquire(mappings, "p", 1, "aa")
     used = acquire(mappings, "p", 2, "bb")
     mappings.release(old)
-    runtime.in_the_way[bytes.fromhex("cc")] = old.address
+    runtime.obstacles[bytes.fromhex("cc")] = old.address
     new = acquire(mappings, "p", 3, "cc")
     assert set(runtime.open) == {used.address, new.address}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dask_p2p.interprocess import process_memory
 from dask_p2p.interprocess.process_memory import (
     MOST_RUNS,
-    ContiguousRuns,
+    ByteRuns,
     allow_readers,
     holds,
     is_supported,
@@ -144,7 +144,7 @@ def test_memory_that_is_not_there(there):
     view = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
     address = 8 if there == "nothing" else view.ctypes.data + page_bytes - 8
     _, _, *others = runs_of(address, (2 * page_bytes,), (2 * page_bytes,), 1)
-    runs = ContiguousRuns(np.array([address, 8], np.uint64), 8, *others)
+    runs = ByteRuns(np.array([address, 8], np.uint64), 8, *others)
     with pytest.raises(OSError, match="Bad address"):
         read(os.getpid(), runs, np.dtype("u1"), np.empty(2 * page_bytes, np.uint8))
 

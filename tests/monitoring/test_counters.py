@@ -44,19 +44,19 @@ def test_sums_never_fall():
     totals = Totals()
     sums = []
 
-    def note(worker, cma):
-        totals.note(worker, {"received_bytes": {"cma": cma}, "leased_bytes": {"": 1}})
+    def record(worker, cma):
+        totals.record(worker, {"received_bytes": {"cma": cma}, "leased_bytes": {"": 1}})
         sums.append(totals.values()["received_bytes"]["cma"])
 
-    note("a", 100)
-    note("b", 50)
-    note("a", 120)
+    record("a", 100)
+    record("b", 50)
+    record("a", 120)
     totals.end("a")
     totals.end("a")
-    note("b", 60)
-    note("a", 5)  # a new one at its address
-    note("b", 10)  # whose plugin was taken off, and put on again
-    totals.note("b", {})
+    record("b", 60)
+    record("a", 5)  # a new one at its address
+    record("b", 10)  # whose plugin was taken off, and put on again
+    totals.record("b", {})
     assert sums == [100, 150, 170, 180, 185, 195]
     assert totals.values()["received_bytes"]["cma"] == 195
     assert not totals.values().keys() & {family.name for family in GAUGES}
@@ -64,6 +64,6 @@ def test_sums_never_fall():
 
 def test_workers_of_other_versions():
     totals = Totals()
-    totals.note("a", {"tasks": {"p2p-transpose": 3}, "later_bytes": {"x": 1}})
+    totals.record("a", {"tasks": {"p2p-transpose": 3}, "later_bytes": {"x": 1}})
     assert totals.values()["tasks"] == {"p2p-transpose": 3}
     assert [*totals.values()] == [family.name for family in COUNTERS]

@@ -10,7 +10,7 @@ from distributed import performance_report
 from distributed.metrics import context_meter
 
 import dask_p2p
-from dask_p2p.monitoring.fine import meter, note_transfer
+from dask_p2p.monitoring.fine import meter, record_transfer
 from dask_p2p.monitoring.records import Stage
 from tests.monitoring.test_records import record
 from tests.support import persisted
@@ -46,7 +46,7 @@ def transfers(record):
     """The spans of transfer that a task tells Dask."""
     task = SimpleNamespace(startstops=[])
     state = SimpleNamespace(tasks={record.key: task})
-    note_transfer(SimpleNamespace(state=state, scheduler_delay=100.0), record)
+    record_transfer(SimpleNamespace(state=state, scheduler_delay=100.0), record)
     return task.startstops
 
 
@@ -58,7 +58,7 @@ def test_transfers_are_spans_of_the_task():
     assert span == {"action": "transfer", "start": 101.0, "stop": 102.0}
     assert transfers(record(0, 1.0)) == []
     gone = SimpleNamespace(state=SimpleNamespace(tasks={}), scheduler_delay=0.0)
-    note_transfer(gone, record(0, 1.0, stages))
+    record_transfer(gone, record(0, 1.0, stages))
 
 
 def test_reports_have_the_time_of_transfers(client, tmp_path):

@@ -91,7 +91,7 @@ def test_a_rechunk(client, x):
     assert (run.operation, run.blocks, run.axes) == ("p2p-rechunk", (2, 1), (0, 1))
 
 
-def test_rims(client, x):
+def test_halos(client, x):
     y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
     run, readers = made(client, y)
     expected = 0
@@ -101,7 +101,7 @@ def test_rims(client, x):
                 expected += 64 * 8
     assert run.moved_bytes == expected == 8 * 64 * 8
     assert (run.operation, run.shape, run.blocks) == ("p2p-overlap", (64, 64), (4, 1))
-    assert {record.shape for record in run.made} == {(16, 64)}, "without the rims"
+    assert {record.shape for record in run.made} == {(16, 64)}, "without the halos"
 
 
 def test_each_computation_is_a_run_and_the_newest_comes_first(client, x):

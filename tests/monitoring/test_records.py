@@ -16,7 +16,7 @@ from dask_p2p.monitoring.records import (
     packed,
     unpacked,
 )
-from dask_p2p.monitoring.runs import ContiguousRuns, runs_of
+from dask_p2p.monitoring.runs import RunTable, runs_of
 from tests.monitoring.support import record
 
 
@@ -198,8 +198,8 @@ def test_tables():
     html = runs._repr_html_()
     assert html.count("<tr>") == 3
     assert "&lt;f4&gt;" in html
-    assert repr(ContiguousRuns()) == "no runs"
-    assert "no runs" in ContiguousRuns()._repr_html_()
+    assert repr(RunTable()) == "no runs"
+    assert "no runs" in RunTable()._repr_html_()
 
 
 def test_a_data_frame():
@@ -207,7 +207,7 @@ def test_a_data_frame():
     frame = runs_of([record(0, 1.0, (Stage("b", "cma", 2000),)), AGAIN]).to_pandas()
     assert list(frame["moved_bytes"]) == [0, 2000]
     assert frame["start"][1] == pandas.Timestamp(1, unit="s", tz="UTC")
-    assert list(ContiguousRuns().to_pandas()) == []
+    assert list(RunTable().to_pandas()) == []
 
 
 def test_without_pandas(monkeypatch):
@@ -220,4 +220,4 @@ def test_without_pandas(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InputError, match="pip install pandas"):
-        ContiguousRuns().to_pandas()
+        RunTable().to_pandas()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dask_p2p.monitoring.records import Stage
-from dask_p2p.monitoring.runs import ContiguousRuns, Run
+from dask_p2p.monitoring.runs import Run, RunTable
 from dask_p2p.monitoring.tables import OF_SOME, cells
 from tests.monitoring.support import record
 
@@ -13,7 +13,7 @@ def member(i, start_s=0.0, waited_s=0.25, **values):
     return record(i, start_s, (Stage("b", "link", 100, waited_s),), **values)
 
 
-def test_members_are_as_far_as_the_last_and_as_busy_as_the_busiest():
+def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
     run = Run((member(0, step=6), member(1, step=4, waited_s=0.5)))
     assert run.operation == "p2p-iterate"
     row = cells(run)
@@ -47,7 +47,7 @@ def test_how_much_copies_and_the_function_overlapped():
 
 
 def test_columns_that_nobody_fills_are_left_out():
-    transpose, of_members = Run((record(0),)), Run((member(0, step=1),))
+    transpose, of_ranks = Run((record(0),)), Run((member(0, step=1),))
     assert [cells(transpose)[name] for name in OF_SOME] == ["", "", ""]
-    assert "waited" not in repr(ContiguousRuns([transpose]))
-    assert "waited" in repr(ContiguousRuns([transpose, of_members]))
+    assert "waited" not in repr(RunTable([transpose]))
+    assert "waited" in repr(RunTable([transpose, of_ranks]))

@@ -11,7 +11,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import InputError
 from dask_p2p.monitoring.records import Fallback, Stage
-from dask_p2p.monitoring.runs import ContiguousRuns, runs_of
+from dask_p2p.monitoring.runs import RunTable, runs_of
 from dask_p2p.monitoring.trace import trace
 from tests.monitoring.test_records import record
 from tests.support import persisted
@@ -150,7 +150,7 @@ def test_what_cannot_be_written(tmp_path):
     for file in (tmp_path, tmp_path / "no" / "folder", None, "with\0zero"):
         with pytest.raises(InputError, match="expected a file that can be written"):
             runs.to_trace(file)
-    ContiguousRuns().to_trace(tmp_path / "none.json")
+    RunTable().to_trace(tmp_path / "none.json")
     checked((tmp_path / "none.json").read_text())
 
 

@@ -80,7 +80,7 @@ def test_no_piece_is_larger_than_is_said(plan):
     assert max(sizes, default=0) <= plan.largest_piece
 
 
-def test_blocks_that_read_the_same_share_what_they_read():
+def test_blocks_that_read_the_same_local_block_what_they_read():
     plan = redistribution(((2,) * 5, (10,)), (1, 0), ((2,) * 5, (10,)))
     assert len({id(plan.sources((i, 0))) for i in range(5)}) == 1
     assert plan.sources((0, 0))[1] == Source(0, (1, 0))

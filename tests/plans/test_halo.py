@@ -20,7 +20,7 @@ KINDS = [*BOUNDARIES, 7]
 
 @st.composite
 def halos(draw):
-    """Chunks, depths and boundaries; blocks may be smaller than the rims, or empty."""
+    """Chunks, depths and boundaries; blocks may be smaller than the halos, or empty."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     chunks, depth, boundary = [], [], []
     for length in lengths:
@@ -83,8 +83,8 @@ def test_without_corners_only_they_are_left_out(halo):
             [part.is_halo for part in mapping.segments(i) for _ in range(*part.dst)]
             for mapping, i in zip(whole.mappings, index, strict=True)
         ]
-        rims = sum(np.ix_(*(np.array(row, int) for row in inner)))
-        expected[rims > 1] = 0
+        widths = sum(np.ix_(*(np.array(row, int) for row in inner)))
+        expected[widths > 1] = 0
         np.testing.assert_array_equal(assembled(part, sources, x.dtype), expected)
         assert star.sources(index) == part.sources
         assert star.source_elements(index) == elements_read(part)

@@ -35,7 +35,7 @@ def test_what_orders_are(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9, 10, 73, 74, 1000])
-def test_a_tree_has_all_members_and_few_links_of_each(size):
+def test_a_tree_has_all_ranks_and_few_links_of_each(size):
     each = [branch(rank, size) for rank in range(size)]
     assert each[0][0] == []
     for rank, (above, below, far_below) in enumerate(each):

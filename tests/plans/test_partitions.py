@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-from dask_p2p.plans.cuts import moves, partition_of, repartition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
+from dask_p2p.plans.partitions import moves, partition_of, repartition
 from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 
 @st.composite
 def gangs(draw):
-    """Members of an array, and another cut of it, or of an array of another shape."""
+    """Ranks of an array, and another cut of it, or of an array of another shape."""
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     ranks = RankGrid.at_most(chunks, draw(st.integers(1, 6)))
     lengths = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
@@ -23,7 +23,7 @@ def gangs(draw):
 
 
 @given(gangs())
-def test_members_that_move_their_parts_have_the_array_in_the_other_cut(gang):
+def test_ranks_that_move_their_parts_have_the_array_in_the_other_cut(gang):
     ranks, shape, partition, other_cut, axes = gang
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     y = x.transpose(axes)
@@ -44,7 +44,7 @@ def test_members_that_move_their_parts_have_the_array_in_the_other_cut(gang):
 
 
 @given(gangs())
-def test_shares_cover_the_array_once_and_are_cut_along_these_axes(gang):
+def test_local_blocks_cover_the_array_once_and_are_cut_along_these_axes(gang):
     ranks, shape, partition, *_ = gang
     new = repartition(ranks, shape, partition)
     assert new.size == ranks.size
@@ -61,7 +61,7 @@ def test_shares_cover_the_array_once_and_are_cut_along_these_axes(gang):
         assert repartition(ranks, shape, partition_of(ranks)) is ranks
 
 
-def test_axes_are_divided_so_that_most_members_have_something():
+def test_axes_are_divided_so_that_most_ranks_have_something():
     ranks = RankGrid(((1,) * 4,), (4,))
     assert repartition(ranks, (8, 8), (0, 1)).grid == (2, 2)
     assert repartition(ranks, (1, 8), (0, 1)).grid == (1, 4)

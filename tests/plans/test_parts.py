@@ -16,7 +16,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
 def with_halo(x, chunks, depth, boundary):
-    """What each block with its rims holds, as `map_overlap` assembles them; and the rims."""
+    """What each block with its halos holds, as `map_overlap` assembles them; and the halos."""
     plan = halo_plan((chunks,), (depth,), (boundary,))
     bounds = np.cumsum((0, *chunks))
     blocks = []
@@ -34,17 +34,17 @@ def with_halo(x, chunks, depth, boundary):
 
 
 @given(chunks=lengths, boundary=boundaries, data=st.data())
-def test_parts_have_the_rims_that_blocks_of_their_size_would_have(chunks, boundary, data):
+def test_parts_have_the_halos_that_blocks_of_their_size_would_have(chunks, boundary, data):
     x = np.arange(1, 1 + sum(chunks))
     width = st.integers(0, min(4, len(x)))
     depth = data.draw(st.tuples(width, width))
     part_bytes = data.draw(st.integers(1, 100))
-    blocks, rims = with_halo(x, chunks, depth, boundary)
+    blocks, halo = with_halo(x, chunks, depth, boundary)
     parts, sizes = [], []
-    for block, block_rims, length in zip(blocks, rims, chunks, strict=True):
+    for block, block_rims, length in zip(blocks, halo, chunks, strict=True):
         given_block = Input(block.shape, 8, 0, block_rims, depth)
         for part in plan_parts([given_block], length, part_bytes, 8).parts:
-            (read,), ((before, after),) = part.reads, part.rims
+            (read,), ((before, after),) = part.reads, part.halo
             parts.append(block[slice(*read)])
             sizes.append(part.own[1] - part.own[0])
             assert len(parts[-1]) == before + sizes[-1] + after
@@ -79,7 +79,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     for each in given_inputs:
         shape = list(each.shape)
         if each.axis is not None:
-            shape[each.axis] = length + sum(each.rims)
+            shape[each.axis] = length + sum(each.halo)
         blocks.append(Input(tuple(shape), *each[1:]))
     plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
     ranges = [part.own for part in plan.parts]
@@ -92,7 +92,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     cut_bytes = sum(each.row_bytes for each in blocks if each.axis is not None)
     first_cut = next((i for i, each in enumerate(blocks) if each.axis is not None), None)
     for part in plan.parts:
-        ends, taken = plan.places(part), 0
+        ends, taken = plan.input_indices(part), 0
         for n, (each, read) in enumerate(zip(blocks, part.reads, strict=True)):
             assert (read is None) == (each.axis is None)
             if read is not None:
@@ -113,7 +113,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     assert 0 <= made - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
 
 
-def test_rims_are_counted_among_the_bytes_of_a_part():
+def test_halos_are_counted_among_the_bytes_of_a_part():
     block = Input((12, 4), 8, 0, (2, 2), (2, 2))
     plan = plan_parts([block], 8, 6 * 32, 32)
     assert [part.reads for part in plan.parts] == [((i, i + 6),) for i in (0, 2, 4, 6)]

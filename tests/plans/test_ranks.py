@@ -19,7 +19,7 @@ def test_each_block_has_one_place_in_one_part(chunks, most):
     assert 1 <= ranks.size <= most
     found, cells = [], 0
     for rank in range(ranks.size):
-        assert ranks.rank(ranks.places[rank]) == rank
+        assert ranks.rank(ranks.indices[rank]) == rank
         assert box_shape(ranks.box(rank)) == ranks.shape(rank)
         own = 0
         for index, box in ranks.blocks(rank):

@@ -133,7 +133,7 @@ def by_rows(blocks):
 
 
 CASES = {
-    "blocks with rims": (
+    "blocks with halos": (
         ((64, 64), (16, 16), by_rows(4)),
         lambda x: dask_p2p.map_overlap(np.negative, x, 1),
     ),
@@ -230,8 +230,8 @@ def place(ctx, x):
     return np.full_like(x, int(get_worker().name))
 
 
-def test_the_members_of_a_gang_are_spread():
-    """Though one worker has all blocks, and Dask would place all members there."""
+def test_the_ranks_of_a_gang_are_spread():
+    """Though one worker has all blocks, and Dask would place all ranks there."""
 
     async def main():
         async with in_process(3, threads_per_worker=2) as (cluster, client):
@@ -246,7 +246,7 @@ def test_the_members_of_a_gang_are_spread():
     asyncio.run(main())
 
 
-def test_members_go_where_their_blocks_are():
+def test_ranks_go_where_their_blocks_are():
     async def main():
         async with in_process(3, threads_per_worker=2) as (cluster, client):
             await dask_p2p.register(client)
@@ -262,7 +262,7 @@ def test_members_go_where_their_blocks_are():
     asyncio.run(main())
 
 
-def test_blocks_of_members_are_handed_out_where_they_are():
+def test_blocks_of_ranks_are_handed_out_where_they_are():
     """However small they are, and nothing is sent for it, though all wait for one another."""
 
     async def main():

@@ -1,4 +1,4 @@
-"""Where members of a gang go whose workers have few units of a resource."""
+"""Where ranks of a gang go whose workers have few units of a resource."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block:
 
 def placed(scheduler, *tasks):
     """Place the tasks of a gang one after the other; return their workers."""
-    commit = Task(("x", "commit"), is_member=False)
+    commit = Task(("x", "commit"), is_rank=False)
     commit.run_spec, commit.dependencies = object.__new__(WaitTask), {*tasks}
     for worker in scheduler.workers.values():
         worker.occupancy = 0.0
@@ -80,11 +80,11 @@ def test_restrictions_are_those_of_dask(restrictions, found):
     assert placed(scheduler, task)[0] in (*found, None)
 
 
-def test_members_that_did_not_start_avoid_long_tasks():
+def test_ranks_that_did_not_start_avoid_long_tasks():
     scheduler = Scheduler({}, {})
     (task,) = ranks(1)
     task.dependencies = {Block(scheduler.workers["a"])}
-    scheduler.workers["a"].executes(Task("busy", is_member=False), 5.0)
+    scheduler.workers["a"].executes(Task("busy", is_rank=False), 5.0)
     assert is_full(scheduler.workers["a"], task)
     assert placed(scheduler, task) == ["a"], "it may end soon"
     unstarted.add(task)
@@ -92,8 +92,8 @@ def test_members_that_did_not_start_avoid_long_tasks():
     assert placed(scheduler, task) == ["b"]
 
 
-def test_many_members_are_placed_quickly():
-    """Restrictions are worked out once for all, and not for each pair of members."""
+def test_many_ranks_are_placed_quickly():
+    """Restrictions are worked out once for all, and not for each pair of ranks."""
     tasks = ranks(200, GPU)
     scheduler = Scheduler(*[{"GPU": 50}] * 4)
     assert Counter(placed(scheduler, *tasks)) == dict.fromkeys("abcd", 50)

@@ -18,7 +18,7 @@ from dask_p2p.backends.slots import KeptSlots
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections import captured, devices, endpoint, halo_windows, link, windows
+from dask_p2p.sections import captured, connection, devices, endpoint, halo_windows, windows
 from dask_p2p.sections.devices import Gpu
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
@@ -26,7 +26,7 @@ from tests.simulation.streams import HOST, Array, emulated, kernels
 
 
 def emulated_gpu(monkeypatch):
-    """A recorder in the place of CuPy. All members have one GPU, and read each other's windows."""
+    """A recorder in the place of CuPy. All ranks have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
     # It would close what is unused when another test runs, without this CuPy.
     never = SimpleNamespace(start=lambda: None, cancel=lambda: None)
@@ -41,13 +41,13 @@ def emulated_gpu(monkeypatch):
 
     begin = halo_windows.begin_in_order
 
-    def noted(links, order, call, sends, receives, beside):
+    def noted(connections, order, call, sends, receives, in_background):
         """Sockets read and write from now on."""
         for buffers, access in ((sends, "reads"), (receives, "writes")):
             on_host = [each for each in buffers.values() if not isinstance(each, Array)]
             arrays = [np.frombuffer(each, "u1") for each in on_host if len(each)]
             recorder.do(HOST, "a socket", **{access: arrays})
-        return begin(links, order, call, sends, receives, beside)
+        return begin(connections, order, call, sends, receives, in_background)
 
     def checksum(array):
         stream = recorder.current[-1]
@@ -89,7 +89,7 @@ class Message:
 
 
 class Messenger:
-    """Sends arrays by UCX between members of this process."""
+    """Sends arrays by UCX between ranks of this process."""
 
     def __init__(self, gpu):
         self.gpu, self.address = gpu, b"here"
@@ -126,13 +126,13 @@ class Messenger:
 
 
 def with_ucx(gpu, monkeypatch):
-    """Have two members each on a host, and UCX between them; return what sends."""
+    """Have two ranks each on a host, and UCX between them; return what sends."""
     messenger, kernels = Messenger(gpu), itertools.count()
     for where, name, value in (
         (endpoint, "_kernel_and_network", lambda: f"host-{next(kernels) // 2}"),
         (gangs, "Reach", partial(gangs.Reach, "127.0.0.1", uses_ucx=True)),
         (gangs, "messenger", lambda: messenger),
-        (link, "LEAST_BYTES", 64),
+        (connection, "LEAST_BYTES", 64),
     ):
         monkeypatch.setattr(where, name, value)
     return messenger
@@ -164,14 +164,14 @@ def kernel(gpu, function):
 
 
 def member_tasks(y):
-    """The tasks of a section's members, by rank."""
+    """The tasks of a section's ranks, by rank."""
     graph = y.__dask_graph__()
     tasks = [task for task in dict(graph).values() if isinstance(task, RankTask)]
     return sorted(tasks, key=lambda task: task.key[1])
 
 
 def run_section(gpu, y, inputs, **kwargs):
-    """Run all members of a section that makes `y`; return the values of the arrays that it makes.
+    """Run all ranks of a section that makes `y`; return the values of the arrays that it makes.
 
     `inputs` are the values of its inputs, which are put on the device as blocks.
     """

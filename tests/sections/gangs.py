@@ -1,4 +1,4 @@
-"""Gangs whose members are threads here, with real links between them."""
+"""Gangs whose ranks are threads here, with real links between them."""
 
 from __future__ import annotations
 
@@ -6,59 +6,66 @@ import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
+from dask_p2p.sections.connection import RankAddress
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import HOST
 from dask_p2p.sections.endpoint import Reach
 from dask_p2p.sections.in_process import Stream
-from dask_p2p.sections.link import RankAddress
-from dask_p2p.sections.links import Connections
 
 BOUND_S = 60
 
 
-def links_of(owner):
-    """The links of a member: of its context, its device, or what moves its regions."""
-    return owner._links
+def connections_of(owner):
+    """The links of a rank: of its context, its device, or what moves its regions."""
+    return owner._connections
 
 
-def link_to(links, rank):
-    """What one member has with another, once they have exchanged something."""
-    return links._links[rank]
+def link_to(connections, rank):
+    """What one rank has with another, once they have exchanged something."""
+    return connections._connections[rank]
 
 
-def has_come(links, rank):
-    """Whether all of the exchange with another member is here, though nobody waits for it."""
-    return rank in {other for other, *_ in links.received} and link_to(links, rank).has_received
+def has_come(connections, rank):
+    """Whether all of the exchange with another rank is here, though nobody waits for it."""
+    return (
+        rank in {other for other, *_ in connections.received}
+        and link_to(connections, rank).has_received
+    )
 
 
-def partition(links, rank):
+def partition(connections, rank):
     """Have a link end, as if the process of one of its ends had died."""
-    made = link_to(links, rank).socket
+    made = link_to(connections, rank).socket
     made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)
 
 
-def stop_listening(links):
-    """Have a member that nobody can reach any more."""
-    links._meeting._endpoint.close()
+def stop_listening(connections):
+    """Have a rank that nobody can reach any more."""
+    connections._setup._endpoint.close()
 
 
 def messenger():
-    """Return what a member sends by UCX with; nothing here."""
+    """Return what a rank sends by UCX with; nothing here."""
 
 
-def no_checkpoints(rank, links, device):
+def no_checkpoints(rank, connections, device):
     pass
 
 
-def run_gang(ranks, function, device=lambda links: HOST, checkpoints=no_checkpoints, **kwargs):
-    """Call a function of a context on each member; return the results, or raise what one raised.
+def run_gang(
+    ranks, function, device=lambda connections: HOST, checkpoints=no_checkpoints, **kwargs
+):
+    """Call a function of a context on each rank; return the results, or raise what one raised.
 
-    `device` makes of a member's links where its shares lie, `checkpoints` of its rank, its links
+    `device` makes of a rank's links where its shares lie, `checkpoints` of its rank, its links
     and that what keeps its states.
     """
-    links = [Connections(Reach()) for _ in range(ranks.size)]
-    peers = [RankAddress("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(links)]
+    connections = [Connections(Reach()) for _ in range(ranks.size)]
+    peers = [
+        RankAddress("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(connections)
+    ]
     contexts = []
-    for rank, each in enumerate(links):
+    for rank, each in enumerate(connections):
         each.start(rank, peers)
         own = each if ranks.size > 1 else None
         at = device(own)
@@ -66,9 +73,9 @@ def run_gang(ranks, function, device=lambda links: HOST, checkpoints=no_checkpoi
         contexts.append(Context(ranks, rank, own, keeps, device=at, **kwargs))
 
     def run(ctx):
-        links[ctx.rank].open_channels(messenger)
+        connections[ctx.rank].open_channels(messenger)
         result = function(ctx)
-        links[ctx.rank].finish()  # as members do
+        connections[ctx.rank].finish()  # as ranks do
         ctx.device.let_go(is_orderly=True)
         return result
 
@@ -76,10 +83,10 @@ def run_gang(ranks, function, device=lambda links: HOST, checkpoints=no_checkpoi
         futures = [threads.submit(run, ctx) for ctx in contexts]
         done, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
         first = next((each.exception() for each in done if each.exception()), None)
-        for each in links:
+        for each in connections:
             each.wake()  # ends those that wait, as the scheduler does
         wait(futures, BOUND_S)
-    for each in links:
+    for each in connections:
         each.close()
     if first is not None:
         raise first

@@ -11,12 +11,12 @@ from dask_p2p.sections.coordinator import COMMIT
 class Task:
     """A task as the scheduler has it."""
 
-    def __init__(self, key, needs=None, workers=None, hosts=None, loose=False, is_member=True):
+    def __init__(self, key, needs=None, workers=None, hosts=None, loose=False, is_rank=True):
         self.key, self.state, self.processing_on = key, "no-worker", None
         self.resource_restrictions, self.loose_restrictions = needs, loose
         self.worker_restrictions, self.host_restrictions = workers, hosts
         self.dependencies, self.dependents = set(), set()
-        self.run_spec = object.__new__(RankTask) if is_member else None
+        self.run_spec = object.__new__(RankTask) if is_rank else None
 
 
 class Worker:
@@ -50,7 +50,7 @@ class Scheduler:
 
     def gang(self, *tasks, name="x"):
         """Have the tasks of a gang, which wait for a worker."""
-        commit = Task((name, COMMIT), is_member=False)
+        commit = Task((name, COMMIT), is_rank=False)
         commit.state, commit.dependencies = "waiting", {*tasks}
         self.tasks |= {each.key: each for each in (*tasks, commit)}
         return list(self.tasks)

@@ -34,11 +34,11 @@ def _of_worker(dask_worker):
 
 
 def members_that_run():
-    """How many threads of this process are in a member's function."""
-    return sum(map(_is_of_member, sys._current_frames().values()))
+    """How many threads of this process are in a rank's function."""
+    return sum(map(_is_of_rank, sys._current_frames().values()))
 
 
-def _is_of_member(frame):
+def _is_of_rank(frame):
     while frame is not None and frame.f_code.co_name != "run_rank":
         frame = frame.f_back
     return frame is not None
@@ -55,7 +55,7 @@ async def endpoints_of_ucx(dask_worker):
 
 
 def be_on_hosts(next_name):
-    """Have members of this process think that they are on the host that is named then."""
+    """Have ranks of this process think that they are on the host that is named then."""
     endpoint._kernel_and_network = next_name
 
 

@@ -15,11 +15,11 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
 from dask_p2p.sections import halo_windows, windows
+from dask_p2p.sections.connection import AttemptEndedError
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.halo_windows import HaloWindows
-from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Connections
-from dask_p2p.sections.windows import Meeting
+from dask_p2p.sections.windows import DeviceBarrier
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import Meet, Pool, RaceError, Stream
@@ -30,7 +30,7 @@ CHUNKS = ((3, 4, 5), (6, 4))
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """How often graphs were, by members."""
+    """How often graphs were, by ranks."""
     found, original = [], Stream.end_capture
 
     def noted(stream):
@@ -68,7 +68,7 @@ def test_boundaries(gpu, replayed, boundary):
     assert len(replayed) == 8
 
 
-def test_members_without_rims_meet_nobody(gpu, replayed):
+def test_ranks_without_halos_meet_nobody(gpu, replayed):
     check(gpu, lambda u, out: np.negative(u, out=out), X, 0, 7)
     assert len(replayed) == 8
 
@@ -149,10 +149,12 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
 
 
 @pytest.mark.parametrize("has_windows", [True, False])
-def test_members_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
+def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
     if has_windows:  # but two of the four are on another host
         monkeypatch.setattr(
-            Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+            Connections,
+            "is_on_other_host",
+            lambda own, rank: rank // 2 != own.rank_and_size[0] // 2,
         )
     check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
     assert not replayed
@@ -161,9 +163,9 @@ def test_members_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, 
 def test_hosts_exchange_nothing(gpu, monkeypatch):
     begin, calls = Connections.begin, []
 
-    def noted(links, call, *args):
+    def noted(connections, call, *args):
         calls.append(call.partition(" ")[0])
-        return begin(links, call, *args)
+        return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", noted)
     counts = []
@@ -249,29 +251,29 @@ def nobody_waits(monkeypatch):
 
 
 def met_before_it_is_packed(monkeypatch):
-    meetings, make, make_ready = {}, Meeting.__init__, HaloWindows.can_put
-    put_all, put = HaloWindows.put, Meeting.put
+    meetings, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
+    put_all, put = HaloWindows.put, DeviceBarrier.put
 
     def noted(meeting, *args):
         make(meeting, *args)
         meetings[threading.get_ident()] = meeting
 
-    def can_put(rims):
+    def can_put(halo):
         meetings.pop(threading.get_ident(), None)
-        can = make_ready(rims)
+        can = make_ready(halo)
         if (meeting := meetings.get(threading.get_ident())) is not None:
-            meetings[rims] = meeting
+            meetings[halo] = meeting
         return can
 
-    def early(rims, data):
-        if rims in meetings:
-            put(meetings[rims])
-        put_all(rims, data)
+    def early(halo, data):
+        if halo in meetings:
+            put(meetings[halo])
+        put_all(halo, data)
 
-    monkeypatch.setattr(Meeting, "__init__", noted)
+    monkeypatch.setattr(DeviceBarrier, "__init__", noted)
     monkeypatch.setattr(HaloWindows, "can_put", can_put)
     monkeypatch.setattr(HaloWindows, "put", early)
-    monkeypatch.setattr(Meeting, "put", lambda meeting: None)
+    monkeypatch.setattr(DeviceBarrier, "put", lambda meeting: None)
 
 
 @pytest.mark.parametrize("broken", [one_slot, nobody_waits, met_before_it_is_packed])
@@ -304,9 +306,9 @@ def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
     class Ends:
         has_ended = False
 
-    links = Ends()
-    device = Gpu(links)
-    threading.Timer(0.05, lambda: setattr(links, "has_ended", True)).start()
+    connections = Ends()
+    device = Gpu(connections)
+    threading.Timer(0.05, lambda: setattr(connections, "has_ended", True)).start()
     monkeypatch.setattr(
         windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.IpcHandle("", "", 1, 0, 1, 0)
     )
@@ -314,7 +316,7 @@ def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
         ended.set()
         own = windows.OwnWindow(device, {1: 64})
         ended.clear()
-        meeting = Meeting(device, own, [])
+        meeting = DeviceBarrier(device, own, [])
         with pytest.raises(AttemptEndedError):  # or, after half a minute, DeviceLostError
             device.wait()
         assert int(own.counters.values[1]) > 0

@@ -1,4 +1,4 @@
-"""Large messages between members by UCX; each member is on a host of its own here."""
+"""Large messages between ranks by UCX; each rank is on a host of its own here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections import channel as module
-from dask_p2p.sections import links as links_module
+from dask_p2p.sections import connections as links_module
 from dask_p2p.sections.channel import LEAST_BYTES
+from dask_p2p.sections.connection import AttemptEndedError
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.link import AttemptEndedError
 from tests.sections.gangs import link_to
-from tests.sections.test_links import BOUND_S, Gang, hosts  # noqa: F401
+from tests.sections.test_connections import BOUND_S, Gang, hosts  # noqa: F401
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0
@@ -54,17 +54,17 @@ def impatient(hosts, messengers):  # noqa: F811
 
 
 def swap(payload, into=None):
-    """Have two members give each other bytes."""
+    """Have two ranks give each other bytes."""
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         other = 1 - rank
-        return links.exchange("swap", {other: payload}, {other: into and into[rank]})[other]
+        return connections.exchange("swap", {other: payload}, {other: into and into[rank]})[other]
 
     return exchange
 
 
-def received_bytes(links):
-    return sum(size_bytes for _, size_bytes, _ in links.received)
+def received_bytes(connections):
+    return sum(size_bytes for _, size_bytes, _ in connections.received)
 
 
 def under_way(messengers):
@@ -75,15 +75,15 @@ def under_way(messengers):
 @pytest.mark.parametrize("knows_length", [False, True])
 def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, knows_length):
     monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
-    before = [received_bytes(links) for links in pair.links]
+    before = [received_bytes(connections) for connections in pair.connections]
     for _ in range(3):
         into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if knows_length else None
         assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
     for each in messengers:
         assert sum(each.sent) == 3 * len(LARGE)
         assert max(each.sent) == min(part_bytes, len(LARGE))
-    for links, before_bytes in zip(pair.links, before, strict=True):
-        assert received_bytes(links) == before_bytes + 3 * len(LARGE)
+    for connections, before_bytes in zip(pair.connections, before, strict=True):
+        assert received_bytes(connections) == before_bytes + 3 * len(LARGE)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
@@ -91,38 +91,44 @@ def test_small_ones_go_by_the_socket(pair, messengers, size_bytes):
     payload = LARGE[:size_bytes]
     assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
     assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
-    assert [links.carries(1 - n, size_bytes) for n, links in enumerate(pair.links)] == [
-        size_bytes >= LEAST_BYTES
-    ] * 2
+    assert [
+        connections.carries(1 - n, size_bytes) for n, connections in enumerate(pair.connections)
+    ] == [size_bytes >= LEAST_BYTES] * 2
 
 
-def test_members_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
+def test_ranks_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
     with Gang(3, messengers=[*messengers, None]) as gang:
 
-        def exchange(rank, links):
+        def exchange(rank, connections):
             others = {0, 1, 2} - {rank}
-            found = links.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
+            found = connections.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
             return {each: bytes(data) for each, data in found.items()}
 
         for rank, found in enumerate(gang.run(exchange)):
             assert found == dict.fromkeys({0, 1, 2} - {rank}, LARGE)
-        carried = [[links.carries(r, LEAST_BYTES) for r in range(3)] for links in gang.links]
+        carried = [
+            [connections.carries(r, LEAST_BYTES) for r in range(3)]
+            for connections in gang.connections
+        ]
     assert carried == [[False, True, False], [True, False, False], [False, False, False]]
     assert [len(each.sent) for each in messengers] == [1, 1]
 
 
-def test_members_of_one_host_open_none(messengers):
+def test_ranks_of_one_host_open_none(messengers):
     with Gang(2, messengers=messengers) as gang:
-        assert not any(links.carries(1 - n, LEAST_BYTES) for n, links in enumerate(gang.links))
+        assert not any(
+            connections.carries(1 - n, LEAST_BYTES)
+            for n, connections in enumerate(gang.connections)
+        )
         assert gang.run(swap(LARGE)) == [LARGE, LARGE]
         assert not any(each.sent for each in messengers)
 
 
-def test_a_member_that_sends_late_is_waited_for(impatient):
-    def exchange(rank, links):
+def test_a_rank_that_sends_late_is_waited_for(impatient):
+    def exchange(rank, connections):
         if rank:
             time.sleep(2 * SILENCE_S)
-        return swap(LARGE)(rank, links)
+        return swap(LARGE)(rank, connections)
 
     assert impatient.run(exchange) == [LARGE, LARGE]
 
@@ -148,19 +154,19 @@ def test_a_cut_connection_is_noticed_before_a_header_has_come(impatient, monkeyp
 
 
 @pytest.mark.parametrize("what", ["is woken", "has a peer that closes"])
-def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
+def test_what_ends_a_rank_that_waits_for_bytes(pair, monkeypatch, what):
     """Long before the time is up in which they have to come."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     monkeypatch.setattr(module.Channel, "expect", lambda _: None)
     is_waiting = threading.Event()
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == 0:
-            return links.exchange("large", {}, {1: bytearray(len(LARGE))})
-        links.exchange("large", {0: LARGE}, {})
-        wait_until(lambda: link_to(pair.links[0], 1).receiving is None)
+            return connections.exchange("large", {}, {1: bytearray(len(LARGE))})
+        connections.exchange("large", {0: LARGE}, {})
+        wait_until(lambda: link_to(pair.connections[0], 1).receiving is None)
         is_waiting.set()
-        link_to(links, 1 - rank).close() if "peer" in what else pair.links[0].wake()
+        link_to(connections, 1 - rank).close() if "peer" in what else pair.connections[0].wake()
         return None
 
     waiting, _ = pair.begin(exchange)
@@ -170,14 +176,14 @@ def test_what_ends_a_member_that_waits_for_bytes(pair, monkeypatch, what):
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
-    """Its transports may close before its members are told: no fault of the user's function."""
+    """Its transports may close before its ranks are told: no fault of the user's function."""
     messengers[0].close()
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         other = 1 - rank
         if sends == (rank == 0):
-            return links.exchange("large", {other: LARGE}, {})
-        return links.exchange("large", {}, {other: bytearray(len(LARGE))})
+            return connections.exchange("large", {other: LARGE}, {})
+        return connections.exchange("large", {}, {other: bytearray(len(LARGE))})
 
     closing, _ = pair.begin(exchange)
     error = closing.exception(BOUND_S)
@@ -188,13 +194,13 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
-    """A member's call differs: no peer sends what it waits for, or takes what it sends."""
+    """A rank's call differs: no peer sends what it waits for, or takes what it sends."""
     monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank:
-            return links.exchange("another", {0: b""}, {})
-        return links.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
+            return connections.exchange("another", {0: b""}, {})
+        return connections.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
 
     with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
         waiting, _ = gang.begin(exchange)

@@ -13,7 +13,7 @@ def alone():
     return Context(RankGrid.at_most(((3,),), 1))
 
 
-def test_a_member_alone_exchanges_with_nobody(alone):
+def test_a_rank_alone_exchanges_with_nobody(alone):
     alone.barrier()
     assert alone.allreduce(3) == 3
     assert alone.allgather([1, 2]).tolist() == [[1, 2]]
@@ -40,14 +40,14 @@ def test_what_cannot_be_exchanged_is_refused(alone):
 
 
 @pytest.mark.parametrize("dtype", ["i1", "?", "f4", "c8", "M8[s]", "S3"])
-def test_a_share_with_rims_keeps_its_dtype(alone, dtype):
+def test_a_local_block_with_halos_keeps_its_dtype(alone, dtype):
     local_block = np.zeros(3, dtype)
     assert alone.with_halo(local_block).data.dtype == local_block.dtype
     assert alone.with_halo([1, 2, 3]).data.dtype == np.array([1]).dtype
 
 
 @pytest.mark.parametrize(("local_block", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
-def test_a_share_is_not_narrowed(alone, local_block, dtype):
+def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
     with pytest.raises(InputError, match=r"share: expected an array that becomes .* Convert it"):
         alone.with_halo(np.full(3, local_block), dtype=dtype)
 
@@ -103,7 +103,7 @@ READ_ONLY = np.broadcast_to(0.0, 3)
     ],
 )
 def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state, found):
-    """Not when a worker was lost, or after half a minute, and by a member alone too."""
+    """Not when a worker was lost, or after half a minute, and by a rank alone too."""
     message = f"expected numpy arrays as the state to save, .* got {found}. Give a list"
     for call in (
         lambda: list(alone.steps(3, save=state)),

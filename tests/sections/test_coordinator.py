@@ -1,6 +1,6 @@
 """The coordinator in any order of events: joins, leaves, deaths, cancels, lost outputs.
 
-The model is Dask's scheduler as the coordinator's adapter sees it: each member's task is absent, in
+The model is Dask's scheduler as the coordinator's adapter sees it: each rank's task is absent, in
 process on a worker, in memory there, or erred; it is told of each change, and releases outputs that
 no longer count.
 """
@@ -25,7 +25,7 @@ workers = st.sampled_from(WORKERS)
 
 
 class Task:
-    """A member's task, as the scheduler has it, and its thread on a worker."""
+    """A rank's task, as the scheduler has it, and its thread on a worker."""
 
     def __init__(self):
         self.state, self.worker, self.token = "waiting", None, None
@@ -83,7 +83,7 @@ class Gangs(RuleBasedStateMachine):
         self.run_again(gang, again)
 
     def follow(self, gang, rank):
-        """Have a member's thread do what it is told; return whether anything has happened."""
+        """Have a rank's thread do what it is told; return whether anything has happened."""
         task = self.tasks[gang, rank]
         if task.state != "processing":
             return False
@@ -103,7 +103,7 @@ class Gangs(RuleBasedStateMachine):
     # --- events
 
     def pick(self, which, *states):
-        """One of the members whose tasks are in these states; none if there is none."""
+        """One of the ranks whose tasks are in these states; none if there is none."""
         those = [each for each, task in self.tasks.items() if task.state in states]
         return [those[which % len(those)]] if those else []
 
@@ -121,7 +121,7 @@ class Gangs(RuleBasedStateMachine):
             assert self.order(gang, rank) == before
 
     @rule(which=whiches)
-    def a_member_follows(self, which):
+    def a_rank_follows(self, which):
         for gang, rank in self.pick(which, "processing"):
             self.follow(gang, rank)
 
@@ -174,7 +174,7 @@ class Gangs(RuleBasedStateMachine):
         for gang in SIZES:
             orders = [self.order(gang, rank) for rank in range(SIZES[gang])]
             taking_part = [order for order in orders if order.state == "running"]
-            assert len(taking_part) in (0, SIZES[gang]), "some members run, others do not"
+            assert len(taking_part) in (0, SIZES[gang]), "some ranks run, others do not"
             if taking_part:
                 for worker in {task.worker for task in self.of(gang)}:
                     assert busy.setdefault(worker, gang) == gang, "two gangs on a worker"
@@ -219,7 +219,7 @@ class Gangs(RuleBasedStateMachine):
                 break
         for gang in SIZES:
             states = [task.state for task in self.of(gang)]
-            assert "processing" not in states, "a member waits for ever"
+            assert "processing" not in states, "a rank waits for ever"
             assert "erred" in states or set(states) == {"memory"}
             self.coordinator.forget(gang)
         assert self.kept() == ({}, [])
@@ -239,7 +239,7 @@ def states(coordinator, gang):
     return [coordinator.order(gang, rank, f"{gang}{rank}").state for rank in range(size)]
 
 
-def test_a_gang_starts_when_its_last_member_has_come():
+def test_a_gang_starts_when_its_last_rank_has_come():
     coordinator = Coordinator(MOST)
     joined(coordinator, "x", "a", size=2)
     assert states(coordinator, "x") == ["waiting", "stopped"]
@@ -295,14 +295,14 @@ def test_attempts_are_bounded():
     assert order.reason == "2 attempts ended early, the last one because a link broke"
 
 
-def test_members_agree_on_the_size():
+def test_ranks_agree_on_the_size():
     coordinator = Coordinator(MOST)
     joined(coordinator, "x", "a", size=2)
     with pytest.raises(ValueError, match="expected a rank of 2, got 2 of 3"):
         coordinator.join("x", 3, 2, "x2", "b")
 
 
-def test_a_member_that_comes_again_ends_the_attempt():
+def test_a_rank_that_comes_again_ends_the_attempt():
     """Though the scheduler says before that its task was taken back."""
     coordinator = Coordinator(MOST)
     joined(coordinator, "x", "a", "b")
@@ -311,7 +311,7 @@ def test_a_member_that_comes_again_ends_the_attempt():
     assert coordinator.order("x", 0, "again").state == "waiting"
 
 
-def test_a_gang_that_loses_a_waiting_member_is_not_whole():
+def test_a_gang_that_loses_a_waiting_rank_is_not_whole():
     coordinator = Coordinator(MOST)
     joined(coordinator, "first", "a")
     joined(coordinator, "x", "a", "b")
@@ -322,7 +322,7 @@ def test_a_gang_that_loses_a_waiting_member_is_not_whole():
 
 
 def resumed(coordinator, states, attempt):
-    """Where a gang of three begins, whose members' workers have these states."""
+    """Where a gang of three begins, whose ranks' workers have these states."""
     for rank, (worker, saved) in enumerate(zip("abc", states, strict=True)):
         coordinator.join("x", 3, rank, f"{attempt}{rank}", worker, "", saved)
     order = coordinator.order("x", 0, f"{attempt}0")

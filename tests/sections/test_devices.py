@@ -1,4 +1,4 @@
-"""Members whose shares lie on a GPU: what of them goes through the host, and when they wait."""
+"""Ranks whose shares lie on a GPU: what of them goes through the host, and when they wait."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dask_p2p.errors import (
 )
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context, devices, halo_windows
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.saved import Checkpoints, SavedStates, States
 from tests.clock import START_S, Clock
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
@@ -94,7 +94,7 @@ def test_until_gets_numbers_of_the_host(gpu, ranks):
     assert set(seen) == {np.float64}
 
 
-def test_functions_that_return_shares(gpu):
+def test_functions_that_return_local_blocks(gpu):
     (got,) = run_section(
         gpu, iterate(lambda u: u.made(lambda values: 2 * values), array(gpu), 1, 3, ranks=4), [X]
     )
@@ -120,7 +120,7 @@ def test_what_is_no_array_of_the_device(gpu, returned):
         run_section(gpu, iterate(lambda u: returned, array(gpu), 0, 1, ranks=1), [X])
 
 
-def test_auto_hides_rims_of_other_members(gpu, monkeypatch):
+def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
     """But not of small shares: the function is called three times in a step."""
     calls = []
 
@@ -145,7 +145,7 @@ def test_outputs_are_done_when_they_leave(gpu):
     gpu.check()
 
 
-def test_the_function_runs_on_a_stream_of_the_member(gpu):
+def test_the_function_runs_on_a_stream_of_the_rank(gpu):
     names, queues = [], []
 
     def function(ctx, x):
@@ -211,7 +211,7 @@ def test_redistribute_and_transforms(gpu, monkeypatch):
     assert np.allclose(got, X)
 
 
-def test_values_of_members_are_numpys(gpu):
+def test_values_of_ranks_are_numpys(gpu):
     y, most = spmd(lambda ctx, x: (x, x.made(np.max)), array(gpu), per_rank=[0.0], ranks=1)
     assert type(meta_from_array(most)) is np.ndarray
     assert isinstance(meta_from_array(y), Array)
@@ -222,9 +222,9 @@ def test_states_are_copies_on_the_host_and_come_back(gpu):
     ranks, saved = RankGrid(((4, 4),), (2,)), [SavedStates(), SavedStates()]
 
     def attempt(resume, steps):
-        def checkpoints(rank, links, device):
+        def checkpoints(rank, connections, device):
             states = States(saved[rank], "gang", resume, [0, 1], lambda: None)
-            return Checkpoints(rank, ["a", "b"], links, states, device)
+            return Checkpoints(rank, ["a", "b"], connections, states, device)
 
         def function(ctx):
             with ctx.device.running([]):
@@ -315,7 +315,7 @@ def test_blocks_of_another_kind_than_declared(gpu):
         y.compute(scheduler="sync")
 
 
-def test_shares_of_another_kind(gpu):
+def test_local_blocks_of_another_kind(gpu):
     ctx = Context(RankGrid(((4,),), (1,)), device=Gpu(None))
     with (
         ctx.device.running([]),
@@ -347,8 +347,8 @@ def test_what_options_say_of_reading(staging, order, part_bytes, has_windows):
 def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     """It cannot be told to stop: the process has to end."""
     monkeypatch.setattr(devices, "_LONGEST_S", 0.05)
-    links = SimpleNamespace(has_ended=False)
-    device = Gpu(links)
+    connections = SimpleNamespace(has_ended=False)
+    device = Gpu(connections)
     found, waited = iter([600, 600, 0]), []
 
     def run():
@@ -356,7 +356,7 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(found)
             device.wait()  # for a long kernel, of an attempt that goes on
             waited.append(device)
-            links.has_ended = True
+            connections.has_ended = True
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: 600
 
     with pytest.raises(DeviceLostError, match=r"has waited 0\.05 s for a lost rank"):
@@ -411,15 +411,15 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
 
 
 def test_links_tell_that_they_have_ended():
-    links = Connections(Reach())
-    assert not links.has_ended
-    links.wake()
-    assert links.has_ended
-    links.close()
+    connections = Connections(Reach())
+    assert not connections.has_ended
+    connections.wake()
+    assert connections.has_ended
+    connections.close()
 
 
 def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
-    """Of two members of 4 x 6 elements, with rims of a row at each cut."""
+    """Of two ranks of 4 x 6 elements, with halos of a row at each cut."""
     local_blocks = {"depth": {0: 1}, "steps": 2, "ranks": 2}
     found, host = (
         estimate(iterate(lambda u: u, x, **local_blocks))
@@ -430,8 +430,10 @@ def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
     assert found.packed_bytes == 2 * host.packed_bytes == 2 * found.step_bytes
     assert found.host_bytes == found.state_bytes + found.staging_bytes + found.packed_bytes
     assert host.host_bytes == host.total_bytes
-    beside = found.packed_bytes - host.packed_bytes + found.checkpoint_bytes - host.state_bytes
-    assert found.total_bytes == host.total_bytes + beside
+    in_background = (
+        found.packed_bytes - host.packed_bytes + found.checkpoint_bytes - host.state_bytes
+    )
+    assert found.total_bytes == host.total_bytes + in_background
     assert "checkpoints on the host" in str(found)
 
 

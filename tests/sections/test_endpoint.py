@@ -1,4 +1,4 @@
-"""What sockets of members do; how members find each other is tested with links."""
+"""What sockets of ranks do; how ranks find each other is tested with links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from dask_p2p.sections.endpoint import TlsSocket
-from tests.sections.test_links import tls
+from tests.sections.test_connections import tls
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def reads_nothing(end):
 
 
 def test_what_waits_for_a_handshake_is_sent_when_reading_ends_it(ends):
-    """The other end may have nothing more to say then, so nobody would wait for it in vain."""
+    """The other end may have finalize to say then, so nobody would wait for it in vain."""
     client, server = ends
     with pytest.raises(BlockingIOError):
         client.sendmsg([b"a"])

@@ -1,4 +1,4 @@
-"""What is said of members' memory, and what they have: as NumPy tells tracemalloc."""
+"""What is said of ranks' memory, and what they have: as NumPy tells tracemalloc."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_members_have_what_is_said(client, case):
+def test_ranks_have_what_is_said(client, case):
     x = client.persist(da.ones(SHAPE, chunks=CHUNKS))
     wait(x)
     # Workers import modules for the first section, which takes memory, too.
@@ -101,9 +101,9 @@ def _ranks(name, dask_worker):
 
 
 def test_what_is_added_up():
-    """Two members of 50 x 10 elements, with a rim of a row at each cut, two at each other side.
+    """Two ranks of 50 x 10 elements, with a rim of a row at each cut, two at each other side.
 
-    Rows go to other members with the rims at their ends.
+    Rows go to other ranks with the halos at their ends.
     """
     x = da.ones((100, 10), chunks=(25, 10), dtype="f4")
     y, _ = iterate(wave, (x, x), [{0: 1, 1: 2}, {}], 3, constants=(x.astype("f8"), 3), ranks=2)
@@ -130,7 +130,7 @@ def test_what_is_added_up():
     assert estimate(lasting).state_bytes == 0
 
 
-def test_the_member_that_needs_most():
+def test_the_rank_that_needs_most():
     x = da.ones(100, chunks=((10, 50, 40),))
     assert estimate(spmd(normalized, x, ranks=3)).input_bytes == 50 * 8
 

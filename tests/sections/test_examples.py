@@ -52,7 +52,7 @@ def test_the_page_has_a_program_for_each(alone):
 
 @pytest.mark.parametrize("ranks", [None, 1, 4])
 def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monkeypatch):
-    """By default as many members as workers. Sums over members are in another order."""
+    """By default as many ranks as workers. Sums over ranks are in another order."""
     with ExitStack() as stack:
         if ranks == 1:
             cluster = LocalCluster(n_workers=1, dashboard_address=":0")
@@ -76,8 +76,8 @@ def test_alternating_directions_solve_the_heat_equation(client):
     def alternating(ctx, u, count):
         p, columns = ctx.with_halo(u, {0: 1}, "periodic"), ctx.redistribute(u, (1,))
         for _ in ctx.steps(count, save=[p.inner]):
-            rims = ctx.update_halo(p)
-            half = (p.inner + r / 2 * (rims[2:] - 2 * p.inner + rims[:-2])) @ back
+            halo = ctx.update_halo(p)
+            half = (p.inner + r / 2 * (halo[2:] - 2 * p.inner + halo[:-2])) @ back
             ctx.redistribute(half @ ahead, (1,), out=columns)
             ctx.redistribute(back @ columns, from_partition=(1,), out=half)
             p.inner[:] = half

@@ -47,7 +47,7 @@ def stepped(x=X, shift=0.0, steps=20):
 
 
 def test_two_gangs_at_once(client):
-    """Each of four members on two workers with a thread each, beside other tasks."""
+    """Each of four ranks on two workers with a thread each, beside other tasks."""
     both = [spmd(stepping, array(), ranks=4, shift=shift) for shift in (0.25, 0.5)]
     others = client.map(lambda i: i + 1, range(20))
     for y, shift in zip(dask.compute(*both), (0.25, 0.5), strict=True):
@@ -156,7 +156,7 @@ def test_a_plugin_that_is_taken_off(client, running, plugin):
 
 
 def test_workers_that_are_paused(client, running):
-    """They begin no task, but their members go on."""
+    """They begin no task, but their ranks go on."""
     future, victim, _ = running
 
     def set_fraction(fraction, dask_worker):
@@ -207,7 +207,7 @@ def states(dask_worker):
 
 
 def test_an_error_that_somebody_keeps_keeps_no_states(client):
-    """In a notebook it lasts for hours, and states are as large as shares."""
+    """In a notebook it lasts for hours, and states are as large as local blocks."""
 
     def failing(ctx, x):
         ctx.checkpoint(1, x)

@@ -1,4 +1,4 @@
-"""How many files members need, and what they do where the system does not allow so many."""
+"""How many files ranks need, and what they do where the system does not allow so many."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def summed(ctx, x):
     return x + ctx.allreduce(1.0)
 
 
-def test_members_of_one_process_need_few_files(client, limited):
+def test_ranks_of_one_process_need_few_files(client, limited):
     """All pairs of these would need more than twice as many as there may be."""
     limited(512, 512)
     y = spmd(summed, da.zeros(40, chunks=1), ranks=40)
@@ -103,7 +103,7 @@ def test_members_of_one_process_need_few_files(client, limited):
     nothing_is_left(client)
 
 
-def test_members_of_several_processes_have_what_they_need(client, limited):
+def test_ranks_of_several_processes_have_what_they_need(client, limited):
     """All pairs between two processes, which the soft limit of these does not allow."""
     limited(200, 4096)
     y = spmd(summed, da.zeros(32, chunks=1), ranks=32)

@@ -1,4 +1,4 @@
-"""Gangs that wait for what never comes, and members that wait behind long tasks."""
+"""Gangs that wait for what never comes, and ranks that wait behind long tasks."""
 
 from __future__ import annotations
 
@@ -74,25 +74,25 @@ def test_a_gang_that_never_can_run_is_ended():
 def test_while_workers_join_more_may_come():
     looks = Looks(short())
     for _ in range(10):
-        looks.gathering.note_joined()
+        looks.gathering.record_joined()
         assert looks.after(0.5) == []
     assert len(looks.after(1.5)) == 1
 
 
 def test_a_worker_that_was_lost_may_come_back():
     looks = Looks(short())
-    looks.gathering.note_lost()
+    looks.gathering.record_lost()
     assert looks.after(25.0) == []
     assert len(looks.scheduler.told) == 1, "a warning names the lack"
     assert "enough for 2 ranks" in looks.scheduler.told[0]
     looks.scheduler.add_worker("c", GPU)
     assert looks.after(600.0) == []
     looks = Looks(short())
-    looks.gathering.note_lost()
+    looks.gathering.record_lost()
     assert len(looks.after(31.0)) == 1
     looks = Looks(short())
-    looks.gathering.note_lost()
-    looks.gathering.note_joined()
+    looks.gathering.record_lost()
+    looks.gathering.record_joined()
     assert len(looks.after(2.0)) == 1, "another one is in its place"
 
 
@@ -108,7 +108,7 @@ def test_a_gang_that_could_run_waits_for_long():
 def test_an_adaptive_cluster_may_get_more_workers():
     looks = Looks(short())
     for _ in range(600):
-        looks.gathering.note_asked()
+        looks.gathering.record_target()
         assert looks.after(1.0) == []
     assert len(looks.scheduler.told) == 1
     assert len(looks.after(31.0)) == 1, "it is adaptive no more"
@@ -172,9 +172,9 @@ def test_a_gang_of_some_thread_of_a_worker_is_ended_after_a_time(unknown):
 
 
 @pytest.mark.parametrize("needs", [None, GPU])
-def test_members_behind_long_tasks_go_elsewhere(needs):
+def test_ranks_behind_long_tasks_go_elsewhere(needs):
     looks = Looks(placed(needs))
-    busy = Task("busy", needs, is_member=False)
+    busy = Task("busy", needs, is_rank=False)
     looks.scheduler.workers["a"].executes(busy, 2.0)
     looks.after(2.0)
     assert looks.scheduler.moved == [], "it may end soon"
@@ -188,10 +188,10 @@ def test_members_behind_long_tasks_go_elsewhere(needs):
 
 
 @pytest.mark.parametrize("case", ["all are full", "restricted", "has joined", "behind a member"])
-def test_members_stay_where_nothing_is_gained(case):
+def test_ranks_stay_where_nothing_is_gained(case):
     looks = Looks(placed(GPU))
     workers = looks.scheduler.workers
-    busy = Task("busy", GPU, is_member=case == "behind a member")
+    busy = Task("busy", GPU, is_rank=case == "behind a member")
     for worker in workers.values() if case == "all are full" else [workers["a"]]:
         worker.executes(busy, 60.0)
     if case == "restricted":
@@ -256,7 +256,7 @@ def test_ranks_that_lack_units_are_refused_by_name(client, how):
 
 
 @pytest.mark.cluster
-def test_by_default_each_worker_with_the_annotated_units_has_a_member(client):
+def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     def size(ctx, x):
         return np.full_like(x, ctx.size)
 
@@ -301,7 +301,7 @@ def free_units(dask_worker):
 
 
 @pytest.mark.cluster
-def test_a_member_that_waits_lends_its_units(client):
+def test_a_rank_that_waits_lends_its_units(client):
     """To the inputs of others, and to other gangs. Else all would wait for each other."""
     y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
     assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 4.0))

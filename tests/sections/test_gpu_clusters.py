@@ -14,9 +14,9 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices, rank_attempt
+from dask_p2p.sections import devices, rank
 from tests.sections.emulated import emulated_gpu, kernel
-from tests.sections.gangs import link_to, links_of
+from tests.sections.gangs import connections_of, link_to
 from tests.sections.support import nothing_is_left
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import drop_queue_slots
@@ -82,7 +82,7 @@ def fails_once(ctx, x):
         ctx.update_halo(p)
         if step == 4 and ctx.rank and not here.setdefault("failed", 0):
             here["failed"] = 1
-            link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
+            link_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         on_star(p.data, p.inner.copy())
         p.inner[...] = p.inner.made(lambda values: values + 1)
     return p.inner
@@ -116,7 +116,7 @@ def turns(ctx, x):
     for step in ctx.steps(6, [x], every=2):
         out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and here.pop("to fail", 0):
-            link_to(links_of(ctx), 0).socket.close()  # as a peer's end is seen
+            link_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=x)
         x[...] = x.made(lambda values: 2 * values)
     return x, len(downs)
@@ -162,7 +162,7 @@ def finds_no_values(ctx, x):
 
 
 def test_errors_of_values_that_were_never_written_are_nobodys(gpu, client):
-    """All members come again, and no user sees them."""
+    """All ranks come again, and no user sees them."""
     try:
         assert np.array_equal(on_host(spmd(finds_no_values, array())), X)
     finally:
@@ -179,14 +179,14 @@ def loses_its_gpu(ctx, x):
 
 
 def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
-    """All members come again."""
+    """All ranks come again."""
     leaving = []
 
     def leaves(context, error):
         leaving.append(str(error))
         raise Reschedule
 
-    monkeypatch.setattr(rank_attempt, "go_elsewhere", leaves)
+    monkeypatch.setattr(rank, "go_elsewhere", leaves)
     assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
     assert leaving == ["the GPU of this process works no more"]
     nothing_is_left(client)

@@ -25,18 +25,18 @@ from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import gpu_regions, link
+from dask_p2p.sections import connection, gpu_regions
+from dask_p2p.sections.connection import AttemptEndedError
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Gpu
 from dask_p2p.sections.gpu_regions import GpuRegions
-from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.regions import RegionCall, RegionExchange
 from dask_p2p.sections.repartition import Redistribution
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from tests.sections.emulated import emulated_gpu, with_ucx
-from tests.sections.gangs import links_of, run_gang
-from tests.sections.test_recut import cases
+from tests.sections.gangs import connections_of, run_gang
+from tests.sections.test_repartition import cases
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
 from tests.support import pairwise
 
@@ -44,17 +44,17 @@ X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
 PAIR = RankGrid(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
-#: Numbers of a member's events: others have read its share; it has written its first piece.
+#: Numbers of a rank's events: others have read its share; it has written its first piece.
 READ, WRITTEN = range(2)
 
 
 @pytest.fixture
 def through_host(monkeypatch):
-    """Of each exchange through the host the member, who gets regions, and who gives some."""
+    """Of each exchange through the host the rank, who gets regions, and who gives some."""
     found, original = [], RegionExchange.give
 
     def noted(own, call, regions, targets):
-        found.append((links_of(own).place[0], sorted(regions), sorted(targets)))
+        found.append((connections_of(own).rank_and_size[0], sorted(regions), sorted(targets)))
         original(own, call, regions, targets)
 
     monkeypatch.setattr(RegionExchange, "give", noted)
@@ -74,7 +74,7 @@ def overwritten(gpu, array, values):
 
 
 def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
-    """Call a function of a context and its share of `X` on each member, as sections do."""
+    """Call a function of a context and its share of `X` on each rank, as sections do."""
 
     def rank_attempt(ctx):
         with ctx.device.running([]):
@@ -124,7 +124,7 @@ def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
         return made[-1]
 
     local_block = Pieces(own.dtype, axis, bounds, make)
-    turn = Redistribution(ranks, ctx.rank, links_of(ctx), device=ctx.device)
+    turn = Redistribution(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
     out = turn.repartition((0,), axes=(1, 0))(local_block)
     for piece in made:
         overwritten(gpu, piece, -1)
@@ -174,9 +174,9 @@ def test_what_is_read_takes_two_messages(gpu, monkeypatch):
     """Where it is, and that it has been read."""
     said, begin = defaultdict(list), Connections.begin
 
-    def noted(links, call, *args):
-        said[links.place[0]].append(call.rpartition(" ")[2])
-        return begin(links, call, *args)
+    def noted(connections, call, *args):
+        said[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
+        return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", noted)
 
@@ -343,7 +343,7 @@ def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
 def test_bytes_are_counted(gpu):
     def counted(ctx, own):
         ctx.redistribute(filled(gpu, own), (1,))
-        (_, count, _), *_ = links_of(ctx).received
+        (_, count, _), *_ = connections_of(ctx).received
         shape = ctx.redistribute(filled(gpu, own), (1,)).shape
         assert count >= (48 - len(own)) * shape[1] * 8
 
@@ -360,9 +360,9 @@ def to_columns(gpu, ctx, own):
     assert np.array_equal(b.get(), X[box_slices(ctx.box_of((1,)))])
 
 
-def test_members_of_other_hosts(gpu, through_host, monkeypatch):
+def test_ranks_of_other_hosts(gpu, through_host, monkeypatch):
     monkeypatch.setattr(
-        Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
     )
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
@@ -371,7 +371,7 @@ def test_members_of_other_hosts(gpu, through_host, monkeypatch):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_members_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
+def test_ranks_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
     """From memory of the GPU: nothing is left that goes through the host's."""
     messenger = with_ucx(gpu, monkeypatch)
     run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
@@ -391,7 +391,7 @@ def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
 def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
     """Of 12 x 14 or 10 x 12 elements, and less: some go by UCX, and the rest through the host."""
     messenger = with_ucx(gpu, monkeypatch)
-    monkeypatch.setattr(link, "LEAST_BYTES", 110 * 8)
+    monkeypatch.setattr(connection, "LEAST_BYTES", 110 * 8)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     sent = sum(len(sends) for _, sends, _ in through_host)
     assert 0 < sent < 2 * 4 * 2
@@ -399,11 +399,11 @@ def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
 
 
 def of_one(monkeypatch, what, name, rank):
-    """Have something that CUDA IPC does fail on one member."""
+    """Have something that CUDA IPC does fail on one rank."""
     original = getattr(what, name)
 
     def refuses(own, device, *args):
-        if links_of(device).place[0] == rank:
+        if connections_of(device).rank_and_size[0] == rank:
             raise RuntimeError("cudaErrorNotSupported")
         return original(own, device, *args)
 
@@ -411,7 +411,7 @@ def of_one(monkeypatch, what, name, rank):
 
 
 @pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
-def test_a_member_that_shares_no_events(gpu, through_host, monkeypatch, what):
+def test_a_rank_that_local_blocks_no_events(gpu, through_host, monkeypatch, what):
     of_one(monkeypatch, what, "__init__", 2)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     for rank, sends, receives in through_host:
@@ -423,7 +423,7 @@ def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
     original = cuda_ipc.export
 
     def sometimes(region):
-        if region.shape[0] == 14:  # of the second member's share
+        if region.shape[0] == 14:  # of the second rank's share
             raise TransferError("managed memory")
         return original(region)
 
@@ -437,7 +437,7 @@ def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
     original = PeerMemory.mapped
 
     def fails(own, place, spread_bytes):
-        if spread_bytes == (13 * 40 + 10) * 8:  # of the second member, which has 14 rows
+        if spread_bytes == (13 * 40 + 10) * 8:  # of the second rank, which has 14 rows
             raise TransferError("ipc: the memory cannot be mapped")
         return original(own, place, spread_bytes)
 
@@ -454,16 +454,16 @@ def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
 # --- the end of an attempt
 
 
-def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
+def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
     """What the others have put on their queues is done before memory is given back."""
     original = Connections.begin
 
-    def dies(links, call, *args):
-        if call.endswith("places") and links.place[0] == 1 and len(calls) < 2:
+    def dies(connections, call, *args):
+        if call.endswith("descriptors") and connections.rank_and_size[0] == 1 and len(calls) < 2:
             calls.append(call)
-        elif call.endswith("places") and links.place[0] == 1:
+        elif call.endswith("descriptors") and connections.rank_and_size[0] == 1:
             raise OSError("killed")
-        return original(links, call, *args)
+        return original(connections, call, *args)
 
     calls = []
     monkeypatch.setattr(Connections, "begin", dies)
@@ -474,14 +474,14 @@ def test_a_member_that_has_gone_ends_the_attempt(gpu, monkeypatch):
 
 
 def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
-    """A member that gives its share up cannot know whether another one still reads it."""
+    """A rank that gives its share up cannot know whether another one still reads it."""
     original = Connections.begin
 
-    def fails(links, call, *args):
-        if call.endswith("read") and links.place[0] == 1:
+    def fails(connections, call, *args):
+        if call.endswith("read") and connections.rank_and_size[0] == 1:
             time.sleep(0.2)  # in which the other one puts reads on its queue
             raise OSError("no more")
-        return original(links, call, *args)
+        return original(connections, call, *args)
 
     def gives_up(ctx, own):
         a = filled(gpu, own)
@@ -519,7 +519,7 @@ def one_after_the_other(gpu, slow):
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
     def function(ctx, own):
-        regions = ctx.device.region_mover(links_of(ctx), False)
+        regions = ctx.device.region_mover(connections_of(ctx), False)
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
@@ -564,7 +564,7 @@ def counted(monkeypatch):
 
     def known(peer, device, told):
         opened(peer, device, told)
-        device_of[peer], rank_of[peer] = device, links_of(device).place[0]
+        device_of[peer], rank_of[peer] = device, connections_of(device).rank_and_size[0]
         handles = map(bytes.fromhex, json.loads(told)["events"])
         events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
 
@@ -588,7 +588,7 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     original = GpuRegions.bring
 
     def bring(own, call, local_block, boxes, targets, local=None):
-        every = own._open(links_of(own), call)
+        every = own._open(connections_of(own), call)
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
             original(own, call, local_block, boxes, targets, local)

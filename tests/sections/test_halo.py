@@ -12,7 +12,7 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from tests.sections.gangs import has_come, links_of, run_gang
+from tests.sections.gangs import connections_of, has_come, run_gang
 from tests.transports.loopback import wait_until
 
 MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
@@ -47,12 +47,12 @@ def test_the_interior_and_frames_make_what_the_whole_makes(data):
 
     def function(ctx):
         p = ctx.with_halo(x[box_slices(ctx.box)], depth, boundary, corners, exchange=exchange)
-        p.data[p.data == 0] = np.nan  # rims that have not come
+        p.data[p.data == 0] = np.nan  # halos that have not come
         out = np.empty_like(p.inner)
         for _ in range(2):
-            pending = ctx.update_halo_begin(p)
+            pending = ctx.update_halo_begin(p, copy=False)
             star(p.interior.data, out[p.interior.where], depth)
-            assert ctx.allreduce(1) == ctx.size, "which comes after the rims"
+            assert ctx.allreduce(1) == ctx.size, "which comes after the halos"
             assert pending.wait() is p.data
             assert pending.wait() is p.data
             for part in p.boundary_parts:
@@ -63,7 +63,7 @@ def test_the_interior_and_frames_make_what_the_whole_makes(data):
     run_gang(ranks, function)
 
 
-def test_rims_that_are_on_their_way_are_not_exchanged_again():
+def test_halos_that_are_on_their_way_are_not_exchanged_again():
     ctx = Context(RankGrid(((4,),), (1,)))
     p = ctx.with_halo(np.ones(4), boundary="periodic")
     pending = ctx.update_halo_begin(p)
@@ -84,14 +84,14 @@ def test_elements_that_are_nothing_but_bytes():
 
 
 @pytest.mark.parametrize("call", [Context.update_halo, Context.update_halo_begin])
-def test_a_share_that_has_no_rims_is_refused(call):
+def test_a_local_block_that_has_no_halos_is_refused(call):
     ctx = Context(RankGrid(((4,),), (1,)))
     with pytest.raises(InputError, match=r"memory from ctx.with_halo\(\), got ndarray. Make it"):
         call(ctx, np.ones(4))
 
 
-def test_large_rims_arrive_in_the_order_of_calls():
-    ranks = RankGrid(((4, 4), (500_000,)), (2, 1))  # rims of 4 MB: more than sockets buffer
+def test_large_halos_arrive_in_the_order_of_calls():
+    ranks = RankGrid(((4, 4), (500_000,)), (2, 1))  # halos of 4 MB: more than sockets buffer
 
     def function(ctx):
         fields = [
@@ -99,7 +99,7 @@ def test_large_rims_arrive_in_the_order_of_calls():
         ]
         pending = [ctx.update_halo_begin(p) for p in fields]
         # While the function does something else.
-        wait_until(lambda: has_come(links_of(ctx), 1 - ctx.rank))
+        wait_until(lambda: has_come(connections_of(ctx), 1 - ctx.rank))
         for number in (2, 0, 1):
             rim = pending[number].wait()[-1 if ctx.rank == 0 else 0]
             assert (rim == 10 * number + 1 - ctx.rank).all()
@@ -112,16 +112,16 @@ def test_corners_that_are_left_out_show(dtype):
     def function(ctx):
         p = ctx.with_halo(np.ones((4, 2), dtype), 1, 0.0, corners=False)
         for _ in range(2):
-            rims = ctx.update_halo(p)
-            assert np.isnan(rims[::5, ::3]).all()
-            assert np.isnan(rims).sum() == 4
+            halo = ctx.update_halo(p)
+            assert np.isnan(halo[::5, ::3]).all()
+            assert np.isnan(halo).sum() == 4
 
     run_gang(RankGrid(((4,), (2, 2)), (1, 2)), function)
 
 
-def boxes_of(rims):
+def boxes_of(halo):
     """Sum the three by three elements around each one."""
-    rows = rims[:-2] + rims[1:-1] + rims[2:]
+    rows = halo[:-2] + halo[1:-1] + halo[2:]
     return rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
 
 
@@ -136,13 +136,13 @@ def test_corners_are_there_by_default(grid, boundary):
 
     def function(ctx):
         local_block = box_slices(ctx.box)
-        rims = ctx.update_halo(ctx.with_halo(x[local_block], 1, boundary))
-        assert np.array_equal(boxes_of(rims), wanted[local_block])
+        halo = ctx.update_halo(ctx.with_halo(x[local_block], 1, boundary))
+        assert np.array_equal(boxes_of(halo), wanted[local_block])
 
     run_gang(ranks, function)
 
 
-def test_rims_of_one_field_stay_when_another_has_its_memory():
+def test_halos_of_one_field_stay_when_another_has_its_memory():
     x = np.arange(8.0)
 
     def function(ctx):
@@ -155,37 +155,43 @@ def test_rims_of_one_field_stay_when_another_has_its_memory():
         assert np.array_equal(first, wanted)
         assert np.array_equal(second, -wanted)
         first *= 0
-        assert np.array_equal(p.inner, -x[own]), "what is returned is the caller's own"
+        assert np.array_equal(p.inner, -x[own]), "the caller owns the returned array"
+        pending = ctx.update_halo_begin(p)
+        begun = pending.wait()
+        assert pending.wait() is begun
+        p.inner[...] = x[own]
+        ctx.update_halo_begin(p).wait()
+        assert np.array_equal(begun, -wanted)
         assert ctx.update_halo(p, copy=False) is p.data
 
     run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_like_fields_that_are_exchanged_in_another_order_are_found():
-    """Each would get the rims of the other."""
+    """Each would get the halos of the other."""
 
     def function(ctx):
         fields = [ctx.with_halo(np.full(4, float(i)), boundary="periodic") for i in range(2)]
         for p in fields if ctx.rank else reversed(fields):
             ctx.update_halo(p)
 
-    with pytest.raises(SectionError, match=r"halo\(\) of padded 1, .* halo\(\) of padded 0, "):
+    with pytest.raises(SectionError, match=r"halo\(\) of halo array 1, .* of halo array 0, "):
         run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
-def test_members_receive_the_share_as_it_was_when_the_exchange_began():
+def test_ranks_receive_the_local_block_as_it_was_when_the_exchange_began():
     def function(ctx):
         p = ctx.with_halo(np.full(4, 1.0 + ctx.rank), boundary="periodic")
         pending = ctx.update_halo_begin(p)
         p.inner[...] = np.nan
-        rims = pending.wait()
-        assert rims[[0, -1]].tolist() == [2.0 - ctx.rank] * 2
+        halo = pending.wait()
+        assert halo[[0, -1]].tolist() == [2.0 - ctx.rank] * 2
 
     run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_parts_are_read_only():
-    """Written in place, the first part would change the rims of the others."""
+    """Written in place, the first part would change the halos of the others."""
     ctx = Context(RankGrid(((8,),), (1,)))
     p = ctx.with_halo(np.ones(8), boundary="periodic")
     with pytest.raises(ValueError, match="read-only"):
@@ -195,7 +201,7 @@ def test_parts_are_read_only():
 
 
 def in_place(ctx, x):
-    """Compute in the array that `halo` returns, as if it were the share."""
+    """Compute in the array that `halo` returns, as if it were the local block."""
     p = ctx.with_halo(x, {0: 1}, "periodic")
     for _ in range(3):
         u = ctx.update_halo(p)
@@ -211,14 +217,14 @@ def in_place_once(ctx, x):
 
 
 @pytest.mark.parametrize("function", [in_place, in_place_once])
-def test_results_in_the_copy_of_a_share_are_refused(function):
+def test_results_in_the_copy_of_a_local_block_are_refused(function):
     x = da.from_array(np.arange(24.0).reshape(6, 4), chunks=(3, 4))
     with pytest.raises(InputError, match=r"writes its results to the local block, p\.inner"):
         spmd(function, x, ranks=1).compute(scheduler="sync")
 
 
-def test_copies_of_a_share_may_be_written_to():
-    """Also where the share stays as it is."""
+def test_copies_of_a_local_block_may_be_written_to():
+    """Also where the local block stays as it is."""
 
     def bounded(ctx, x):
         p = ctx.with_halo(x, {0: 1}, "periodic")

@@ -15,10 +15,10 @@ from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import halo_windows, windows
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.links import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
-from tests.sections.gangs import links_of, run_gang
+from tests.sections.gangs import connections_of, run_gang
 from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import Event, RaceError, Stream
 from tests.support import pairwise
@@ -67,18 +67,18 @@ def test_orders_of_messages(gpu, opened, exchange):
     assert all(opened)
 
 
-def test_members_of_other_hosts_get_messages(gpu, opened, monkeypatch):
+def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
     """Of a square of four, those of one row are on one host."""
     monkeypatch.setattr(
-        Connections, "is_on_other_host", lambda links, rank: rank // 2 != links.place[0] // 2
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
     )
     check(gpu, heat(gpu))
     assert sorted(opened) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("exchange", ORDERS)
-def test_members_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
-    """Of the GPU's memory: nothing is copied to the host. Small rims go through it."""
+def test_ranks_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
+    """Of the GPU's memory: nothing is copied to the host. Small halos go through it."""
     messenger = with_ucx(gpu, monkeypatch)
     check(gpu, heat(gpu, exchange=exchange))
     assert sorted(opened) == [[0], [1], [2], [3]]
@@ -90,7 +90,7 @@ def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch
     original = windows.PeerWindow.__init__
 
     def opens(window, device, *args):
-        if links_of(device).place[0] == 0:
+        if connections_of(device).rank_and_size[0] == 0:
             raise cuda_ipc.TransferError("no peer access")
         original(window, device, *args)
 

@@ -1,4 +1,4 @@
-"""Streams between members of one process; members that use them are tested with links."""
+"""Streams between ranks of one process; ranks that use them are tested with links."""
 
 from __future__ import annotations
 

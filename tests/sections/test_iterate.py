@@ -17,8 +17,8 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections import halo_messages
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.graph import LocalBlocks
-from dask_p2p.sections.links import Connections
 from tests.sections.gangs import run_gang
 from tests.sections.support import nothing_is_left
 
@@ -91,7 +91,7 @@ def test_levels_of_time_constants_and_keywords(client):
         assert np.array_equal(y, z)
 
 
-def test_fields_have_rims_of_their_own(client):
+def test_fields_have_halos_of_their_own(client):
     def differs(u, before, out):
         assert before.shape[1] == out.shape[1] + 1
         out[:] = u[4:, :] - before[:, :-1]
@@ -115,7 +115,7 @@ def test_the_order_of_messages_changes_no_bit(client, exchange):
 @pytest.mark.parametrize("boundary", ["periodic", "none"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_overlap_changes_no_bit(client, boundary, ranks):
-    """Of functions that fill `out`, and of those that return shares with rims or without."""
+    """Of functions that fill `out`, and of those that return shares with halos or without."""
 
     def filling(u, before, factor, out, has_numbers):
         out[:] = np.sin(u[2:-1, 1:-1]) + factor * u[:-3, 1:-1] * before[:, 1:] - u[1:-2, 2:]
@@ -158,16 +158,16 @@ def test_overlap_changes_no_bit(client, boundary, ranks):
         assert all(map(np.array_equal, each, found[0]))
 
 
-def test_with_overlap_the_inside_comes_before_the_rims(client):
+def test_with_overlap_the_inside_comes_before_the_halos(client):
     def shapes(u, out):
         out[:] = u[1:-1] + (out.shape[0] == 22) + 10 * (out.shape[0] == 1)
 
     y = iterate(shapes, array(np.zeros((48, 3)), (24, 3)), {0: 1}, 2, overlap=True, ranks=2)
-    # The first step has rims from the start; the second is done in three parts.
+    # The first step has halos from the start; the second is done in three parts.
     assert y.compute()[:, 0].tolist() == ([10.0] + [1.0] * 22 + [10.0]) * 2
 
 
-def test_rims_wider_than_shares_and_corners(client):
+def test_halos_wider_than_local_blocks_and_corners(client):
     def diagonal(u, out):
         out[:] = u[14:, :-14] + u[:-14, 14:] + u[7:-7, 7:-7]
 
@@ -197,8 +197,8 @@ def test_one_to_four_axes_are_cut(client, data):
     assert np.array_equal(y.compute(), wanted)
 
 
-def test_functions_may_return_shares_with_and_without_rims(client):
-    """As those of map_overlap do; where there are no rims beyond the ends, they need that."""
+def test_functions_may_return_local_blocks_with_and_without_halos(client):
+    """As those of map_overlap do; where there are no halos beyond the ends, they need that."""
 
     def smoothed(u):
         new = u.copy()
@@ -227,7 +227,7 @@ def test_it_stops_when_it_is_told_to(client, every):
         return out.size, np.float64(np.abs(out).max())
 
     def small(count, largest):
-        assert count == X.size, "summed over all members"
+        assert count == X.size, "summed over all ranks"
         return largest < 1
 
     y = iterate(halved, array(np.ones_like(X)), 1, 100, until=small, check_every=every, ranks=4)
@@ -277,7 +277,7 @@ def test_without_steps_fields_come_back(client, ranks, more, every):
     assert np.array_equal(v, (2 * X).astype("f4"))
 
 
-def test_by_default_each_worker_has_a_member(client):
+def test_by_default_each_worker_has_a_rank(client):
     y = iterate(lambda u: u, array(), 1, 2)
     assert sum("ranks" in str(key[0]) and key[1] != "commit" for key in y.dask.to_dict()) == 2
 
@@ -315,10 +315,10 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.parametrize(
     ("is_far", "least", "parts"), [(True, 60, 3), (True, 61, 1), (False, 1, 1)]
 )
-def test_by_default_large_shares_are_done_in_parts_where_rims_come_from_other_hosts(
+def test_by_default_large_local_blocks_are_done_in_parts_where_halos_come_from_other_hosts(
     monkeypatch, is_far, least, parts
 ):
-    monkeypatch.setattr(Connections, "is_on_other_host", lambda links, rank: is_far)
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
     monkeypatch.setattr(halo_messages, "_LEAST_OVERLAPPED", least)
     x, seen = np.arange(120.0).reshape(24, 5), []
 

@@ -1,4 +1,4 @@
-"""Functions of users that do not do what they are asked for; and what members keep from them."""
+"""Functions of users that do not do what they are asked for; and what ranks keep from them."""
 
 from __future__ import annotations
 

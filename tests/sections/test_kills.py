@@ -45,7 +45,7 @@ def stepping(ctx, x, steps, folder, kill):
 
 
 @pytest.mark.parametrize("kill", [(0, 0), (1, 10), (3, 19)])
-def test_a_killed_worker_brings_all_members_again(client, tmp_path, kill):
+def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, kill):
     x = da.from_array(X, chunks=(2, 12)) + 0.5
     folders = [tmp_path / name for name in ("undisturbed", "killed")]
     for folder in folders:
@@ -65,7 +65,7 @@ def test_a_killed_worker_brings_all_members_again(client, tmp_path, kill):
 
 
 def test_an_output_that_is_lost_is_made_again(client):
-    """All members run again for one block."""
+    """All ranks run again for one block."""
 
     def running(ctx, x):
         return x + ctx.allreduce(1.0)
@@ -82,7 +82,7 @@ def test_an_output_that_is_lost_is_made_again(client):
 
 
 def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):
-    """Between commit and hand-out: outputs of some members are in memory, others are gone."""
+    """Between commit and hand-out: outputs of some ranks are in memory, others are gone."""
     first = tmp_path / "first"  # is there as soon as one block is handed out
 
     def die():
@@ -142,7 +142,7 @@ def note(path, step):
 
 
 def attempts(folder):
-    """The steps that each member made, by attempt."""
+    """The steps that each rank made, by attempt."""
     found = []
     for path in sorted(folder.glob("*.log")):
         steps = [*map(int, path.read_text().split())]
@@ -160,25 +160,25 @@ def attempts(folder):
         (("two workers", 17), "in a step", 0),  # with both states of some member
     ],
 )
-def test_members_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, resumed):
+def test_ranks_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, resumed):
     three_workers(client)
     x = da.from_array(X, chunks=(2, 12)) + 0.5
     wanted = X + 0.5
     for step in range(20):
-        # In the order in which the members add.
+        # In the order in which the ranks add.
         wanted = wanted + sum(wanted[i : i + 2].sum() for i in range(0, 8, 2)) / (step + 1e6)
     y = spmd(stepping_on, x, folder=tmp_path, kill=kill, where=where, ranks=4)
     future = client.compute(y)
     assert np.array_equal(result_of(client, future), wanted), "the same bits"
-    for of_member in attempts(tmp_path):
-        assert of_member[-1] == [*range(resumed, 20)]
-        assert len(of_member) > 1
+    for of_rank in attempts(tmp_path):
+        assert of_rank[-1] == [*range(resumed, 20)]
+        assert len(of_rank) > 1
     del future
     nothing_is_left(client)
 
 
 def dying_often(ctx, x, folder):
-    """One member kills its worker five times, and each time all get further."""
+    """One rank kills its worker five times, and each time all get further."""
     for step in ctx.steps(20, [x], every=1):
         x += ctx.allreduce(1.0)
         if ctx.rank == 1 and step in (3, 6, 9, 12, 15) and not (folder / str(step)).exists():
@@ -207,7 +207,7 @@ def counting(ctx, x, path):
     return x
 
 
-def test_members_go_on_whatever_integers_count_their_steps(client, tmp_path):
+def test_ranks_go_on_whatever_integers_count_their_steps(client, tmp_path):
     three_workers(client)
     y = spmd(counting, da.zeros(12, chunks=3), ranks=3, path=tmp_path / "killed")
     assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 24.0))
@@ -238,14 +238,14 @@ def saving_nothing(ctx, x, folder):
 
 
 @pytest.mark.parametrize("function", [copied_first, saving_nothing])
-def test_members_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function):
+def test_ranks_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function):
     """Not after steps whose values are lost."""
     three_workers(client)
     y = spmd(function, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
     assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
-    for of_member in attempts(tmp_path):
-        assert of_member[-1] == [*range(20)]
-        assert len(of_member) > 1
+    for of_rank in attempts(tmp_path):
+        assert of_rank[-1] == [*range(20)]
+        assert len(of_rank) > 1
     nothing_is_left(client)
 
 
@@ -278,7 +278,7 @@ def test_a_stencil_goes_on_from_the_last_checkpoint(client, tmp_path):
         ranks=4,
     )
     assert np.array_equal(result_of(client, client.compute(y)), wanted + 50j), "the same bits"
-    for of_member in attempts(tmp_path):
-        assert of_member[-1] == [*range(30, 50)]
+    for of_rank in attempts(tmp_path):
+        assert of_rank[-1] == [*range(30, 50)]
     del y, before
     nothing_is_left(client)

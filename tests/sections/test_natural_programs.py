@@ -91,7 +91,7 @@ def test_twenty_seven_points(client, boundary):
         assert np.array_equal(y.compute(), wanted)
 
 
-def test_deep_corners_over_several_members(client):
+def test_deep_corners_over_several_ranks(client):
     def far(u, out):
         out[...] = u[10:, 10:] + 2 * u[:-10, 10:] + 3 * u[10:, :-10] + u[:-10, :-10] + u[5:-5, 5:-5]
 
@@ -319,7 +319,7 @@ def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_writing_boundary_conditions_into_rims_is_refused(client, ranks):
+def test_writing_boundary_conditions_into_halos_is_refused(client, ranks):
     def clamped(u, out):
         u[0] = 0
         out[...] = u[:-2] + u[2:]

@@ -84,7 +84,7 @@ def task_with_client(of="with client"):
 
 
 def of_first(make):
-    """A function whose first member adds what is made."""
+    """A function whose first rank adds what is made."""
     return lambda ctx, x: x + (make() if ctx.rank == 0 else 32.0)
 
 
@@ -136,7 +136,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_gangs_that_would_wait_for_each_other_are_refused_by_name(client, way):
     y = spmd(WAYS[way](), da.zeros(16, chunks=4))
-    match = r"p2p-\w+-members-\w+ is computed by the function of p2p-spmd-ranks-\w+, and needs"
+    match = r"p2p-\w+-ranks-\w+ is computed by the function of p2p-spmd-ranks-\w+, and needs"
     with pytest.raises(SectionError, match=match):
         y.compute()
     assert task(f"after {way}") == 32.0

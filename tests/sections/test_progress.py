@@ -1,4 +1,4 @@
-"""What is known of members while they run, and after."""
+"""What is known of ranks while they run, and after."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of(client, y):
     return run
 
 
-def test_a_run_of_members(client, x, tmp_path):
+def test_a_run_of_ranks(client, x, tmp_path):
     y = iterate(smooth, x, {0: 1}, 50, ranks=2, checkpoint_every=None)
     run = of(client, y)
     assert (run.operation, run.shape, run.blocks, run.dtype) == (
@@ -55,7 +55,7 @@ def test_a_run_of_members(client, x, tmp_path):
     assert run.steps == 50
     assert run.steps_per_s == min(50 / (r.stop_s - r.start_s) for r in run.records)
     assert run.moved_bytes == 2 * 50 * estimate(y).step_bytes
-    assert run.transports == {"link": len(run.pairs)}
+    assert run.transports == {"connection": len(run.pairs)}
     assert 0 < run.waited_share <= 1
     assert run.waited_s.keys() == {(worker, holder) for worker, holder, _ in run.pairs}
     text = repr(last_runs(client, n=1))
@@ -75,7 +75,7 @@ def test_other_operations_have_no_columns_for_steps(client, x):
     assert last_runs(client, n=1)[0].summary()["steps"] == 0
 
 
-def test_one_member_and_loops_of_any_function(client, x):
+def test_one_rank_and_loops_of_any_function(client, x):
     def loop(ctx, a):
         for _ in ctx.steps(7, every=None):
             a += ctx.allreduce(1)
@@ -117,7 +117,7 @@ def until(client, is_seen):
     return row
 
 
-def test_the_page_shows_how_far_members_are(client, x):
+def test_the_page_shows_how_far_ranks_are(client, x):
     def held(u, out):
         np.add(u[1:-1], 1, out=out)
         if out.flat[0] == 4:

@@ -13,9 +13,9 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context, regions
-from dask_p2p.sections.link import AttemptEndedError
-from dask_p2p.sections.links import Connections
-from tests.sections.gangs import links_of, run_gang
+from dask_p2p.sections.connection import AttemptEndedError
+from dask_p2p.sections.connections import Connections
+from tests.sections.gangs import connections_of, run_gang
 
 DTYPES = [
     "?", "i1", ">i4", "f2", "f8", "c8", "longdouble", "M8[s]", "m8[ms]", "S3", "U2", "V5", "S0",
@@ -57,7 +57,7 @@ def cases(draw):
 @given(
     case=cases(), strided=st.booleans(), permuted=st.booleans(), exchange=st.sampled_from(ORDERS)
 )
-def test_members_get_their_part_of_another_cut(least_bytes, case, strided, permuted, exchange):
+def test_ranks_get_their_part_of_another_cut(least_bytes, case, strided, permuted, exchange):
     """And come back from there, through memory that they give; by messages, and by reading."""
     ranks, (partition, other), axes, dtype = case
     x = whole(tuple(map(sum, ranks.chunks)), dtype)
@@ -99,10 +99,10 @@ def bytes_sent(monkeypatch):
     """Return the list to which messages of redistributions are added."""
     begin, sent = Connections.begin, []
 
-    def counting(links, call, sends, receives, beside=False):
+    def counting(connections, call, sends, receives, in_background=False):
         if call.endswith("float64"):
             sent.extend(map(len, sends.values()))
-        return begin(links, call, sends, receives, beside)
+        return begin(connections, call, sends, receives, in_background)
 
     monkeypatch.setattr(Connections, "begin", counting)
     return sent
@@ -112,9 +112,9 @@ def test_large_parts_are_read(monkeypatch):
     """And counted as bytes that have come."""
 
     def counted(ctx):
-        before = links_of(ctx).received
+        before = connections_of(ctx).received
         to_columns(ctx)
-        (_, count, _), *_ = links_of(ctx).received
+        (_, count, _), *_ = connections_of(ctx).received
         assert not before
         assert count > 256 * 256 * 8
 
@@ -137,7 +137,7 @@ def test_who_cannot_read_gets_messages(monkeypatch):
     monkeypatch.setattr(regions.process_memory, "holds", holds)
     run_gang(SLABS, to_columns, reads_memory=False)
     assert sent == [256 * 256 * 8] * 4
-    monkeypatch.setattr(Connections, "is_on_other_host", lambda links, rank: True)
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 6
 
@@ -152,7 +152,7 @@ def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
 
 
 def test_memory_stays_until_it_is_read(monkeypatch):
-    """A member does not go on before the others have read from it."""
+    """A rank does not go on before the others have read from it."""
     read, slept = regions.Reads.read, []
 
     def slowly(own, holder, *args):
@@ -172,7 +172,7 @@ def test_memory_stays_until_it_is_read(monkeypatch):
     assert slept
 
 
-def test_by_default_arrays_come_from_and_go_to_the_shares():
+def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
     """Whatever the order of axes was between, and in the places where blocks are cut."""
     ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
     x = np.arange(63.0).reshape(7, 9)
@@ -191,7 +191,7 @@ def test_by_default_arrays_come_from_and_go_to_the_shares():
     run_gang(ranks, transposed)
 
 
-def test_a_member_alone_permutes():
+def test_a_rank_alone_permutes():
     ctx = Context(RankGrid(((2, 2), (3,)), (1, 1)))
     x = np.arange(12).reshape(4, 3)
     assert np.array_equal(ctx.redistribute(x, (1,), axes=(1, 0)), x.T)
@@ -283,7 +283,7 @@ def test_dtypes_that_differ_are_an_error():
         run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)
 
 
-def test_several_members_need_an_axis_that_is_divided():
+def test_several_ranks_need_an_axis_that_is_divided():
     def undivided(ctx):
         ctx.redistribute(np.ones((2, 4)), ())
 

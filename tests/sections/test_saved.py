@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections import saved as module
-from dask_p2p.sections.link import AttemptEndedError
+from dask_p2p.sections.connection import AttemptEndedError
 from dask_p2p.sections.saved import (
     Checkpoints,
     Period,
@@ -16,7 +16,7 @@ from dask_p2p.sections.saved import (
     checked_period,
     replica_ranks,
 )
-from tests.sections.test_links import BOUND_S, Gang
+from tests.sections.test_connections import BOUND_S, Gang
 
 
 def test_buddies_are_on_other_workers():
@@ -38,7 +38,7 @@ def test_two_generations_are_kept():
 
 
 def test_what_is_added_after_states_were_dropped_is_not_kept():
-    """By a member that does not know yet that it was cancelled."""
+    """By a rank that does not know yet that it was cancelled."""
     saved = SavedStates()
     kept = saved.open("x")
     saved.drop("x")
@@ -47,7 +47,7 @@ def test_what_is_added_after_states_were_dropped_is_not_kept():
 
 
 def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
-    """Of step 7 one member has a state: its attempt ended before the others had theirs.
+    """Of step 7 one rank has a state: its attempt ended before the others had theirs.
 
     Another attempt goes on at 3, and comes to step 5. If that ended in the middle, and 3 was gone,
     all would begin at the start.
@@ -66,9 +66,9 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
     for saved in kept:
         saved.__class__ = Watched
 
-    def save(rank, links):
+    def save(rank, connections):
         own = States(kept[rank], "x", 3, (0, 1), lambda: None)
-        checkpoints = Checkpoints(rank, ["a", "b"], links, own)
+        checkpoints = Checkpoints(rank, ["a", "b"], connections, own)
         checkpoints.save(5, [np.zeros(1)])
         checkpoints.save(6, [np.zeros(1)])
 
@@ -86,16 +86,16 @@ def states(gang, rank):
 
 
 def test_states_are_kept_here_and_there_and_come_back():
-    """Of three workers the second one is lost, and its member runs beside the first one."""
+    """Of three workers the second one is lost, and its rank runs beside the first one."""
     workers, kept, told = ["a", "b", "c"], [SavedStates() for _ in range(3)], []
 
-    def save(rank, links):
+    def save(rank, connections):
         def tell():
             assert kept[rank].gangs == ["x"], "or they might be dropped before they are there"
             told.append(rank)
 
         own = States(kept[rank], "x", None, (), tell)
-        checkpoints = Checkpoints(rank, workers, links, own)
+        checkpoints = Checkpoints(rank, workers, connections, own)
         arrays = states(0, rank)
         assert checkpoints.restore(arrays) == 0
         for step in (5, 10):
@@ -111,10 +111,10 @@ def test_states_are_kept_here_and_there_and_come_back():
     ]
     kept[1] = kept[0]  # its own states are gone
 
-    def restore(rank, links):
+    def restore(rank, connections):
         own = States(kept[rank], "x", 10, (0, 2, 2), lambda: None)
         arrays = [np.zeros(3), np.zeros(rank, "i2")]
-        checkpoints = Checkpoints(rank, ["a", "a", "c"], links, own)
+        checkpoints = Checkpoints(rank, ["a", "a", "c"], connections, own)
         assert checkpoints.restore(arrays) == 10
         assert checkpoints.restore(arrays) == 0, "once"
         for array, before in zip(arrays, states(0, rank), strict=True):
@@ -125,9 +125,9 @@ def test_states_are_kept_here_and_there_and_come_back():
 
 
 def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
-    def restore(rank, links):
+    def restore(rank, connections):
         own = States(SavedStates(), "x", 10, (0, 1, 2), lambda: None)
-        Checkpoints(rank, "abc", links, own).restore([np.zeros(3)])
+        Checkpoints(rank, "abc", connections, own).restore([np.zeros(3)])
 
     with Gang(3) as gang:
         for future in gang.begin(restore):
@@ -135,12 +135,12 @@ def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
 
 
 def test_no_state_goes_before_a_newer_one_is_whole():
-    """One member lags behind: the others keep the states that it has, too."""
+    """One rank lags behind: the others keep the states that it has, too."""
     kept = [SavedStates() for _ in range(5)]
 
-    def save(rank, links):
+    def save(rank, connections):
         own = States(kept[rank], "x", None, (), lambda: None)
-        checkpoints = Checkpoints(rank, "abcde", links, own)
+        checkpoints = Checkpoints(rank, "abcde", connections, own)
         for step in (5,) if rank == 4 else (5, 10, 15, 20):
             checkpoints.save(step, [np.zeros(3)])
 

@@ -27,7 +27,7 @@ JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
 
 
 class Scheduler:
-    """Has the members of one gang in process on a worker each."""
+    """Has the ranks of one gang in process on a worker each."""
 
     def __init__(self, **workers):
         self.handlers, self.workers, self.plugins = {}, {"a", "b"}, {}
@@ -81,7 +81,7 @@ def whole(plugin):
     )
 
 
-def test_members_start_together_and_commit_together():
+def test_ranks_start_together_and_commit_together():
     async def main(scheduler, plugin):
         orders = await whole(plugin)
         assert {order["state"] for order in orders} == {"running"}
@@ -122,7 +122,7 @@ def test_deaths_before_a_newer_state_do_not_count(saved, counted):
 
 
 def whole_with(plugin, steps, token):
-    """Both members join, and each has states of steps."""
+    """Both ranks join, and each has states of steps."""
     joining = [
         JOINING | {"rank": rank, "token": f"{token}{rank}", "worker": worker}
         for rank, worker in enumerate("ab")
@@ -202,7 +202,7 @@ def test_workers_forget_states_with_the_gang(end):
 @pytest.mark.parametrize(
     "saved", [[(0,)], [(0, 5)], [(2, [5])], [(0, [-1])], [(0, ["5"])], {0: [5]}, [5]]
 )
-def test_states_that_no_member_has_are_refused(saved):
+def test_states_that_no_rank_has_are_refused(saved):
     async def main(scheduler, plugin):
         answer = await plugin.join(**JOINING | {"saved": saved})
         assert answer["status"] == "error"
@@ -212,7 +212,7 @@ def test_states_that_no_member_has_are_refused(saved):
 
 
 @pytest.mark.parametrize("taken", ["off", "by another"])
-def test_members_come_again_after_the_plugin_was_taken_off(taken):
+def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
     """It has not heard what became of their tasks meanwhile."""
 
     async def main(scheduler, plugin):
@@ -269,7 +269,7 @@ junk = st.one_of(
 
 @pytest.mark.parametrize("op", [JOIN, LEAVE, ORDER, SAVES])
 @given(data=st.data())
-def test_requests_that_no_member_sends_are_refused(op, data):
+def test_requests_that_no_rank_sends_are_refused(op, data):
     good = {
         JOIN: JOINING,
         LEAVE: {**GOOD, "cause": "", "error": None},

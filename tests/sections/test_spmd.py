@@ -17,7 +17,7 @@ from dask_p2p.errors import (
     SectionError,
     UnsupportedArrayError,
 )
-from tests.sections.gangs import links_of
+from tests.sections.gangs import connections_of
 from tests.sections.support import nothing_is_left
 from tests.support import own_client, result_of
 
@@ -43,21 +43,21 @@ def expected(power=1):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_members_exchange_and_leave_nothing(client, ranks):
+def test_ranks_exchange_and_leave_nothing(client, ranks):
     y = spmd(normalized, array(), ranks=ranks, power=2)
     assert y.chunks == array().chunks
     np.testing.assert_allclose(y.compute(), expected(2), rtol=1e-12)
     nothing_is_left(client)
 
 
-def test_by_default_each_worker_has_a_member(client):
+def test_by_default_each_worker_has_a_rank(client):
     def size(ctx, x):
         return np.full_like(x, ctx.size)
 
     assert (spmd(size, array()).compute() == 2).all()
 
 
-def test_a_part_of_the_output_takes_all_members(client):
+def test_a_part_of_the_output_takes_all_ranks(client):
     y = spmd(normalized, array(), ranks=4)
     np.testing.assert_allclose(y[:3].compute(), expected()[:3], rtol=1e-12)
 
@@ -74,20 +74,20 @@ def test_several_arrays_and_outputs(client):
 
 
 @pytest.mark.parametrize("order", ["auto", ["comm"]])
-def test_members_redistribute_large_arrays(client, order):
+def test_ranks_redistribute_large_arrays(client, order):
     """By reading each other's memory, or by messages where that is not wanted."""
 
     def columns_doubled(ctx, x):
-        links, sent = links_of(ctx), []
-        begin = links.begin
+        connections, sent = connections_of(ctx), []
+        begin = connections.begin
 
         def noted(call, sends, *args, **kwargs):
             sent.extend(map(len, sends.values()))
             return begin(call, sends, *args, **kwargs)
 
-        links.begin = noted
+        connections.begin = noted
         columns = ctx.redistribute(x, (1,))
-        links.begin = begin
+        connections.begin = begin
         assert (max(sent) < columns.nbytes // ctx.size // 2) == (order == "auto")
         columns *= 2
         return ctx.redistribute(columns, from_partition=(1,), out=x)
@@ -98,7 +98,7 @@ def test_members_redistribute_large_arrays(client, order):
         assert np.array_equal(y.compute(), 2 * x)
 
 
-def test_each_member_returns_values_of_its_own(client):
+def test_each_rank_returns_values_of_its_own(client):
     def described(ctx, x):
         return x + 1, ctx.rank, [x.sum(), x.size]
 
@@ -129,7 +129,7 @@ def test_masks_of_values_are_not_lost(client):
         y.compute()
 
 
-def test_members_may_return_values_of_their_own_alone(client):
+def test_ranks_may_return_values_of_their_own_alone(client):
     def described(ctx, x):
         return ctx.rank, [x.sum(), x.size]
 
@@ -145,7 +145,7 @@ def test_members_may_return_values_of_their_own_alone(client):
         spmd(described, array(), ranks=2, outputs=0, per_rank=(0, 0, 0))[0].compute()
 
 
-def test_examples_of_what_members_return_are_numbers():
+def test_examples_of_what_ranks_return_are_numbers():
     for wrong in ({}, array(), "text", b"text"):
         with pytest.raises(InputError, match="per_rank: expected numbers or NumPy arrays"):
             spmd(normalized, array(), per_rank=(wrong,))
@@ -174,7 +174,7 @@ def test_sums_have_the_same_bits_everywhere(client):
     ],
 )
 def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
-    """A function counts members, or elements of `uint8`: sums have room for that."""
+    """A function counts ranks, or elements of `uint8`: sums have room for that."""
 
     def combined(ctx, x):
         return ctx.allreduce(value, op)
@@ -186,18 +186,18 @@ def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
 def test_an_exception_of_one_is_raised_by_all(client):
     def failing(ctx, x):
         if ctx.rank == 1:
-            raise ZeroDivisionError("of member 1")
+            raise ZeroDivisionError("of rank 1")
         ctx.barrier()
         return x
 
     y = spmd(failing, array(), ranks=4).persist()
-    with pytest.raises(ZeroDivisionError, match="of member 1"):
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
         y.compute()
     del y
     nothing_is_left(client)
 
 
-def test_with_retries_all_members_come_again(client, tmp_path):
+def test_with_retries_all_ranks_come_again(client, tmp_path):
     def failing_once(ctx, x, path):
         if ctx.rank == 1 and not path.exists():
             path.touch()
@@ -261,7 +261,7 @@ def test_a_wrong_output_is_named(client):
     assert (y.compute() == X + 0.5).all()
 
 
-def test_each_member_has_its_share(client):
+def test_each_rank_has_its_local_block(client):
     def where(ctx, x):
         (top, bottom), (left, right) = ctx.box
         assert np.array_equal(x, X[top:bottom, left:right])
@@ -273,7 +273,7 @@ def test_each_member_has_its_share(client):
     assert (spmd(where, array(), ranks=8, partition=(-2,)).compute() == 41).all()
 
 
-def test_cancelled_members_leave_nothing(client):
+def test_cancelled_ranks_leave_nothing(client):
     def endless(ctx, x):
         while True:
             time.sleep(0.05)
@@ -306,7 +306,7 @@ def test_gangs_take_turns_beside_other_tasks(client):
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
-def test_without_a_cluster_there_is_one_member(scheduler):
+def test_without_a_cluster_there_is_one_rank(scheduler):
     with dask.config.set(scheduler=scheduler):
         np.testing.assert_allclose(spmd(normalized, array(), ranks=1).compute(), expected())
         with pytest.raises(InputError, match="expected a cluster for 4 ranks"):
@@ -317,7 +317,7 @@ def inner_section(local_block, **kwargs):
     return spmd(lambda ctx, x: x + ctx.size, da.from_array(local_block, chunks=(1, 12)), **kwargs)
 
 
-def test_a_section_within_a_member_has_one(client):
+def test_a_section_within_a_rank_has_one(client):
     """Others would wait for the workers that this one's section has, and that for them."""
 
     def function(ctx, x):
@@ -327,12 +327,12 @@ def test_a_section_within_a_member_has_one(client):
     assert np.array_equal(result_of(client, client.compute(y)), X + 1)
 
 
-def test_more_members_within_a_member_are_refused(client):
+def test_more_ranks_within_a_rank_are_refused(client):
     def function(ctx, x):
         return inner_section(x, ranks=2).compute()
 
     y = spmd(function, array(), ranks=2)
-    with pytest.raises(InputError, match="members: expected 1 in the function of another section"):
+    with pytest.raises(InputError, match="ranks: expected 1 in the function of another section"):
         result_of(client, client.compute(y))
     alone = spmd(function, array(), ranks=1)
     assert np.array_equal(result_of(client, client.compute(alone)), X + 2), "which holds no worker"
@@ -346,7 +346,7 @@ def test_wrong_arguments_are_refused():
         spmd(array(), func)
     with pytest.raises(InputError, match="at least one Dask array"):
         spmd(func)
-    with pytest.raises(InputError, match=r"members, at least 1, got ranks=0.* Leave ranks= out"):
+    with pytest.raises(InputError, match=r"ranks, at least 1, got ranks=0.* Leave ranks= out"):
         spmd(func, array(), ranks=0)
     with pytest.raises(InputError, match="number of outputs"):
         spmd(func, array(), outputs="1")
@@ -428,7 +428,7 @@ def test_outputs_may_have_dtypes_of_their_own():
         spmd(described, x, outputs=3, ranks=1, dtype=("f8", bool))
 
 
-def test_values_of_members_are_not_narrowed():
+def test_values_of_ranks_are_not_narrowed():
     def large(ctx, a):
         return 300
 
@@ -455,7 +455,7 @@ class Counter:
 
 
 class NoLock:
-    """Not to be copied, like a lock; members use it at the same time."""
+    """Not to be copied, like a lock; ranks use it at the same time."""
 
     def __enter__(self):
         return self
@@ -469,7 +469,7 @@ class NoLock:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_members_of_one_process_share_no_arguments(ranks):
+def test_ranks_of_one_process_local_block_no_arguments(ranks):
     given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
     function, lock = Counter(), NoLock()
     with own_client(1, threads_per_worker=4, processes=False):
@@ -481,7 +481,7 @@ def test_members_of_one_process_share_no_arguments(ranks):
 
 
 @pytest.mark.cluster
-def test_members_of_one_process_share_no_arguments_of_iterate():
+def test_ranks_of_one_process_local_block_no_arguments_of_iterate():
     def counted(u, log, out, table):
         log.append(1)
         table["calls"] += 1

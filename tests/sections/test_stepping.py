@@ -1,4 +1,4 @@
-"""Loops of steps: which state a member goes on with."""
+"""Loops of steps: which state a rank goes on with."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def deep_inside(ctx, x):
 
 
 @pytest.mark.parametrize("function", [*RIGHT, copy_worked_on, another_name, rows, deep_inside])
-def test_members_that_begin_again_make_the_same(function):
+def test_ranks_that_begin_again_make_the_same(function):
     """Whichever state was kept: one that has not changed is no reason to leave out steps."""
     ranks = RankGrid(((3, 3),), (2,))
     kept = [SavedStates(), SavedStates()]
@@ -321,15 +321,15 @@ def test_members_that_begin_again_make_the_same(function):
         pass
 
     def attempt(resume, last=None):
-        def checkpoints(rank, links, device):
+        def checkpoints(rank, connections, device):
             own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            made = Checkpoints(rank, ["a", "b"], links, own, device)
+            made = Checkpoints(rank, ["a", "b"], connections, own, device)
             save = made.save
 
             def saved(step, arrays):
                 save(step, arrays)
                 if step == last:
-                    links.gather("the state of both is there", b"")
+                    connections.gather("the state of both is there", b"")
                     raise FoundError
 
             made.save = saved
@@ -348,15 +348,15 @@ def test_members_that_begin_again_make_the_same(function):
     assert [found.tolist() for found in attempt(7)] == wanted
 
 
-def test_a_state_that_changes_at_one_member_is_brought_back():
+def test_a_state_that_changes_at_one_rank_is_brought_back():
     """A wave that has not come to the others yet."""
     ranks = RankGrid(((3, 3),), (2,))
     kept = [SavedStates(), SavedStates()]
 
     def attempt(resume, function):
-        def checkpoints(rank, links, device):
+        def checkpoints(rank, connections, device):
             own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            return Checkpoints(rank, ["a", "b"], links, own, device)
+            return Checkpoints(rank, ["a", "b"], connections, own, device)
 
         return run_gang(ranks, function, checkpoints=checkpoints)
 

@@ -1,4 +1,4 @@
-"""Members give their place in the worker's pool to other tasks, and none is lost."""
+"""Ranks give their place in the worker's pool to other tasks, and none is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_worker_client_late(number):
 
 
 @pytest.mark.parametrize("make", [by_client, by_worker_client, by_worker_client_late])
-def test_a_function_may_wait_for_tasks_though_members_have_all_threads(client, make):
+def test_a_function_may_wait_for_tasks_though_ranks_have_all_threads(client, make):
     y = spmd(lambda ctx, x: x + make(ctx.rank + 1), da.zeros(4, chunks=2))
     assert np.array_equal(y.compute(), [1, 1, 2, 2])
     wait_until(lambda: {*client.run(places).values()} == {(1, 1, 0)})

@@ -17,8 +17,8 @@ from dask_p2p.ops import local_fft
 from dask_p2p.ops.fft_stages import order_in_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context, transforms
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.links import Connections
 from dask_p2p.sections.pieces import MOST_PIECES, Pieces
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
@@ -113,7 +113,7 @@ def cuffts_place():
     st.booleans(),
     st.sampled_from([None, "ortho", "forward"]),
 )
-def test_members_on_gpus(case, how, piece_bytes, is_reversed, norm):
+def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
     """Shares may be made piece by piece, and are read as soon as an event allows it, or later."""
     ranks, axes, partition, from_partition = case
     part_bytes, dtype = how
@@ -168,7 +168,7 @@ def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("piece_bytes", "count"), [(8193, 0), (8192, 2), (4096, 2), (2048, 4), (1, MOST_PIECES)]
 )
-def test_large_shares_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
+def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
     x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")  # a share has 8192 bytes
     counts = []
 
@@ -229,9 +229,9 @@ def test_slabs_take_one_exchange(monkeypatch):
 
     begin, calls_of = Connections.begin, defaultdict(list)
 
-    def counting(links, call, *args):
-        calls_of[links.place[0]].append(call.partition(" ")[0])
-        return begin(links, call, *args)
+    def counting(connections, call, *args):
+        calls_of[connections.rank_and_size[0]].append(call.partition(" ")[0])
+        return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", counting)
 

@@ -54,7 +54,7 @@ def test_units_that_others_have_are_waited_for():
     assert worker.free == 0
 
 
-def test_a_member_that_is_stopped_waits_for_no_units():
+def test_a_rank_that_is_stopped_waits_for_no_units():
     worker = Worker({"GPU": 1})
     units = Units(worker, "x")
     units.lend()

@@ -57,7 +57,7 @@ def no_timer_is_left():
 
 
 def told(scheduler):
-    """Have the first member wait, and no other."""
+    """Have the first rank wait, and no other."""
 
     async def main():
         coordinator = Coordinator(8)
@@ -210,4 +210,4 @@ def test_what_a_gang_waits_for():
     assert coordinator.wait("z") == Wait(1, 0, [], ["x", "y"])
     assert coordinator.wait("w") is None
     coordinator.leave("x", 0, "x0", "raised", b"error")
-    assert coordinator.wait("x") is None, "its members have been stopped"
+    assert coordinator.wait("x") is None, "its ranks have been stopped"

@@ -1,4 +1,4 @@
-"""Memory of another member, as it is mapped; windows themselves are tested with rims."""
+"""Memory of another rank, as it is mapped; windows themselves are tested with halos."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle
 from dask_p2p.sections import windows
+from dask_p2p.sections.connection import AttemptEndedError
 from dask_p2p.sections.devices import Gpu
-from dask_p2p.sections.link import AttemptEndedError
 from dask_p2p.sections.windows import OwnEvents, PeerMemory
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from tests.sections.emulated import emulated_gpu
@@ -39,7 +39,7 @@ def place(number, base, offset_bytes=0):
 
 def test_an_allocation_is_mapped_once(calls):
     gpu = Gpu(None)
-    memory = PeerMemory(gpu, OwnEvents(gpu, 2).told(0))
+    memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
     for offset_bytes in (0, 300, 0):
         assert memory.mapped(place(1, 5000, offset_bytes), 800) == 2**20 + offset_bytes
     assert calls == ["01"]
@@ -52,7 +52,7 @@ def test_an_allocation_is_mapped_once(calls):
 def test_an_allocation_in_the_place_of_one_that_is_gone(calls):
     """CuPy's own pool gives memory back when there is too little of it."""
     gpu = Gpu(None)
-    memory = PeerMemory(gpu, OwnEvents(gpu, 2).told(0))
+    memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
     memory.mapped(place(1, 5000), 800)
     memory.mapped(place(2, 5500), 800)
     assert calls == ["01", "closed", "02"]
@@ -64,14 +64,14 @@ def test_an_allocation_in_the_place_of_one_that_is_gone(calls):
 
 def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
     gpu = Gpu(None)
-    told = OwnEvents(gpu, 2).told(0)
+    descriptor = OwnEvents(gpu, 2).descriptor(0)
     monkeypatch.setattr(windows, "separation", lambda own, peer: "they share a process")
     with pytest.raises(TransferError, match="they share a process"):
-        PeerMemory(gpu, told)
+        PeerMemory(gpu, descriptor)
     monkeypatch.setattr(windows, "separation", lambda own, peer: None)
     monkeypatch.setattr(windows.cuda_ipc, "peer_obstacle", lambda gpu: f"no access to {gpu}")
     with pytest.raises(TransferError, match="no access to gpu"):
-        PeerMemory(gpu, told)
+        PeerMemory(gpu, descriptor)
 
 
 # --- a process that ends
@@ -79,21 +79,21 @@ def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
 
 @pytest.fixture
 def other():
-    """The process of another member, until it is killed."""
+    """The process of another rank, until it is killed."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
 @pytest.fixture
-def told(calls, monkeypatch, other):
-    """What that member has told: it has two events."""
+def descriptor(calls, monkeypatch, other):
+    """What that rank has told: it has two events."""
     here = windows._own_peer()
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
     monkeypatch.setattr(windows, "_own_peer", lambda: there)
-    told = OwnEvents(Gpu(None), 2).told(0)
+    descriptor = OwnEvents(Gpu(None), 2).descriptor(0)
     monkeypatch.setattr(windows, "_own_peer", lambda: here)
-    return told
+    return descriptor
 
 
 def test_tasks_and_sections_have_the_same_mappings(calls):
@@ -102,7 +102,7 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
     transport = IpcTransport(worker, options())
     own = windows._own_peer()
     mapping = transport.mappings.acquire(own, place(1, 5000), 1)
-    memory = PeerMemory(gpu := Gpu(None), OwnEvents(gpu, 2).told(0))
+    memory = PeerMemory(gpu := Gpu(None), OwnEvents(gpu, 2).descriptor(0))
     assert memory.mapped(place(1, 5000), 800) == 2**20
     assert calls == ["01"]
     memory.close()
@@ -114,8 +114,8 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
     assert calls == ["01", "closed"]
 
 
-def test_memory_of_a_member_whose_process_has_ended_is_not_mapped(calls, told, other):
-    memory = PeerMemory(Gpu(None), told)
+def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other):
+    memory = PeerMemory(Gpu(None), descriptor)
     other.kill()
     wait_until(lambda: memory.has_ended)
     with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
@@ -124,8 +124,8 @@ def test_memory_of_a_member_whose_process_has_ended_is_not_mapped(calls, told, o
     assert calls == []
 
 
-def test_memory_of_a_member_is_closed_when_its_process_ends(calls, told, other):
-    memory = PeerMemory(Gpu(None), told)
+def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
+    memory = PeerMemory(Gpu(None), descriptor)
     memory.mapped(place(1, 5000), 100)
     memory.close()
     assert calls == ["01"], "the next section need not map it"
@@ -135,12 +135,12 @@ def test_memory_of_a_member_is_closed_when_its_process_ends(calls, told, other):
 
 @pytest.mark.parametrize("which", ["stream", "copies", "queue"])
 def test_memory_that_the_gpu_still_reads_is_closed_after_that(
-    monkeypatch, calls, told, other, which
+    monkeypatch, calls, descriptor, other, which
 ):
-    """Whatever the member's function does meanwhile: it may take long to find out."""
+    """Whatever the rank's function does meanwhile: it may take long to find out."""
     gpu = Gpu(None)
     with gpu.running([]):
-        memory = PeerMemory(gpu, told)
+        memory = PeerMemory(gpu, descriptor)
         memory.mapped(place(1, 5000), 100)
         busy = gpu.queue.reading[0] if which == "queue" else getattr(gpu, which)
         asked, working = [], {busy.ptr}
@@ -161,10 +161,10 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
         assert calls == ["01", "closed"]
 
 
-def test_memory_that_graphs_read_is_closed_by_the_member(calls, told, other):
+def test_memory_that_graphs_read_is_closed_by_the_rank(calls, descriptor, other):
     gpu = Gpu(None)
     with gpu.running([]):
-        memory = PeerMemory(gpu, told)
+        memory = PeerMemory(gpu, descriptor)
         memory.mapped(place(1, 5000), 100)
         gpu.ending.append(lambda: None)  # as of a meeting
         other.kill()
@@ -201,11 +201,11 @@ class Waiting:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, told, other, has_ended):
+def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, other, has_ended):
     """Also where nobody here has found out yet that the attempt has ended."""
     gpu = Gpu(SimpleNamespace(has_ended=has_ended))
     with gpu.running([]):
-        memory = PeerMemory(gpu, told)
+        memory = PeerMemory(gpu, descriptor)
         gpu.peers.append(memory)
         gpu.closing.append(memory.close)
         memory.mapped(place(1, 5000), 100)
@@ -221,13 +221,13 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, told, other, 
     wait_until(lambda: calls == ["01", "closed"])
 
 
-def test_waits_that_do_not_end(monkeypatch, calls, told, other):
+def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
     """The worker leaves at once: until then nobody gets the memory of the process that ended."""
     gpu = Gpu(SimpleNamespace(has_ended=True))
 
     def work():
         with gpu.running([]):
-            memory = PeerMemory(gpu, told)
+            memory = PeerMemory(gpu, descriptor)
             gpu.peers.append(memory)
             Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
             other.kill()
@@ -236,9 +236,9 @@ def test_waits_that_do_not_end(monkeypatch, calls, told, other):
         work()
 
 
-def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, told, other):
+def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, descriptor, other):
     gpu = Gpu(None)
-    memory = PeerMemory(gpu, told)
+    memory = PeerMemory(gpu, descriptor)
     memory.close()
     waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
     memory._on_end("as it would be called a little too late")

@@ -1,4 +1,4 @@
-"""Members on workers of this process: the end of a worker, and messages that no member sends."""
+"""Ranks on workers of this process: the end of a worker, and messages that no rank sends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distributed.protocol.pickle import loads
 from dask_p2p import spmd
 from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
-from dask_p2p.sections import rank_attempt
+from dask_p2p.sections import rank
 from dask_p2p.sections.coordinator import Order
 from dask_p2p.sections.worker import SectionsPlugin, plugin_on
 from tests.sections.support import be_on_hosts, members_that_run
@@ -42,13 +42,13 @@ def test_no_thread_outlives_its_worker():
     asyncio.run(main())
 
 
-def test_members_pause_before_they_come_again(monkeypatch):
+def test_ranks_pause_before_they_come_again(monkeypatch):
     """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
     pauses = []
-    monkeypatch.setattr(rank_attempt, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=pauses.append))
     for failures in (0, 1, 3):
         with pytest.raises(Reschedule):
-            rank_attempt._raise_end(Order("stopped", failures=failures), options())
+            rank._raise_end(Order("stopped", failures=failures), options())
     assert pauses == [pause_s(options(), 1), pause_s(options(), 3)]
     assert sum(pause_s(options(), 1 + n) for n in range(options().attempts)) > 5
 
@@ -56,7 +56,7 @@ def test_members_pause_before_they_come_again(monkeypatch):
 def test_all_raise_the_exception_of_one(monkeypatch):
     def failing(ctx, x):
         if ctx.rank == 1:
-            raise ZeroDivisionError("of member 1")
+            raise ZeroDivisionError("of rank 1")
         ctx.barrier()
 
     raised = []
@@ -65,23 +65,23 @@ def test_all_raise_the_exception_of_one(monkeypatch):
         raised.append(loads(order.error))
         original(order, options)
 
-    original = rank_attempt._raise_end
-    monkeypatch.setattr(rank_attempt, "_raise_end", raise_end)
+    original = rank._raise_end
+    monkeypatch.setattr(rank, "_raise_end", raise_end)
 
     async def main():
         async with in_process(2) as (_, client):
             future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), ranks=4))
-            with pytest.raises(ZeroDivisionError, match="of member 1"):
+            with pytest.raises(ZeroDivisionError, match="of rank 1"):
                 await future
             await asyncio.to_thread(wait_until, lambda: len(raised) == 3)
 
     asyncio.run(main())
-    assert [str(each) for each in raised] == ["of member 1"] * 3
+    assert [str(each) for each in raised] == ["of rank 1"] * 3
     assert "in failing" in raised[0].__notes__[0], "with the traceback"
 
 
 def test_encrypted_clusters_have_encrypted_links():
-    """Members of one host exchange by Unix sockets, which do not leave it; so they are told."""
+    """Ranks of one host exchange by Unix sockets, which do not leave it; so they are told."""
 
     def think_of_hosts(dask_worker):
         be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
@@ -101,7 +101,7 @@ def protocol(dask_worker):
     return dask_worker.plugins[SectionsPlugin.name].reach.protocol
 
 
-def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
+def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
     """Or nobody would have them dropped."""
 
     async def main():
@@ -121,7 +121,7 @@ def test_the_scheduler_is_told_of_states_though_the_member_ends(monkeypatch):
     asyncio.run(main())
 
 
-def test_dask_takes_fewer_samples_while_there_are_members():
+def test_dask_takes_fewer_samples_while_there_are_ranks():
     def sampled_ms(worker):
         return worker.periodic_callbacks["profile"].callback_time
 

@@ -150,13 +150,13 @@ def test_hosts_in_pairs():
     report = Report(workers, FAR_LINKS, find_problems(workers, FAR_LINKS, VERSIONS))
     one, out, back = report.hosts
     assert (one.reader, one.holder, one.transports, one.gbs) == ("one", "one", {"cma": 2}, 4.0)
-    assert one.in_the_way == ()
+    assert one.obstacles == ()
     assert (out.reader, out.holder, out.transports) == ("one", "two", {"comm": 2})
-    assert out.in_the_way == ("cma: on <others>",)
+    assert out.obstacles == ("cma: on <others>",)
     assert (back.reader, back.holder) == ("two", "one")
     assert back.transports == {"none": 1, "comm": 1}
     assert back.latency_s == 2e-3
-    assert back.in_the_way == ("ucx: no ucxx", "TransferError: no answer")
+    assert back.obstacles == ("ucx: no ucxx", "TransferError: no answer")
     assert not any("on <others>" in problem.what for problem in report.problems)
     text = repr(report)
     assert text == str(report)

@@ -33,10 +33,10 @@ def log():
     return SilenceLog()
 
 
-def note(log, clock, start_s, error=UNREACHABLE, holder="a", now_s=None):
+def record_failure(log, clock, start_s, error=UNREACHABLE, holder="a", now_s=None):
     """An attempt waits for a holder, and notes how it failed."""
     clock.now_s = start_s + OPTIONS.request_timeout_s if now_s is None else now_s
-    log.note(holder, "ucx", error, start_s, OPTIONS)
+    log.record_failure(holder, "ucx", error, start_s, OPTIONS)
     return clock.now_s
 
 
@@ -54,7 +54,7 @@ def test_attempts_that_have_begun_do_not_wait_and_later_ones_ask_again(
     log, clock, error, others_too
 ):
     assert asks(log, 0.0)
-    end_s = note(log, clock, 0.0, error)
+    end_s = record_failure(log, clock, 0.0, error)
     for start_s in (0.0, 20.0, end_s):
         with pytest.raises(type(error), match=str(error)):
             log.check("a", "ucx", start_s, OPTIONS)
@@ -65,19 +65,19 @@ def test_attempts_that_have_begun_do_not_wait_and_later_ones_ask_again(
 
 @pytest.mark.parametrize("error", [TransferError("broken"), BlockUnavailableError("gone")])
 def test_other_failures_are_no_silence(log, clock, error):
-    note(log, clock, 0.0, error)
+    record_failure(log, clock, 0.0, error)
     assert asks(log, 0.0)
     assert log.lasted_s("a", "ucx") == 0.0
 
 
 @pytest.mark.parametrize(("error", "transport"), [(UNREACHABLE, None), (SILENT, "ucx")])
 def test_what_comes_from_a_holder_ends_its_silence(log, clock, error, transport):
-    note(log, clock, 0.0, error)
-    note(log, clock, 31.0, error)
-    log.heard("a", transport if transport is None else "comm")
-    log.heard("b")
+    record_failure(log, clock, 0.0, error)
+    record_failure(log, clock, 31.0, error)
+    log.record_answer("a", transport if transport is None else "comm")
+    log.record_answer("b")
     assert asks(log, 0.0) is (transport is None)
-    log.heard("a", transport)
+    log.record_answer("a", transport)
     assert asks(log, 0.0)
     assert log.lasted_s("a", "ucx") == 0.0
 
@@ -85,7 +85,7 @@ def test_what_comes_from_a_holder_ends_its_silence(log, clock, error, transport)
 def test_a_worker_that_left_is_forgotten(log, clock):
     for holder in "ab":
         for error in (UNREACHABLE, SILENT):
-            note(log, clock, 0.0, error, holder)
+            record_failure(log, clock, 0.0, error, holder)
     log.on_worker_left("a")
     assert asks(log, 0.0)
     assert not asks(log, 0.0, holder="b")
@@ -97,7 +97,7 @@ def test_it_lasts_from_one_attempt_to_the_next_whichever_tasks_they_are_at(log, 
     for attempt in range(OPTIONS.attempts):
         assert asks(log, start_s)
         assert is_given_up(OPTIONS, log.lasted_s("a", "comm")) is False
-        end_s = note(log, clock, start_s)
+        end_s = record_failure(log, clock, start_s)
         assert log.lasted_s("a", "comm") == attempt * 30.5
         start_s = end_s + 0.5
     assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
@@ -105,57 +105,57 @@ def test_it_lasts_from_one_attempt_to_the_next_whichever_tasks_they_are_at(log, 
 
 def test_threads_that_wait_at_the_same_time_count_once(log, clock):
     """However many there are, there is one attempt more in 30 seconds, and none is spent sooner."""
-    note(log, clock, 0.0)
+    record_failure(log, clock, 0.0)
     for start_s in range(1, 30):
-        note(log, clock, float(start_s))
+        record_failure(log, clock, float(start_s))
     assert log.lasted_s("a", "comm") == 0.0
     assert asks(log, 30.1), "it has begun after the silence was found"
-    note(log, clock, 30.1)
+    record_failure(log, clock, 30.1)
     assert log.lasted_s("a", "comm") == pytest.approx(30.1)
 
 
 def test_a_holder_that_nobody_asked_for_long_is_not_known_to_be_silent(log, clock):
-    end_s = note(log, clock, 0.0)
+    end_s = record_failure(log, clock, 0.0)
     assert log.is_silent("a", end_s + 32.0, OPTIONS)
     assert not log.is_silent("a", end_s + 32.1, OPTIONS)
-    note(log, clock, end_s + 32.1)
+    record_failure(log, clock, end_s + 32.1)
     assert log.lasted_s("a", "comm") == 0.0
 
 
 def test_one_that_is_given_up_fails_tasks_at_once_for_two_seconds_and_is_then_asked(log, clock):
-    note(log, clock, 0.0)
-    end_s = note(log, clock, 31.0, now_s=200.0)
+    record_failure(log, clock, 0.0)
+    end_s = record_failure(log, clock, 31.0, now_s=200.0)
     for start_s in (end_s + 1.0, end_s + 2.0):
         assert not asks(log, start_s)
-        note(log, clock, start_s, now_s=start_s)  # which has not asked
+        record_failure(log, clock, start_s, now_s=start_s)  # which has not asked
     assert asks(log, end_s + 2.1)
-    note(log, clock, end_s + 2.1)
+    record_failure(log, clock, end_s + 2.1)
     assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
 
 
 def test_a_connection_that_is_refused_at_once_is_no_long_silence(log, clock):
     for attempt in range(100):
-        note(log, clock, attempt / 10, now_s=attempt / 10 + 0.01)
+        record_failure(log, clock, attempt / 10, now_s=attempt / 10 + 0.01)
     assert not is_given_up(OPTIONS, log.lasted_s("a", "comm"))
 
 
 def test_it_does_not_grow_with_the_holders_of_a_long_life(log, clock):
     for number in range(10_000):
-        note(log, clock, number * 60.0, holder=f"{number}")
+        record_failure(log, clock, number * 60.0, holder=f"{number}")
     assert len(log.known) <= 3600 / 60
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda log: log.note("a", "ucx", SILENT, 1e9, OPTIONS),
+        lambda log: log.record_failure("a", "ucx", SILENT, 1e9, OPTIONS),
         lambda log: log.on_worker_left("a"),
     ],
-    ids=["note", "left"],
+    ids=["record_failure", "left"],
 )
 def test_what_one_thread_hears_is_not_lost_to_another_one(log, act):
-    log.note("b", "ucx", SILENT, 1e9, OPTIONS)
-    hearing = threading.Thread(target=log.heard, args=("b", "ucx"))
+    log.record_failure("b", "ucx", SILENT, 1e9, OPTIONS)
+    hearing = threading.Thread(target=log.record_answer, args=("b", "ucx"))
 
     class Watched(dict):
         def items(self):

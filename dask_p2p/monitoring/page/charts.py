@@ -172,10 +172,10 @@ def _bars_of(
     for part, left_s, seconds, of in _parts_of(record):
         above = max(0, PARTS.index(part) - 1) * third
         low = top - height if part == "task" else top - above - third
-        place = left_s - begun_s, left_s - begun_s + seconds, low, top - above
+        rectangle = left_s - begun_s, left_s - begun_s + seconds, low, top - above
         what = names.get(of.holder, of.holder), of.transport, of.nbytes, seconds
         if seconds or part == "task":
-            yield Bar(part, *place, names[record.worker], *what, *task)
+            yield Bar(part, *rectangle, names[record.worker], *what, *task)
 
 
 def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:

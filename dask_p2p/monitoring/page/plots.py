@@ -72,13 +72,13 @@ class LinksPlot:
         axes = {"x_axis_label": "holder", "y_axis_label": "reader", "x_range": models.FactorRange()}
         look = {"tools": "", "toolbar_location": None, "min_width": 380}
         self.root = _figure("p2p-links-plot", _LINK_TIPS, **axes, **look)
-        place = {"x": "holder", "y": "reader", "source": self._source}
+        center = {"x": "holder", "y": "reader", "source": self._source}
         colour = linear_cmap("share", _PALETTE, low=0, high=1, nan_color=_FAINT)
         size = {"width": 0.92, "height": 0.92, "line_width": 2}
-        cells = self.root.rect(**place, **size, color=colour, line_color="outline")
+        cells = self.root.rect(**center, **size, color=colour, line_color="outline")
         ink = linear_cmap("share", ["#ffffff", "#000000"], low=0, high=0.9)
         middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": "12px"}
-        self._labels = self.root.text(**place, text="label", text_color=ink, **middle)
+        self._labels = self.root.text(**center, text="label", text_color=ink, **middle)
         bar = cells.construct_color_bar(
             title="of the best link of the same transport (in cells: GB/s)",
             formatter=models.NumeralTickFormatter(format="0%"),

@@ -24,7 +24,7 @@ from dask_p2p.transports.footprint import Footprint, part_that_fits
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    RegionExchange,
+    ReadRegion,
     SameHostReading,
 )
 from dask_p2p.transports.in_place.same_host import SameHostTransport
@@ -97,16 +97,14 @@ class CmaTransport(SameHostTransport):
             return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
         return None if is_right else Obstacle("other-process", "its memory is another process'")
 
-    def place_of(self, block: Array) -> dict[str, Any]:
+    def address_of(self, block: Array) -> dict[str, Any]:
         return {"address": block.ctypes.data}
 
-    def regions(
-        self, descriptor: Descriptor, reading: SameHostReading, number: int
-    ) -> RegionExchange:
-        wanted, place = reading.requests[number], descriptor.place
-        address = place.get("address") if isinstance(place, dict) else None
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
+        wanted, fields = reading.requests[number], descriptor.address
+        address = fields.get("address") if isinstance(fields, dict) else None
         if type(address) is not int or not 0 <= address < 2**64:
-            raise TransferError(f"the descriptor of {wanted} has no address: {place!r}")
+            raise TransferError(f"the descriptor of {wanted} has no address: {fields!r}")
         _check_runs(wanted, descriptor)
         unread = sum(map(_weight, wanted.boxes))
 

@@ -25,7 +25,7 @@ from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    RegionExchange,
+    ReadRegion,
     SameHostReading,
     regions_of,
 )
@@ -84,24 +84,24 @@ class IpcTransport(SameHostTransport):
             )
         return cuda_ipc.peer_obstacle(remote.memory_proof)
 
-    def place_of(self, block: Array) -> dict[str, Any]:
+    def address_of(self, block: Array) -> dict[str, Any]:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
         return asdict(cuda_ipc.export(block))
 
-    def regions(
-        self, descriptor: Descriptor, reading: SameHostReading, number: int
-    ) -> RegionExchange:
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
         wanted, peer = reading.requests[number], reading.peer
         try:
-            place = _checked_place(tuple(descriptor.place.items()))
+            ipc_handle = _checked_handle(tuple(descriptor.address.items()))
         except (AttributeError, TypeError, ValueError) as exc:
             raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
-        if place.gpu != peer.memory_proof and (obstacle := cuda_ipc.peer_obstacle(place.gpu)):
+        if ipc_handle.gpu != peer.memory_proof and (
+            obstacle := cuda_ipc.peer_obstacle(ipc_handle.gpu)
+        ):
             raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
         block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
-        mapping = self.mappings.acquire(peer, place, block_bytes)
+        mapping = self.mappings.acquire(peer, ipc_handle, block_bytes)
         reading.ending[number].callback(self.mappings.release, mapping)
-        address = mapping.address + place.offset_bytes
+        address = mapping.address + ipc_handle.offset_bytes
         strides = descriptor.strides
         return regions_of(cuda_ipc.array_at(address, wanted.shape, strides, wanted.dtype))
 
@@ -123,9 +123,9 @@ class IpcTransport(SameHostTransport):
 
 
 @lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
-def _checked_place(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.IpcHandle:
-    place = cuda_ipc.IpcHandle(**dict(fields))
-    bytes.fromhex(place.handle)
-    checked_integer("buffer_id", place.buffer_id, 0, 2**64)
-    checked_integer("offset_bytes", place.offset_bytes, 0, 2**63)
-    return place
+def _checked_handle(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.IpcHandle:
+    ipc_handle = cuda_ipc.IpcHandle(**dict(fields))
+    bytes.fromhex(ipc_handle.handle)
+    checked_integer("buffer_id", ipc_handle.buffer_id, 0, 2**64)
+    checked_integer("offset_bytes", ipc_handle.offset_bytes, 0, 2**63)
+    return ipc_handle

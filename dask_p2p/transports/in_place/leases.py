@@ -112,10 +112,10 @@ class Leases(_LockFile):
     def take(self, key: Key) -> tuple[int, bytes] | None:
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
         bucket = bucket_of(digest := digest_of(key))
-        place = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
-        if place < 0 or place % _ENTRY_BYTES:
+        position = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
+        if position < 0 or position % _ENTRY_BYTES:
             return None
-        entry = bucket + place
+        entry = bucket + position
         self.lock(entry)
         self.held[entry] += 1
         if os.pread(self.fd, _ENTRY_BYTES, entry) != digest or not self.holder_lives():

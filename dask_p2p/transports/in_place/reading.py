@@ -38,7 +38,7 @@ _POLL_S = 20e-6
 _MOST_PUBLISHED = 10_000  # blocks in one request to publish
 
 #: Function that returns a region of an open block; other arguments as for `Region.result`.
-RegionExchange = Callable[[Box, float | None, Array | None], Any]
+ReadRegion = Callable[[Box, float | None, Array | None], Any]
 
 
 @section("transports.directory")
@@ -57,7 +57,7 @@ class Descriptor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: str
-    place: Mapping[str, Any]  # address of the block, in the transport's terms
+    address: Mapping[str, Any]  # address of the block, in the transport's terms
 
     def text(self) -> bytes:
         # Not by `asdict`, which makes deep copies.
@@ -88,8 +88,8 @@ def _read(text: bytes) -> Descriptor:
     return Descriptor(**{**fields, "shape": shape, "strides": strides})
 
 
-def regions_of(array: Array) -> RegionExchange:
-    """Return the `RegionExchange` function of an array in this process, mapped or empty."""
+def regions_of(array: Array) -> ReadRegion:
+    """Return the `ReadRegion` function of an array in this process, mapped or empty."""
     return lambda box, *_: array[box_slices(box)]
 
 
@@ -110,7 +110,7 @@ class SameHostReading(Reading):
         self._transport = transport
         self._options = options
         self._leases: Leases | None = None
-        self._regions: dict[int, RegionExchange] = {}  # by number of the request
+        self._regions: dict[int, ReadRegion] = {}  # by number of the request
 
     def __iter__(self) -> Iterator[Region]:
         for part in self.parts(is_tapered=self._transport.in_place):

@@ -35,7 +35,7 @@ from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
     DirectoryOptions,
-    RegionExchange,
+    ReadRegion,
     SameHostReading,
 )
 from dask_p2p.transports.replies import Handler, ask_and_wait, dtype_text, find_block
@@ -74,14 +74,12 @@ class SameHostTransport(Transport):
         """Return the obstacle to reading a process of this host and user; None without one."""
 
     @abstractmethod
-    def place_of(self, block: Array) -> dict[str, Any]:
-        """Wait for a block's values, and return its address for `Descriptor.place`."""
+    def address_of(self, block: Array) -> dict[str, Any]:
+        """Wait for a block's values, and return its address for `Descriptor.address`."""
 
     @abstractmethod
-    def regions(
-        self, descriptor: Descriptor, reading: SameHostReading, number: int
-    ) -> RegionExchange:
-        """Return the `RegionExchange` function of the leased block of a request.
+    def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
+        """Return the `ReadRegion` function of the leased block of a request.
 
         `reading.ending` closes all mappings and files that this method opens.
         """
@@ -235,7 +233,7 @@ class SameHostTransport(Transport):
             shape=tuple(block.shape),
             strides=tuple(block.strides),
             dtype=dtype_text(block.dtype),
-            place=self.place_of(block),
+            address=self.address_of(block),
         ).text()
 
     def _expire_later(self) -> None:

@@ -41,7 +41,7 @@ from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Release
 from dask_p2p.transports.packed.checksums import region_sum
-from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, places_of, region_at
+from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, offsets_of, region_at
 from dask_p2p.transports.replies import (
     Handler,
     check_dtype_text,
@@ -72,9 +72,9 @@ class Asked(NamedTuple):
         """Remaining time until the deadline; at least 0."""
         return max(0.0, self.deadline_s - time.monotonic())
 
-    def places(self) -> tuple[list[int], int]:
+    def offsets(self) -> tuple[list[int], int]:
         """Return the regions' offsets in one buffer, and the size of the buffer, in bytes."""
-        return places_of([box for _, box in self.parts], self.item_bytes)
+        return offsets_of([box for _, box in self.parts], self.item_bytes)
 
 
 class Target:
@@ -111,15 +111,15 @@ class MemoryTarget(Target):
 
     def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
-        self._places, self.size_bytes = asked.places()
+        self._offsets, self.size_bytes = asked.offsets()
 
     @abstractmethod
     def memory(self, backend: Backend) -> Array:
         """Return the buffer as a 1-D array of bytes, for regions of this backend."""
 
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
-        memory, place = self.memory(backend_for(region)), self._places[number]
-        packed = region_at(memory, place, region.shape, region.dtype)
+        memory, offset = self.memory(backend_for(region)), self._offsets[number]
+        packed = region_at(memory, offset, region.shape, region.dtype)
         self.wait_until_packed = queue.pack(packed, region)
         return packed
 
@@ -231,7 +231,7 @@ class PackedTransport(Transport):
         asked, answers = target.asked, list[dict[str, Any]]()
         with closing(target):
             for number, group in groupby(enumerate(asked.parts), key=lambda part: part[1][0]):
-                boxes = [(place, box) for place, (_, box) in group]
+                boxes = [(offset, box) for offset, (_, box) in group]
                 try:
                     block = self._find(asked, *asked.blocks[number])
                 except Exception as exc:

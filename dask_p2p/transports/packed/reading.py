@@ -45,7 +45,7 @@ class Pace:
     def __init__(self) -> None:
         self.most_bytes = _UNLIMITED_BYTES  # upper bound of one reply
 
-    def note(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
+    def update(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
         """Record the time of a reply, or of the wait for a reply that did not come."""
         share = took_s / limit_s
         if share > _LATE:
@@ -83,7 +83,7 @@ class MemoryLanding(Landing):
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         super().__init__(transport, reading, parts)
-        self.places, size_bytes = reading.places(parts)
+        self.offsets, size_bytes = reading.offsets(parts)
         self.memory = self.room(reading, size_bytes)
 
     @abstractmethod
@@ -101,7 +101,7 @@ class MemoryLanding(Landing):
     def region(self, memory: Array, number: int) -> Array:
         """Return the region with this number, in this memory."""
         shape = box_shape(self.parts[number].box)
-        found: Array = region_at(memory, self.places[number], shape, self.about.dtype)
+        found: Array = region_at(memory, self.offsets[number], shape, self.about.dtype)
         return found
 
 
@@ -129,9 +129,9 @@ class PackedReading(Reading):
         self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
-    def places(self, parts: Sequence[Region]) -> tuple[list[int], int]:
+    def offsets(self, parts: Sequence[Region]) -> tuple[list[int], int]:
         """Return the parts' offsets in one buffer, and the size of the buffer, in bytes."""
-        return places_of([part.box for part in parts], self.requests[0].dtype.itemsize)
+        return offsets_of([part.box for part in parts], self.requests[0].dtype.itemsize)
 
     def __iter__(self) -> Iterator[Region]:
         for parts in self._batches():
@@ -154,7 +154,7 @@ class PackedReading(Reading):
         batch: list[Region] = []
         batch_bytes = 0
         for part in self.parts():
-            _, nbytes = self.places([part])
+            _, nbytes = self.offsets([part])
             is_full = batch_bytes + nbytes > self.part_bytes or len(batch) == _MOST_PARTS
             if batch and is_full:
                 yield batch
@@ -217,7 +217,7 @@ class PackedReading(Reading):
         try:
             reply = check_reply(await asking, first)
         finally:
-            self._pace.note(self.places(parts)[1], time.monotonic() - begun_s, limit_s)
+            self._pace.update(self.offsets(parts)[1], time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
             message = f"{first.holder} sent no reply for any part: {reply}"
@@ -255,22 +255,22 @@ def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: 
     return region
 
 
-def places_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
+def offsets_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
     """Return the regions' offsets in one buffer, and its size. Both sides compute the same.
 
-    >>> places_of([((0, 2), (0, 3)), ((1, 2),)], 8)
+    >>> offsets_of([((0, 2), (0, 3)), ((1, 2),)], 8)
     ([0, 128], 136)
     """
-    places, end = [], 0
+    offsets, end = [], 0
     for box in boxes:
-        places.append(_aligned(end))
-        end = places[-1] + box_size(box) * item_bytes
-    return places, end
+        offsets.append(_aligned(end))
+        end = offsets[-1] + box_size(box) * item_bytes
+    return offsets, end
 
 
-def region_at(memory: Any, place: int, shape: Sequence[int], dtype: DType) -> Any:
+def region_at(memory: Any, offset: int, shape: Sequence[int], dtype: DType) -> Any:
     """Return a region as a C-ordered array in a buffer of bytes, from this offset on."""
-    return memory[place : place + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def _aligned(nbytes: int) -> int:

@@ -78,7 +78,7 @@ class Incoming(MemoryLanding):
 
     def look_out(self, first: int, tag: int) -> None:
         """Post the receive of a message with the regions from this one on."""
-        memory = self.memory[self.places[first] :]
+        memory = self.memory[self.offsets[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
     @property
@@ -151,7 +151,7 @@ class StreamedReading(PackedReading):
             streamed = _Streamed(self, landing, call, number)
             yield part.on_its_way(streamed.result, streamed.done)
 
-    def note_arrival(self, call: Future[Sequence[Any]]) -> None:
+    def record_arrival(self, call: Future[Sequence[Any]]) -> None:
         """Record the arrival of a message of a row.
 
         When all messages of a row have arrived, its reply has no new information. Still, `close`
@@ -196,7 +196,7 @@ class _Streamed:
         self.reading.expected.discard(landing)
         if landing.message is not None:
             landing.message.result(0.0)
-        self.reading.note_arrival(self.call)
+        self.reading.record_arrival(self.call)
         return landing.region(landing.memory, 0)
 
     def _is_sent(self) -> bool:

@@ -74,7 +74,7 @@ def test_nobody_is_asked_unless_somebody_looks():
     run(main)
 
 
-def test_pages_share_what_is_asked():
+def test_pages_local_block_what_is_asked():
     async def main():
         workers = Workers("a")
         while workers.asked["a"] < 5:
@@ -229,7 +229,7 @@ def test_progress_where_nothing_has_to_come():
 
 
 def member(rank, step=0, wanted_bytes=0, steps=5000):
-    """Of a section with two members; the scheduler knows its commit task, too."""
+    """Of a section with two ranks; the scheduler knows its commit task, too."""
     return record(rank, 1.0, wanted_bytes=wanted_bytes, step=step, steps=steps, attempt=1)
 
 

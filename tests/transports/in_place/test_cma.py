@@ -157,14 +157,14 @@ class TestCma(Conformance):
         self, setup, block, monkeypatch
     ):
         key, array = block
-        real = CmaTransport.place_of
+        real = CmaTransport.address_of
 
-        def place_of(transport, array):
-            monkeypatch.setattr(CmaTransport, "place_of", real)
+        def address_of(transport, array):
+            monkeypatch.setattr(CmaTransport, "address_of", real)
             transport.publish_block(key, array.shape)  # another thread, for another reader
             return real(transport, array)
 
-        monkeypatch.setattr(CmaTransport, "place_of", place_of)
+        monkeypatch.setattr(CmaTransport, "address_of", address_of)
         setup.serving.publish_block(key, array.shape)
         assert usage(setup.serving) == {"published": 1}
 
@@ -328,11 +328,11 @@ class TestCma(Conformance):
         assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
 
     @pytest.mark.parametrize(
-        "place", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str
+        "address", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str
     )
-    def test_a_descriptor_without_an_address(self, setup, block, monkeypatch, place):
+    def test_a_descriptor_without_an_address(self, setup, block, monkeypatch, address):
         key, array = block
-        monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: place)
+        monkeypatch.setattr(CmaTransport, "address_of", lambda transport, block: address)
         with pytest.raises(TransferError, match="has no address"):
             self.open(setup, key, array)
         setup.drop(key)
@@ -340,7 +340,7 @@ class TestCma(Conformance):
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
-        monkeypatch.setattr(CmaTransport, "place_of", lambda transport, block: {"address": 8})
+        monkeypatch.setattr(CmaTransport, "address_of", lambda transport, block: {"address": 8})
         with pytest.raises(TransferError, match=r"block .* cannot be read: .*Bad address"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 

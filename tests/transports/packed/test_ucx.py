@@ -127,9 +127,9 @@ class TestUcx(PackedConformance):
 
     def test_tags_do_not_start_at_the_same_place(self, setup):
         """What was meant for a process that died must not come for the right thing here."""
-        places = {next(UcxTransport(setup.host, options()).tags) for _ in range(10)}
-        assert len(places) == 10
-        assert max(places) > 2**40
+        offsets = {next(UcxTransport(setup.host, options()).tags) for _ in range(10)}
+        assert len(offsets) == 10
+        assert max(offsets) > 2**40
 
     def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
         def fail(queue):

@@ -1,4 +1,4 @@
-"""How members find one that has returned, without a link to it, and how an attempt ends."""
+"""How ranks find one that has returned, without a link to it, and how an attempt ends."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 
 from dask_p2p.errors import SectionError
 from dask_p2p.plans.orders import branch
-from dask_p2p.sections.link import AttemptEndedError
-from tests.sections import test_links
-from tests.sections.test_links import BOUND_S, LARGE, TCP, Gang, tls
+from dask_p2p.sections.connection import AttemptEndedError
+from tests.sections import test_connections
+from tests.sections.test_connections import BOUND_S, LARGE, TCP, Gang, tls
 
 # The same fixtures as there.
 gang, hosts, messengers, processes = (
-    getattr(test_links, name) for name in ("gang", "hosts", "messengers", "processes")
+    getattr(test_connections, name) for name in ("gang", "hosts", "messengers", "processes")
 )
 
 
-def finished(rank, links):
-    links.finish()
-    return sorted(other for other, *_ in links.received)
+def finished(rank, connections):
+    connections.finish()
+    return sorted(other for other, *_ in connections.received)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
@@ -36,19 +36,19 @@ def test_the_end_makes_no_links_but_those_of_a_tree(size):
 
 
 def test_the_end_waits_for_all(gang):
-    """Also for those with whom a member has no link."""
-    futures = gang.begin(lambda rank, links: rank == 1 or links.finish())
+    """Also for those with whom a rank has no link."""
+    futures = gang.begin(lambda rank, connections: rank == 1 or connections.finish())
     assert not wait(futures[::2], 0.2).done
-    gang.threads.submit(gang.links[1].finish).result(BOUND_S)
+    gang.threads.submit(gang.connections[1].finish).result(BOUND_S)
     for future in futures[::2]:
         future.result(BOUND_S)
 
 
 def test_the_end_waits_for_what_has_begun(gang):
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
-        end = links.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
-        links.finish()
+        end = connections.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
+        connections.finish()
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
@@ -70,13 +70,13 @@ def large_gang(request):
 def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, sends):
     """They have no link yet, and none by the tree: the scheduler thinks that all is well."""
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == waits:
-            links.exchange("x", {returns: b"x"} if sends else {}, {returns: None})
-        links.finish()
+            connections.exchange("x", {returns: b"x"} if sends else {}, {returns: None})
+        connections.finish()
 
     raised = raised_by(large_gang, exchange)
-    assert any(isinstance(each, SectionError) for each in raised)
+    assert any(isinstance(each, SectionError) for each in raised), raised
     for each in raised:
         if isinstance(each, SectionError):
             assert f"rank {returns} called finalize() at the return of its function" in str(each)
@@ -89,17 +89,17 @@ def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, se
 def test_one_that_sends_what_nobody_receives(large_gang, sends, returns):
     """All have returned, if the kernel has taken it, but some have made other calls."""
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == sends:
-            links.exchange("x", {returns: b"x"}, {})
-        links.finish()
+            connections.exchange("x", {returns: b"x"}, {})
+        connections.finish()
 
     raised = raised_by(large_gang, exchange)
-    assert any(isinstance(each, SectionError) for each in raised)
+    assert any(isinstance(each, SectionError) for each in raised), raised
 
 
 def raised_by(gang, what):
-    """Return what members raised, after the scheduler's part: one that raises ends all."""
+    """Return what ranks raised, after the scheduler's part: one that raises ends all."""
     futures = gang.begin(what)
     wait(futures, BOUND_S, FIRST_EXCEPTION)
     gang.wake()
@@ -108,11 +108,11 @@ def raised_by(gang, what):
 
 
 @pytest.mark.parametrize("host", ["processes", "hosts"])
-def test_members_meet_among_many_that_are_silent(request, host):
+def test_ranks_meet_among_many_that_are_silent(request, host):
     """More than the process may have as open files, if it took them all."""
     request.getfixturevalue(host)
     with Gang(2) as gang, ExitStack() as closing:
-        *_, name, _, address, port = gang.links[1].endpoint.split()
+        *_, name, _, address, port = gang.connections[1].endpoint.split()
         for family, at in (
             (socket.AF_UNIX, bytes.fromhex(name)),
             (socket.AF_INET, (address, int(port))),
@@ -122,8 +122,8 @@ def test_members_meet_among_many_that_are_silent(request, host):
                 made.connect(at)
         before = len(os.listdir("/proc/self/fd"))
 
-        def exchange(rank, links):
-            found = links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
+        def exchange(rank, connections):
+            found = connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
             return bytes(found[1 - rank]), len(os.listdir("/proc/self/fd"))
 
         for found, opened in gang.run(exchange):

@@ -14,10 +14,10 @@ from contextlib import suppress
 from math import inf
 
 from dask_p2p.errors import TransferError
+from dask_p2p.sections.connection import Connection, RankAddress
 from dask_p2p.sections.endpoint import Endpoint, Reach
 from dask_p2p.sections.files import reserve_files
 from dask_p2p.sections.in_process import Bell, Stream
-from dask_p2p.sections.link import Connection, RankAddress
 
 _KNOCK_S = 0.5  # time that a rank waits for a lower one before it knocks
 _AT_DOOR_S = 1.0  # timeout of a knock's connection
@@ -117,8 +117,8 @@ class ConnectionSetup:
         self._show_tokens(ready)
         found: list[tuple[int, Connection | None]] = []
         length = len(self._own.token)
-        for said, made in self._endpoint.accepted(ready, 2 * length):
-            theirs, own = said[:length].decode("latin"), said[length:].decode("latin")
+        for received, made in self._endpoint.accepted(ready, 2 * length):
+            theirs, own = received[:length].decode("latin"), received[length:].decode("latin")
             rank = self._ranks.get(theirs)
             if own == self._own.token and rank is not None and rank < self._rank:
                 found.append((rank, Connection(made)))

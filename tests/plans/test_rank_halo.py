@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.halo import halo_plan
+from dask_p2p.plans.rank_halo import interior_and_boundary, rank_halo
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plans.rims import interior_and_boundary, rims
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 
 
 @given(data=st.data())
-def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
+def test_ranks_that_exchange_their_halos_have_what_blocks_with_halos_have(data):
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
     ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
@@ -25,7 +25,7 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
-    all_rims = [rims(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
+    all_rims = [rank_halo(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
     padded = [np.full(each.shape, -1) for each in all_rims]
     for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
         array[box_slices(own.inner)] = x[box_slices(ranks.box(rank))]
@@ -43,7 +43,7 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
         assert all(rank in all_rims[peer].receives for peer in own.sends)
     plan = halo_plan(ranks.local_sizes, depth, boundary, has_corners)
     for rank, array in enumerate(padded):
-        block = plan.block(ranks.places[rank])
+        block = plan.block(ranks.indices[rank])
         wanted = np.zeros(block.shape, int)
         for piece in block.pieces:
             source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source].block)))]
@@ -56,12 +56,12 @@ def test_members_that_exchange_their_rims_have_what_blocks_with_rims_have(data):
         assert np.array_equal(array, wanted)
 
 
-def test_rims_of_slabs_with_corners_are_as_many_regions_as_without():
+def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
     """One region from each neighbor: corners come along with it."""
     ranks = RankGrid(((8, 8, 8), (6,), (5,)), (3, 1, 1))
     for boundary in ("periodic", "reflect", "none", 3):
         lean, full = (
-            rims(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            rank_halo(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
         for each in (full.receives, full.sends):
@@ -73,7 +73,7 @@ def test_rims_of_slabs_with_corners_are_as_many_regions_as_without():
 
 
 @given(data=st.data())
-def test_the_interior_reads_no_rims_of_others_and_all_is_covered_once(data):
+def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
     ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
@@ -83,7 +83,7 @@ def test_the_interior_reads_no_rims_of_others_and_all_is_covered_once(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
-        own = rims(ranks, rank, depth, boundary, has_corners)
+        own = rank_halo(ranks, rank, depth, boundary, has_corners)
         interior, *boundary_parts = interior_and_boundary(own)
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
@@ -105,17 +105,20 @@ def test_the_interior_reads_no_rims_of_others_and_all_is_covered_once(data):
                         assert not foreign[seen]
 
 
-def test_frames_are_where_rims_come_from_others():
+def test_frames_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
-    own = rims(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    own = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(own) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
-    ends = rims(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
+    ends = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert interior_and_boundary(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # where the array ends within the rim
-    assert interior_and_boundary(rims(near, 1, [(2, 0)], ["none"], True)) == [((2, 5),), ((0, 2),)]
-    narrow = rims(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
+    assert interior_and_boundary(rank_halo(near, 1, [(2, 0)], ["none"], True)) == [
+        ((2, 5),),
+        ((0, 2),),
+    ]
+    narrow = rank_halo(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

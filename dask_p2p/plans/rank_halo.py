@@ -41,7 +41,7 @@ from dask_p2p.plans.ranks import RankGrid
 
 
 @dataclass(frozen=True)
-class HaloPlan:
+class RankHalo:
     """The halo around one rank's local block. All boxes are in the local block with its halo.
 
     An exchange makes the copies, one after another, then the fills. It packs messages only
@@ -58,30 +58,30 @@ class HaloPlan:
     depth: tuple[tuple[int, int], ...]  # halo widths, also at ends without a halo ("none")
 
 
-def rims(
+def rank_halo(
     ranks: RankGrid,
     rank: int,
     depth: Sequence[tuple[int, int]],
     boundary: Sequence[Any],
     has_corners: bool,
-) -> HaloPlan:
+) -> RankHalo:
     """Return the halo around a rank's local block; see `halo_plan` for the parameters.
 
     It may reach over several other ranks.
     """
-    shares = _LocalBlocks.of(ranks, depth, boundary, has_corners)
-    at = ranks.places[rank]
+    shares = _HaloBlocks.of(ranks, depth, boundary, has_corners)
+    at = ranks.indices[rank]
     copies, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
     for piece in shares.pieces(at):
         if piece.holder == at:
             copies.append((piece.src, piece.dst))
         else:
             receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
-    for reader, place in enumerate(ranks.places):
-        if reader != rank and shares.may_read(place, at):
-            boxes = [piece.src for piece in shares.pieces(place) if piece.holder == at]
+    for reader, index in enumerate(ranks.indices):
+        if reader != rank and shares.may_read(index, at):
+            boxes = [piece.src for piece in shares.pieces(index) if piece.holder == at]
             sends |= {reader: boxes} if boxes else {}
-    return HaloPlan(
+    return RankHalo(
         shape=shares.shape(at),
         inner=shares.inner(at),
         copies=copies,
@@ -102,7 +102,7 @@ class _HaloPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _LocalBlocks:
+class _HaloBlocks:
     """The local blocks of all ranks with their halos."""
 
     mappings: tuple[AxisMapping, ...]  # by axis
@@ -117,7 +117,7 @@ class _LocalBlocks:
         depth: Sequence[tuple[int, int]],
         boundary: Sequence[Any],
         has_corners: bool,
-    ) -> _LocalBlocks:
+    ) -> _HaloBlocks:
         plan = halo_plan(ranks.local_sizes, depth, boundary)
         axes = range(len(ranks.grid))
         groups = [[axis] for axis in axes]
@@ -202,17 +202,17 @@ class _LocalBlocks:
         return [box for box in found if box_size(box)]
 
 
-def interior_and_boundary(rims: HaloPlan) -> list[Box]:
+def interior_and_boundary(rank_halo: RankHalo) -> list[Box]:
     """Return the interior and the boundary regions, which together cover a local block once.
 
     Only the interior needs no halo data of other ranks. It may be empty: then the local block is
     the only boundary region.
     """
-    lengths = [stop - start for start, stop in rims.inner]
+    lengths = [stop - start for start, stop in rank_halo.inner]
     whole = tuple((0, length) for length in lengths)
-    needed = _sides(rims)
+    needed = _sides(rank_halo)
     inside = []
-    for axis, (length, (before, after)) in enumerate(zip(lengths, rims.depth, strict=True)):
+    for axis, (length, (before, after)) in enumerate(zip(lengths, rank_halo.depth, strict=True)):
         start = before if (axis, False) in needed else 0
         stop = length - after if (axis, True) in needed else length
         inside.append((start, stop))
@@ -225,11 +225,11 @@ def interior_and_boundary(rims: HaloPlan) -> list[Box]:
     return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
 
 
-def _sides(rims: HaloPlan) -> set[tuple[int, bool]]:
+def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:
     """Return the sides that need boundary regions: axis, and true for its end."""
     around = []
-    for box in (box for boxes in rims.receives.values() for box in boxes):
-        along = list(enumerate(zip(box, rims.inner, strict=True)))
+    for box in (box for boxes in rank_halo.receives.values() for box in boxes):
+        along = list(enumerate(zip(box, rank_halo.inner, strict=True)))
         before = [(axis, False) for axis, ((_, stop), (first, _)) in along if stop <= first]
         after = [(axis, True) for axis, ((start, _), (_, last)) in along if start >= last]
         around.append(before + after)

@@ -23,10 +23,16 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Messenger
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.channel import Channel
+from dask_p2p.sections.connection import (
+    TEXT_BYTES,
+    AttemptEndedError,
+    Buffer,
+    Connection,
+    RankAddress,
+)
+from dask_p2p.sections.connection_setup import ConnectionSetup
 from dask_p2p.sections.endpoint import Reach, host_of, is_lost, uses_ucx
 from dask_p2p.sections.in_process import Stream
-from dask_p2p.sections.link import TEXT_BYTES, AttemptEndedError, Buffer, Connection, RankAddress
-from dask_p2p.sections.meeting import ConnectionSetup
 
 _LOOKS = 4  # checks for lost connections within one timeout
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
@@ -39,14 +45,14 @@ class Connections:
     """The connections of one rank in one attempt."""
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
-        self._links: dict[int, Connection] = {}  # by rank
+        self._connections: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
-        self._beside: threading.Thread | None = None
+        self._background: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._timeout_s, self._look_s = reach.timeout_s, 0.0  # time of the next check
-        self._meeting = ConnectionSetup(reach)
-        self.endpoint = self._meeting.endpoint
+        self._setup = ConnectionSetup(reach)
+        self.endpoint = self._setup.endpoint
         self._is_woken = self._is_finishing = False
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
@@ -54,18 +60,18 @@ class Connections:
     def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the addresses and attempt tokens of all ranks."""
         self._rank, self._peers = rank, peers
-        self._meeting.start(rank, peers)
+        self._setup.start(rank, peers)
         kernels = [host_of(peer.endpoint) for peer in peers]
         has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
         # Ranks of one process share Python's lock, and a rank that polls does not release it.
-        self._spin_s = _SPIN_S if has_cores and not self._meeting.has_company else 0.0
+        self._spin_s = _SPIN_S if has_cores and not self._setup.has_company else 0.0
 
     def reserve_files(self) -> None:
         """Raise the limit of open files so that each connection fits, or raise `SectionError`."""
-        self._meeting.reserve_files()
+        self._setup.reserve_files()
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Own rank, and the number of ranks."""
         return self._rank, len(self._peers)
 
@@ -75,7 +81,7 @@ class Connections:
 
     def carries(self, rank: int, size_bytes: int) -> bool:
         """Return whether messages of this size go by UCX, from and to memory of any kind."""
-        return rank in self._links and self._links[rank].carries(size_bytes)
+        return rank in self._connections and self._connections[rank].carries(size_bytes)
 
     def wake(self) -> None:
         """Make the current exchange, and all later ones, raise `AttemptEndedError`.
@@ -83,7 +89,7 @@ class Connections:
         Any thread may call this, until the connections are closed.
         """
         self._is_woken = True
-        self._meeting.bell.ring()
+        self._setup.bell.ring()
 
     @property
     def has_ended(self) -> bool:
@@ -94,9 +100,9 @@ class Connections:
         """Close all connections."""
         self.wake()
         self._join()
-        self._meeting.close()
-        for link in self._links.values():
-            link.close()
+        self._setup.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
@@ -118,7 +124,7 @@ class Connections:
 
     def gather(self, call: str, data: bytes) -> list[Buffer]:
         """Send bytes to all ranks, the same number on each; return those of all ranks, by rank."""
-        rank, size = self.place
+        rank, size = self.rank_and_size
         others = [each for each in range(size) if each != rank]
         receives = {each: bytearray(len(data)) for each in others}
         found = self.exchange(call, dict.fromkeys(others, data), receives)
@@ -133,8 +139,8 @@ class Connections:
         """
         self.exchange(_NO_MORE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
-        above, below, far_below = branch(*self.place)
-        near = {*self._links, *above, *below}
+        above, below, far_below = branch(*self.rank_and_size)
+        near = {*self._connections, *above, *below}
         self.exchange(_NO_MORE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
         of_all_below = above if below else []  # a leaf has already sent its message
         for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
@@ -146,12 +152,13 @@ class Connections:
         call: str,
         sends: Mapping[int, Buffer],
         receives: Mapping[int, Buffer | None],
-        beside: bool = False,
+        in_background: bool = False,
     ) -> Callable[[], dict[int, memoryview]]:
         """Begin an exchange; return a function that completes it.
 
-        The next exchange completes it as well. Buffers must stay valid until then. With `beside`, a
-        thread completes the transfers that the sockets do not complete immediately.
+        The next exchange completes it as well. Buffers must stay valid until then. With
+        `in_background`, a thread completes the transfers that the sockets do not complete
+        immediately.
         """
         if self._failure:  # the user's function may have caught the first error
             raise AttemptEndedError(self._failure)
@@ -161,17 +168,19 @@ class Connections:
         self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
         self._awaited_s = inf  # transfers in the background do not count as waiting
-        self._meeting.begin()
+        self._setup.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
-            link = self._links.get(rank)
-            if link is None and self._rank < rank:
-                link = self._links[rank] = self._connect(rank)
-            if link is not None:
-                self._begin(rank, link)
-        if beside and self._waiting:
-            self._beside = threading.Thread(target=self._go_on, name="dask-p2p-rims", daemon=True)
-            self._beside.start()
+            connection = self._connections.get(rank)
+            if connection is None and self._rank < rank:
+                connection = self._connections[rank] = self._connect(rank)
+            if connection is not None:
+                self._begin(rank, connection)
+        if in_background and self._waiting:
+            self._background = threading.Thread(
+                target=self._go_on, name="dask-p2p-halo", daemon=True
+            )
+            self._background.start()
         return lambda: self._end(found)
 
     def _go_on(self) -> None:
@@ -179,9 +188,9 @@ class Connections:
             self._advance_all()
 
     def _join(self) -> None:
-        if self._beside is not None:
-            self._beside.join()
-            self._beside = None
+        if self._background is not None:
+            self._background.join()
+            self._background = None
 
     def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
         """Complete an exchange; return the received bytes by rank."""
@@ -191,9 +200,9 @@ class Connections:
         self._join()
         self._advance_all()
         for rank in self._receives:
-            link = self._links[rank]
-            found[rank] = link.payload
-            link.received_bytes += len(found[rank])
+            connection = self._connections[rank]
+            found[rank] = connection.payload
+            connection.received_bytes += len(found[rank])
         self._found = None
         return found
 
@@ -204,45 +213,47 @@ class Connections:
         is_first = True  # one attempt without blocking costs less than a poll
         while self._waiting:
             is_spinning = is_first or time.perf_counter() < until_s
-            if is_spinning and self._waiting <= self._links.keys():
+            if is_spinning and self._waiting <= self._connections.keys():
                 ready = list(self._waiting)
             else:
                 ready = self._wait()
             is_first = False
             for rank in ready:
-                self._advance(rank, self._links[rank])
+                self._advance(rank, self._connections[rank])
                 if rank not in self._waiting:
                     now_s = time.perf_counter()
                     waited_s = now_s - max(since_s, self._awaited_s)
-                    self._links[rank].waited_s += max(0.0, waited_s)
+                    self._connections[rank].waited_s += max(0.0, waited_s)
                     since_s = now_s
 
     def count(self, rank: int, size_bytes: int) -> None:
         """Count bytes that came from a rank otherwise than in messages."""
-        self._links[rank].received_bytes += size_bytes
+        self._connections[rank].received_bytes += size_bytes
 
     @property
     def received(self) -> list[tuple[int, int, float]]:
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
-        return [(r, each.received_bytes, each.waited_s) for r, each in self._links.copy().items()]
+        return [
+            (r, each.received_bytes, each.waited_s) for r, each in self._connections.copy().items()
+        ]
 
-    def _begin(self, rank: int, link: Connection) -> None:
+    def _begin(self, rank: int, connection: Connection) -> None:
         """Begin the sends and receives of the current exchange on a connection."""
-        link.number += 1
+        connection.number += 1
         try:
             if rank in self._sends:
-                link.begin_to_send(self._text, self._sends[rank])
+                connection.begin_to_send(self._text, self._sends[rank])
             if rank in self._receives:
-                link.begin_to_receive(self._receives[rank])
-            if link.send() and link.has_received:
+                connection.begin_to_receive(self._receives[rank])
+            if connection.send() and connection.has_received:
                 self._waiting.discard(rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
-    def _advance(self, rank: int, link: Connection) -> None:
+    def _advance(self, rank: int, connection: Connection) -> None:
         """Send and receive on a connection without blocking."""
         try:
-            is_done = link.advance(self._text, self._rank, rank)
+            is_done = connection.advance(self._text, self._rank, rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
         if is_done:
@@ -250,22 +261,24 @@ class Connections:
 
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
-        links = {rank: self._links[rank] for rank in self._waiting & self._links.keys()}
+        connections = {
+            rank: self._connections[rank] for rank in self._waiting & self._connections.keys()
+        }
         sockets, others, most_s = dict[int, int](), list[int](), self._timeout_s / _LOOKS
         poll = select.poll()
-        poll.register(self._meeting.bell, select.POLLIN)
-        for rank, link in links.items():
-            if not isinstance(link.socket, Stream):
-                sockets[link.socket.fileno()] = rank
-                poll.register(link.socket, link.events)
-            elif link.socket.is_ready(link.events):
+        poll.register(self._setup.bell, select.POLLIN)
+        for rank, connection in connections.items():
+            if not isinstance(connection.socket, Stream):
+                sockets[connection.socket.fileno()] = rank
+                poll.register(connection.socket, connection.events)
+            elif connection.socket.is_ready(connection.events):
                 most_s = 0.0
-            if isinstance(link.socket, Stream) or link.uses_channel:
+            if isinstance(connection.socket, Stream) or connection.uses_channel:
                 others.append(rank)
-        missing = self._waiting - links.keys()
+        missing = self._waiting - connections.keys()
         meets = self._is_finishing or bool(missing)
         if meets:
-            most_s = min(most_s, self._meeting.register(poll, missing))
+            most_s = min(most_s, self._setup.register(poll, missing))
         ready = self._polled(poll, most_s, sockets)
         found = {*others, *(sockets[number] for number in ready & sockets.keys())}
         return [*found, *(self._called(ready) if meets else [])]
@@ -275,7 +288,9 @@ class Connections:
 
         `sockets` has ranks by descriptor.
         """
-        uses_channel = self.use_ucx and any(self._links[r].uses_channel for r in sockets.values())
+        uses_channel = self.use_ucx and any(
+            self._connections[r].uses_channel for r in sockets.values()
+        )
         polled = poll.poll(0 if uses_channel else most_s * 1000)
         for number, event in polled:
             if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
@@ -283,18 +298,18 @@ class Connections:
         if not polled and uses_channel:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
-            self._check_links(sockets.values())
-        self._meeting.bell.hush()
+            self._check_connections(sockets.values())
+        self._setup.bell.hush()
         if self._is_woken:
-            self._meeting.bell.ring()  # so that the next wait ends, too
+            self._setup.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
         return {number for number, _ in polled}
 
-    def _check_links(self, ranks: Iterable[int]) -> None:
+    def _check_connections(self, ranks: Iterable[int]) -> None:
         """Raise `AttemptEndedError` if a connection to another host is lost."""
         self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
         for rank in ranks:
-            if is_lost(self._links[rank].socket, self._timeout_s):
+            if is_lost(self._connections[rank].socket, self._timeout_s):
                 raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
@@ -303,24 +318,24 @@ class Connections:
 
     def _connect(self, rank: int) -> Connection:
         try:
-            return self._meeting.connect(rank)
+            return self._setup.connect(rank)
         except OSError as exc:
             raise self._broken(rank, exc) from exc
 
     def _called(self, ready: set[int]) -> list[int]:
         """Accept new connections; return their ranks that take part in the current exchange."""
         found = []
-        for rank, link in self._meeting.callers(ready):
-            if rank in self._links:
-                if link is not None:
-                    link.close()
+        for rank, connection in self._setup.callers(ready):
+            if rank in self._connections:
+                if connection is not None:
+                    connection.close()
                 continue
-            link = self._links[rank] = link or self._connect(rank)
+            connection = self._connections[rank] = connection or self._connect(rank)
             if self._is_finishing and rank not in self._waiting:
                 self._sends[rank], self._receives[rank] = b"", bytearray()
                 self._waiting.add(rank)
             if rank in self._waiting:
-                self._begin(rank, link)
+                self._begin(rank, connection)
                 found.append(rank)
         return found
 
@@ -343,12 +358,12 @@ class Connections:
             if messenger is not None and len(address)
         }
         offers = {rank: channel.offer for rank, channel in made.items()}
-        said = self.exchange("UCX tags", offers, dict.fromkeys(made))
+        received = self.exchange("UCX tags", offers, dict.fromkeys(made))
         for rank, channel in made.items():
             try:
-                channel.open(said[rank])
+                channel.open(received[rank])
             except TransferError as exc:
                 raise self._broken(rank, exc) from exc
-            self._links[rank].channel = channel
-        for link in self._links.values():
-            link.number = 0  # error messages count only the user's own calls
+            self._connections[rank].channel = channel
+        for connection in self._connections.values():
+            connection.number = 0  # error messages count only the user's own calls

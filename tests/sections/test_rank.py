@@ -61,7 +61,7 @@ def test_all_see_by_name_what_one_raises(client, what):
     assert {*client.run(os.getpid).values()} == workers
 
 
-def test_one_member_alone_ends_no_worker_either():
+def test_one_rank_alone_ends_no_worker_either():
     x = da.ones((4, 2), chunks=(1, 2))
     with pytest.raises(SectionError, match="the function raised SystemExit: 3 on rank 0"):
         spmd(raising, x, ranks=1, what="SystemExit: 3").compute(scheduler="sync")
@@ -73,7 +73,7 @@ def summed(ctx, x):
     return x + ctx.allreduce(1.0)
 
 
-def test_members_run_on_workers_without_the_plugin():
+def test_ranks_run_on_workers_without_the_plugin():
     """The array is made before there is a cluster, so that nobody has registered."""
     y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
     options = {"p2p.transports.order": ["cma", "ucx", "comm"]}  # UCX is asked of the plugin
@@ -86,7 +86,7 @@ def test_members_run_on_workers_without_the_plugin():
 
 
 @pytest.mark.cluster
-def test_members_run_for_an_asynchronous_client():
+def test_ranks_run_for_an_asynchronous_client():
     with dask.config.set({"p2p.transports.order": ["cma", "ucx", "comm"]}):
         y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
 
@@ -110,7 +110,7 @@ def down(block):
     return here["gpu"].read(block)
 
 
-def test_members_of_gpus_run_on_workers_without_the_plugin(gpu):
+def test_ranks_of_gpus_run_on_workers_without_the_plugin(gpu):
     here["gpu"] = gpu
     x, meta = da.from_array(np.ones((4, 2)), chunks=(2, 2)), gpu.empty((0, 0), "f8")
     y = spmd(lambda ctx, x: x, x.map_blocks(up, dtype="f8", meta=meta), ranks=2)

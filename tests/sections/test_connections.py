@@ -1,4 +1,4 @@
-"""Links between members that are threads here."""
+"""Links between ranks that are threads here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.messenger import Messenger
+from dask_p2p.sections import connections as module
 from dask_p2p.sections import endpoint
-from dask_p2p.sections import links as module
+from dask_p2p.sections.connection import HEADER, AttemptEndedError, RankAddress
+from dask_p2p.sections.connections import Connections
 from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.link import HEADER, AttemptEndedError, RankAddress
-from dask_p2p.sections.links import Connections
 from tests.sections.gangs import has_come, partition, stop_listening
 from tests.transports.loopback import wait_until
 
@@ -49,25 +49,25 @@ def tls():
 
 
 class Gang:
-    """Members that have started, each with a thread."""
+    """Ranks that have started, each with a thread."""
 
     def __init__(self, size, reach=TCP, messengers=None, first=None):
-        """`first` is how the first member reaches others, if not as they do."""
+        """`first` is how the first rank reaches others, if not as they do."""
         of_all = (
             [first or reach, *[reach] * (size - 1)]
             if messengers is None
             else [replace(reach, uses_ucx=each is not None) for each in messengers]
         )
-        self.links = [Connections(each) for each in of_all]
+        self.connections = [Connections(each) for each in of_all]
         self.peers = [
-            RankAddress("worker", f"{rank:032}", links.endpoint)
-            for rank, links in enumerate(self.links)
+            RankAddress("worker", f"{rank:032}", connections.endpoint)
+            for rank, connections in enumerate(self.connections)
         ]
-        for rank, links in enumerate(self.links):
-            links.start(rank, self.peers)
+        for rank, connections in enumerate(self.connections):
+            connections.start(rank, self.peers)
         self.threads = ThreadPoolExecutor(size)
         if messengers is not None:
-            self.run(lambda rank, links: links.open_channels(lambda: messengers[rank]))
+            self.run(lambda rank, connections: connections.open_channels(lambda: messengers[rank]))
 
     def __enter__(self):
         return self
@@ -75,16 +75,19 @@ class Gang:
     def __exit__(self, *exc):
         self.wake()  # those that a test that failed has left
         self.threads.shutdown()
-        for links in self.links:
-            links.close()
+        for connections in self.connections:
+            connections.close()
 
     def wake(self):
-        for links in self.links:
-            links.wake()
+        for connections in self.connections:
+            connections.wake()
 
     def begin(self, what):
-        """Have each member do something; return futures, by rank."""
-        return [self.threads.submit(what, rank, links) for rank, links in enumerate(self.links)]
+        """Have each rank do something; return futures, by rank."""
+        return [
+            self.threads.submit(what, rank, connections)
+            for rank, connections in enumerate(self.connections)
+        ]
 
     def run(self, what):
         return [future.result(BOUND_S) for future in self.begin(what)]
@@ -92,14 +95,14 @@ class Gang:
 
 @pytest.fixture
 def hosts(monkeypatch):
-    """Have members think that each is on a host of its own."""
+    """Have ranks think that each is on a host of its own."""
     kernels = itertools.count()
     monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
 
 
 @pytest.fixture
 def messengers():
-    """What three members send by UCX with."""
+    """What three ranks send by UCX with."""
     with ExitStack() as closing:
         yield [closing.enter_context(closed_at_end(Messenger(None))) for _ in range(3)]
 
@@ -113,7 +116,7 @@ class Nowhere(dict):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Have members think that each is in a process of its own."""
+    """Have ranks think that each is in a process of its own."""
     monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
 
 
@@ -126,7 +129,7 @@ def gang(request):
         yield gang
 
 
-#: Members of whom none has exchanged anything yet.
+#: Ranks of whom none has exchanged anything yet.
 UNLINKED = pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
 
 
@@ -134,9 +137,9 @@ UNLINKED = pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "t
 def test_all_exchange_with_all(gang, count):
     """In both directions at once: sockets take only a part of it before the other side reads."""
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = {0, 1, 2} - {rank}
-        found = links.exchange(
+        found = connections.exchange(
             "all", {r: bytes([10 * rank + r]) * count for r in others}, dict.fromkeys(others)
         )
         return {r: bytes(data) for r, data in found.items()}
@@ -149,41 +152,41 @@ def test_all_exchange_with_all(gang, count):
 def test_one_way_and_in_place(gang):
     into = bytearray(4)
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == 0:
-            return links.exchange("down", {2: b"abcd"}, {})
-        return links.exchange("down", {}, {0: into} if rank == 2 else {})
+            return connections.exchange("down", {2: b"abcd"}, {})
+        return connections.exchange("down", {}, {0: into} if rank == 2 else {})
 
     gang.run(exchange)
     assert into == b"abcd"
 
 
-def test_members_that_have_nothing_for_each_other_need_not_say_so(gang):
-    def talk(rank, links):
+def test_ranks_that_have_nothing_for_each_other_need_not_say_so(gang):
+    def talk(rank, connections):
         if rank < 2:
-            links.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
+            connections.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
         others = dict.fromkeys({0, 1, 2} - {rank})
-        return links.exchange("all", dict.fromkeys(others, bytes([rank])), others)
+        return connections.exchange("all", dict.fromkeys(others, bytes([rank])), others)
 
     for rank, found in enumerate(gang.run(talk)):
         assert found == {other: bytes([other]) for other in {0, 1, 2} - {rank}}
 
 
-def test_a_member_that_is_ahead_does_not_wait(gang):
+def test_a_rank_that_is_ahead_does_not_wait(gang):
     """What it sends waits in the socket, in order."""
     ahead = threading.Event()
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank < 2:
-            links.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
+            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
         if rank == 0:
             for number in range(5):
-                links.exchange("ahead", {1: bytes([number])}, {})
+                connections.exchange("ahead", {1: bytes([number])}, {})
             ahead.set()
             return None
         if rank == 1:
             assert ahead.wait(BOUND_S)
-            return [links.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
+            return [connections.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
         return None
 
     assert gang.run(exchange)[1] == [*range(5)]
@@ -191,17 +194,17 @@ def test_a_member_that_is_ahead_does_not_wait(gang):
 
 @pytest.mark.parametrize("count", [3, LARGE])
 def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang, count):
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
 
         def begin(call):
-            return links.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
+            return connections.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
 
         first = begin("first")
         second = begin("second")
         found = [second(), first(), second()]
         third = begin("third")
-        assert links.exchange("fourth", {}, {}) == {}
+        assert connections.exchange("fourth", {}, {}) == {}
         return [*found, third()]
 
     for rank, found in enumerate(gang.run(exchange)):
@@ -209,22 +212,24 @@ def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang
             assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
 
 
-def test_an_exchange_goes_on_beside_its_member(gang):
+def test_an_exchange_goes_on_beside_its_rank(gang):
     """Also of more than sockets take."""
     arrived = threading.Barrier(3)
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
-        end = links.begin("x", dict.fromkeys(others, bytes(LARGE)), others, beside=True)
+        end = connections.begin(
+            "x", dict.fromkeys(others, bytes(LARGE)), others, in_background=True
+        )
         arrived.wait(BOUND_S)
-        wait_until(lambda: is_here(links, others))  # before anybody waits for it
+        wait_until(lambda: is_here(connections, others))  # before anybody waits for it
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
 
 
-def is_here(links, ranks):
-    return all(has_come(links, rank) for rank in ranks)
+def is_here(connections, ranks):
+    return all(has_come(connections, rank) for rank in ranks)
 
 
 class EndsLate(threading.Thread):
@@ -236,32 +241,34 @@ class EndsLate(threading.Thread):
 def test_links_that_are_closed_end_what_goes_on_beside(monkeypatch):
     """They wait for it: what it waits on is closed next."""
     gang = Gang(2)
-    gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
+    gang.run(lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None}))
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", EndsLate)
-        gang.links[0].begin("y", {1: bytes(LARGE)}, {1: None}, beside=True)
-    (beside,) = {*threading.enumerate()} - before
-    assert beside.is_alive()
-    gang.links[0].close()
-    assert not beside.is_alive()
-    gang.links[1].close()
+        gang.connections[0].begin("y", {1: bytes(LARGE)}, {1: None}, in_background=True)
+    (in_background,) = {*threading.enumerate()} - before
+    assert in_background.is_alive()
+    gang.connections[0].close()
+    assert not in_background.is_alive()
+    gang.connections[1].close()
     gang.threads.shutdown()
 
 
 def test_what_goes_on_beside_ends_with_the_link():
     with Gang(2) as gang:
-        gang.run(lambda rank, links: links.exchange("x", {1 - rank: b""}, {1 - rank: None}))
-        end = gang.links[0].begin("y", {1: b""}, {1: None}, beside=True)
-        partition(gang.links[1], 0)
+        gang.run(
+            lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None})
+        )
+        end = gang.connections[0].begin("y", {1: b""}, {1: None}, in_background=True)
+        partition(gang.connections[1], 0)
         with pytest.raises(AttemptEndedError):
             end()
 
 
-def differing(rank, links):
+def differing(rank, connections):
     others = dict.fromkeys({0, 1, 2} - {rank})
     call = "this" if rank != 1 else "that"
-    return links.exchange(call, dict.fromkeys(others, b"x"), others)
+    return connections.exchange(call, dict.fromkeys(others, b"x"), others)
 
 
 def test_different_calls_are_named(gang):
@@ -278,10 +285,10 @@ def test_different_calls_are_named(gang):
 
 
 def test_other_lengths_are_different_calls(gang):
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == 2:
             return None
-        return links.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
+        return connections.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
 
     assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
 
@@ -290,30 +297,30 @@ def test_links_that_have_failed_keep_no_frames(gang):
     """These have the arrays of the attempt."""
     kept = []
 
-    def second(links):
+    def second(connections):
         local_block = np.ones(10)
         kept.append(weakref.ref(local_block))
-        links.exchange("second", {}, {1: None})
+        connections.exchange("second", {}, {1: None})
 
-    def exchange(rank, links):
-        links.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
+    def exchange(rank, connections):
+        connections.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
         if rank == 1:
-            partition(links, 0)
+            partition(connections, 0)
             return
         with suppress(AttemptEndedError):
-            second(links)
+            second(connections)
 
     gc.disable()
     try:
-        gang.run(lambda rank, links: rank < 2 and exchange(rank, links))
+        gang.run(lambda rank, connections: rank < 2 and exchange(rank, connections))
         (local_block,) = kept
         assert local_block() is None
     finally:
         gc.enable()
 
 
-def waiting(rank, links):
-    return links.exchange("waits", {}, {1: None}) if rank != 1 else None
+def waiting(rank, connections):
+    return connections.exchange("waits", {}, {1: None}) if rank != 1 else None
 
 
 def test_waking_ends_what_waits(gang):
@@ -323,17 +330,17 @@ def test_waking_ends_what_waits(gang):
     for future in (futures[0], futures[2]):
         assert isinstance(future.exception(BOUND_S), AttemptEndedError)
     with pytest.raises(AttemptEndedError):
-        gang.links[0].exchange("later", {}, {1: None})
+        gang.connections[0].exchange("later", {}, {1: None})
 
 
 def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == 1:
-            links.exchange("first", {0: b"x"}, {})
-            return partition(links, 0)
+            connections.exchange("first", {0: b"x"}, {})
+            return partition(connections, 0)
         if rank == 0:
-            links.exchange("first", {}, {1: None})
-            return links.exchange("second", {}, {1: None})
+            connections.exchange("first", {}, {1: None})
+            return connections.exchange("second", {}, {1: None})
         return None
 
     error = gang.begin(exchange)[0].exception(BOUND_S)
@@ -343,27 +350,29 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
 
 @UNLINKED
 def test_a_peer_that_has_gone_cannot_be_reached(gang):
-    stop_listening(gang.links[1])
-    error = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))[0].exception()
+    stop_listening(gang.connections[1])
+    error = gang.begin(lambda rank, connections: rank or connections.exchange("x", {1: b""}, {}))[
+        0
+    ].exception()
     assert isinstance(error, AttemptEndedError)
 
 
 @pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
-def test_a_member_that_takes_nothing_for_long_is_not_lost(hosts, reach):
+def test_a_rank_that_takes_nothing_for_long_is_not_lost(hosts, reach):
     """It computes: its kernel answers."""
     with Gang(2, replace(reach or tls(), timeout_s=1.0)) as gang:
 
-        def exchange(rank, links):
-            links.exchange("first", {1 - rank: b""}, {1 - rank: None})
+        def exchange(rank, connections):
+            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})
             if rank == 0:
-                return links.exchange("second", {1: bytes(LARGE)}, {})
+                return connections.exchange("second", {1: bytes(LARGE)}, {})
             time.sleep(3)
-            return len(links.exchange("second", {}, {0: None})[0])
+            return len(connections.exchange("second", {}, {0: None})[0])
 
         assert gang.run(exchange)[1] == LARGE
 
 
-def test_a_handshake_that_ends_while_a_member_reads(hosts, monkeypatch):
+def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
     """What it could not send before waits for nothing else to come."""
     received = endpoint.TlsSocket.recv_into
 
@@ -378,28 +387,30 @@ def test_a_handshake_that_ends_while_a_member_reads(hosts, monkeypatch):
     monkeypatch.setattr(module, "_SPIN_S", 0)
     with Gang(2, tls()) as gang:
         exchanged = gang.run(
-            lambda rank, links: links.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
+            lambda rank, connections: connections.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
         )
         assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
 
 
 @UNLINKED
 def test_a_failure_that_a_function_catches_is_raised_again(gang):
-    stop_listening(gang.links[1])
+    stop_listening(gang.connections[1])
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         with suppress(AttemptEndedError):
-            links.exchange("first", {1: b""}, {})
-        return links.exchange("second", {}, {2: None})
+            connections.exchange("first", {1: b""}, {})
+        return connections.exchange("second", {}, {2: None})
 
-    error = gang.begin(lambda rank, links: rank or exchange(rank, links))[0].exception(BOUND_S)
+    error = gang.begin(lambda rank, connections: rank or exchange(rank, connections))[0].exception(
+        BOUND_S
+    )
     assert "the connection to rank 1 on worker broke" in str(error)
 
 
 @given(said=st.binary(max_size=100))
 def test_what_strangers_say_ends_nothing(said):
     with Gang(2) as gang:
-        *_, name, _, host, port = gang.links[1].endpoint.split()
+        *_, name, _, host, port = gang.connections[1].endpoint.split()
         for family, address in (
             (socket.AF_UNIX, bytes.fromhex(name)),
             (socket.AF_INET, (host, int(port))),
@@ -408,8 +419,8 @@ def test_what_strangers_say_ends_nothing(said):
                 stranger.connect(address)
                 stranger.sendall(said)
 
-        def exchange(rank, links):
-            return bytes(links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+        def exchange(rank, connections):
+            return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
 
         assert gang.run(exchange) == [b"abc", b"abc"]
 
@@ -423,17 +434,17 @@ headers = st.builds(
 
 
 @given(said=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
-def test_headers_that_no_member_sends_are_refused(said):
+def test_headers_that_no_rank_sends_are_refused(said):
     with Gang(2) as gang, socket.socket(socket.AF_UNIX) as made:
-        *_, name, _, _, _ = gang.links[1].endpoint.split()
+        *_, name, _, _, _ = gang.connections[1].endpoint.split()
 
-        def exchange(rank, links):
+        def exchange(rank, connections):
             if rank == 0:
                 made.connect(bytes.fromhex(name))
                 made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + said)
                 made.shutdown(socket.SHUT_WR)
                 return None
-            return links.exchange("x", {}, {0: bytearray(3)})
+            return connections.exchange("x", {}, {0: bytearray(3)})
 
         future = gang.begin(exchange)[1]
         try:
@@ -446,8 +457,8 @@ def test_headers_that_no_member_sends_are_refused(said):
 @UNLINKED
 def test_strangers_are_sent_away(gang):
     """Those of other attempts, others that know no tickets, and those that say nothing."""
-    links, own = gang.links[1], gang.peers[1]
-    *_, name, _, host, port = links.endpoint.split()
+    connections, own = gang.connections[1], gang.peers[1]
+    *_, name, _, host, port = connections.endpoint.split()
     addresses = [
         (socket.AF_UNIX, bytes.fromhex(name)),
         (socket.AF_INET, (host, int(port))),
@@ -466,10 +477,10 @@ def test_strangers_are_sent_away(gang):
             stranger.sendall(said)
             strangers.append((stranger, len(said)))
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         if rank == 2:
             return None
-        return bytes(links.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+        return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
 
     assert gang.run(exchange)[:2] == [b"abc", b"abc"]
     for stranger, said in strangers:
@@ -482,9 +493,9 @@ def test_strangers_are_sent_away(gang):
 
 
 def test_links_leave_no_descriptor():
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
-        return links.exchange("x", dict.fromkeys(others, b"x"), others)
+        return connections.exchange("x", dict.fromkeys(others, b"x"), others)
 
     with Gang(3) as gang:
         gang.run(exchange)
@@ -497,36 +508,42 @@ def test_links_leave_no_descriptor():
 
 def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts):
     with Gang(2, Reach()) as gang:
-        futures = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))
+        futures = gang.begin(
+            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
+        )
         with pytest.raises(SectionError, match="got none here and none on worker"):
             futures[0].result(BOUND_S)
 
 
-def test_nobody_speaks_openly_with_a_member_that_encrypts(hosts):
+def test_nobody_speaks_openly_with_a_rank_that_encrypts(hosts):
     with Gang(2, tls(), first=TCP) as gang:
-        futures = gang.begin(lambda rank, links: rank or links.exchange("x", {1: b""}, {}))
+        futures = gang.begin(
+            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
+        )
         with pytest.raises(SectionError, match="got tcp here and tls on worker"):
             futures[0].result(BOUND_S)
 
 
-def test_members_without_a_certificate_of_the_cluster_are_sent_away(hosts):
+def test_ranks_without_a_certificate_of_the_cluster_are_sent_away(hosts):
     with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another one
-        futures = gang.begin(lambda rank, links: links.exchange("x", {}, {1 - rank: None}))
+        futures = gang.begin(
+            lambda rank, connections: connections.exchange("x", {}, {1 - rank: None})
+        )
         assert isinstance(futures[0].exception(BOUND_S), AttemptEndedError)
         assert not wait(futures[1:], 0.2).done
 
 
 @pytest.mark.parametrize(("cores", "spins"), [(2, False), (3, True)])
-def test_members_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
+def test_ranks_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
     looks = []
     poll = module.select.poll
     monkeypatch.setattr(module.select, "poll", lambda: looks.append(1) or poll())
     monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
 
-    def exchange(rank, links):
+    def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
-        return [links.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(20)]
+        return [connections.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(20)]
 
     with Gang(3) as gang:
         gang.run(exchange)

@@ -18,9 +18,9 @@ from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferE
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.sections.arguments import within_gang
+from dask_p2p.sections.connection import AttemptEndedError, RankAddress
 from dask_p2p.sections.context import Context
 from dask_p2p.sections.devices import device_for
-from dask_p2p.sections.link import AttemptEndedError, RankAddress
 from dask_p2p.sections.progress import Watch
 from dask_p2p.sections.units import Units
 from dask_p2p.types import Kind
@@ -100,12 +100,16 @@ def _run_in_gang(
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None
         if order.state == "running":
-            rank_attempt.links.start(rank, [RankAddress(*peer) for peer in order.peers])
+            rank_attempt.connections.start(rank, [RankAddress(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
-            device = device_for(body.kind, options, rank_attempt.links)
+            device = device_for(body.kind, options, rank_attempt.connections)
             checkpoints = rank_attempt.checkpoints(order, device)
-            ctx = Context(ranks, rank, rank_attempt.links, checkpoints, reads_memory, device)
-            of_gang = rank_attempt.links, [worker for worker, *_ in order.peers], order.attempt
+            ctx = Context(ranks, rank, rank_attempt.connections, checkpoints, reads_memory, device)
+            of_gang = (
+                rank_attempt.connections,
+                [worker for worker, *_ in order.peers],
+                order.attempt,
+            )
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
             with watch.running():
@@ -157,12 +161,12 @@ def _attempt(
     """Call the function; return its result, and the scheduler's order once all ranks are done."""
     result = None
     try:
-        rank_attempt.links.reserve_files()
-        rank_attempt.links.open_channels(partial(_started, ucx))
+        rank_attempt.connections.reserve_files()
+        rank_attempt.connections.open_channels(partial(_started, ucx))
         with within_gang():
             result = _called(body, ctx, arrays)
         # Otherwise other ranks might wait for one whose function has returned.
-        rank_attempt.links.finish()
+        rank_attempt.connections.finish()
         ctx.device.let_go(is_orderly=True)
         return result, rank_attempt.leave()
     except AttemptEndedError as exc:
@@ -242,7 +246,7 @@ def _pickled(exc: Exception, rank: int) -> tuple[bytes, bool]:
 
 def _described(exc: BaseException) -> str:
     """Return an exception's type and text."""
-    said = ""
+    text = ""
     with suppress(Exception):
-        said = str(exc)[:_MOST_CHARS]
-    return f"{type(exc).__name__}: {said}"
+        text = str(exc)[:_MOST_CHARS]
+    return f"{type(exc).__name__}: {text}"

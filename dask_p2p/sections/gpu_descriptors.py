@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections.link import Buffer
+from dask_p2p.sections.connection import Buffer
 from dask_p2p.sections.windows import PeerMemory
 from dask_p2p.types import DType
 
@@ -17,37 +17,41 @@ RegionPiece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.I
 
 
 @lru_cache(maxsize=64)  # repeated calls use the same memory
-def told(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
+def pack_descriptor(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
     """Return the descriptor of a region: its axis, and the handles of its pieces."""
-    return json.dumps((axis, [(*piece, asdict(place)) for *piece, place in pieces])).encode()
+    return json.dumps(
+        (axis, [(*piece, asdict(ipc_handle)) for *piece, ipc_handle in pieces])
+    ).encode()
 
 
 @lru_cache(maxsize=64)
-def _said(text: bytes) -> tuple[int, list[RegionPiece]]:
+def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
     """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
-        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**place))
-        for number, length, strides, place in pieces
+        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))
+        for number, length, strides, ipc_handle in pieces
     ]
 
 
-def mapped(of: PeerMemory, said: Buffer, dtype: DType) -> tuple[int, list[tuple[int, Any]]]:
+def map_descriptor(
+    of: PeerMemory, descriptor: Buffer, dtype: DType
+) -> tuple[int, list[tuple[int, Any]]]:
     """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
-    axis, pieces = _said(bytes(said))
+    axis, pieces = _parse_descriptor(bytes(descriptor))
     return axis, [
-        (number, _piece(of, place, length, strides, dtype))
-        for number, length, strides, place in pieces
+        (number, _piece(of, ipc_handle, length, strides, dtype))
+        for number, length, strides, ipc_handle in pieces
     ]
 
 
 def _piece(
     of: PeerMemory,
-    place: cuda_ipc.IpcHandle,
+    ipc_handle: cuda_ipc.IpcHandle,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: DType,
 ) -> Any:
     along = zip(shape, strides, strict=True)
     spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
-    return cuda_ipc.array_at(of.mapped(place, spread_bytes), shape, strides, dtype)
+    return cuda_ipc.array_at(of.mapped(ipc_handle, spread_bytes), shape, strides, dtype)
