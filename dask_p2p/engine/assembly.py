@@ -289,7 +289,7 @@ class Assembly:
         target = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
         if region.prefetched is not None:
             out = self._target(queue)[target]
-            with self.ranges("target", fetch.route), queue.timing(fetch.kernels):
+            with self.ranges("write", fetch.route), queue.timing(fetch.kernels):
                 queue.permute_prefetched(out, region.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are in transfer
         else:
@@ -302,7 +302,7 @@ class Assembly:
             except TransferError as exc:
                 fetch.give_up(region, exc)
                 return True
-            with self.ranges("target", fetch.route), queue.timing(fetch.kernels):
+            with self.ranges("write", fetch.route), queue.timing(fetch.kernels):
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
         fetch.record_written(region)

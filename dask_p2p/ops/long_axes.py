@@ -85,7 +85,7 @@ def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray
         return along_long_axis("rfft", x, long, swapped.get(norm, norm)).conj()
     if kind == "hfft":
         return along_long_axis("irfft", x.conj(), long, swapped.get(norm, norm))
-    x = _halo_arrays(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
+    x = _padded(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
     if kind == "irfft":
         start[long.axis] = slice((n - 1) // 2, 0, -1)
         mirrored = da.concatenate([x, x[tuple(start)].conj()], long.axis)
@@ -93,7 +93,7 @@ def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray
     return _by_matrix(x, long, norm, kind in INVERSE)
 
 
-def _halo_arrays(x: DaskArray, axis: int, n: int) -> DaskArray:
+def _padded(x: DaskArray, axis: int, n: int) -> DaskArray:
     missing = n - x.shape[axis]
     if not missing:
         return x

@@ -120,7 +120,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
         raise InputError(f"{exc} Leave ranks= out for one rank on each worker.") from None
     if ranks > 1 and is_in_gang:
         raise InputError(
-            f"members: expected 1 in the function of another section, got {ranks}: the inner "
+            f"ranks: expected 1 in the function of another section, got {ranks}: the inner "
             f"section would wait for workers that the outer one occupies, and the outer one for "
             f"its result. Leave ranks= out."
         )
@@ -130,7 +130,8 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
         axes = [x.ndim]
     if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
         raise AxesError(
-            f"cut: expected a tuple of axes of an array of {x.ndim} dimensions, got {partition!r}."
+            f"partition: expected a tuple of axes of an array of {x.ndim} dimensions, got "
+            f"{partition!r}."
         )
     divided = [axis % x.ndim for axis in axes]
     return RankGrid.at_most(x.chunks, ranks, divided)

@@ -88,8 +88,8 @@ class Bindings:
             is_new = is_lost and getattr(value, "shape", None) == array.shape
             if is_new or (is_other and reference.text == reference.name):
                 raise InputError(
-                    f"save: expected the same arrays in all steps, but {reference.text} is not "
-                    f"the saved array. Change it in place, {reference.text}[...] = ..., or save it "
+                    f"save: expected the same arrays in all steps, but {reference.text} is no "
+                    f"longer the saved array. Change it in place, {reference.text}[...] = ..., or save it "
                     f"yourself: ctx.restore({reference.text}) before a loop of your own, and "
                     f"ctx.checkpoint(step, {reference.text}) in it."
                 )

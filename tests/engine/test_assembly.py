@@ -142,7 +142,7 @@ class FakePeers:
 
     def responds(self, holder):
         if holder in self.back:
-            self.router.silences.heard(holder)
+            self.router.silences.record_answer(holder)
         return holder in self.back
 
     def empty_output(self, shape, dtype, queue):
@@ -461,7 +461,7 @@ def test_an_old_silence_is_not_to_blame_for_another_failure(quick, peers, monkey
     clock_s = iter([past_s, past_s + 1000])
     monkeypatch.setattr("dask_p2p.transports.silence.perf_counter", lambda: next(clock_s))
     for start_s in (past_s - 1, past_s + 1):
-        peers.router.silences.note("c", "quick", silent, start_s, OPTIONS)
+        peers.router.silences.record_failure("c", "quick", silent, start_s, OPTIONS)
     quick.fails["c", ("x", 2, 0)] = TransferError("its memory cannot be read")
     with pytest.raises(TransferError, match="memory") as caught:
         assembly(peers, transports=("quick",)).run()
@@ -491,7 +491,7 @@ def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
         read = begin(self, *args)
         for holder in "ac":
             silent = UnreachableError("no answer to another task")
-            peers.router.silences.note(holder, "quick", silent, perf_counter(), OPTIONS)
+            peers.router.silences.record_failure(holder, "quick", silent, perf_counter(), OPTIONS)
         return read
 
     monkeypatch.setattr("dask_p2p.engine.sources.RemoteSources.begin", begun)
@@ -641,7 +641,7 @@ def test_a_holder_that_was_given_up_is_read_as_soon_as_it_answers(peers, monkeyp
         patch.setattr(silence, "perf_counter", lambda: next(clock_s))
         for start_s in (now_s - 600.0, now_s - 499.0):
             error = UnreachableError("no answer to another task")
-            peers.router.silences.note("c", "quick", error, start_s, OPTIONS)
+            peers.router.silences.record_failure("c", "quick", error, start_s, OPTIONS)
     with pytest.raises(UnreachableError, match="no answer to another task"):
         assembly(peers).run()
     peers.back.add("c")

@@ -101,7 +101,7 @@ def test_what_has_come_so_far():
 def test_what_has_come_ends_a_silence(in_place):
     fetch = begun(in_place)
     transport = fetch.route.transport.name
-    fetch.silences.note("b", transport, SilentError("no answer"), 0.0, options())
+    fetch.silences.record_failure("b", transport, SilentError("no answer"), 0.0, options())
     assert fetch.silences.known
     place(fetch, 0)
     assert not fetch.silences.known

@@ -84,5 +84,5 @@ def test_a_task_and_its_stages(seen):
         (1, f"ask {second} by comm"),
         (1, "own blocks"),
         (1, f"wait {second} by comm"),
-        (1, f"place {second} by comm"),
+        (1, f"write {second} by comm"),
     ]

@@ -57,10 +57,7 @@ def test_what_is_still_to_be_computed(given):
 
 
 ON_THE_WAY = [
-    *(
-        f"dask_p2p.sections.{name}"
-        for name in ("iterate", "iteration", "spmd", "graph", "rank_attempt")
-    ),
+    *(f"dask_p2p.sections.{name}" for name in ("iterate", "iteration", "spmd", "graph", "rank")),
     *(f"dask_p2p.sections.{name}" for name in ("arguments", "context", "captured", "halo")),
     *("dask_p2p.ops.arguments", "functools", "dask.array.core"),
 ]
@@ -153,6 +150,6 @@ def test_boundaries_that_the_fields_cannot_hold(dtype, boundary):
 
 @pytest.mark.parametrize("partition", [0, (0.0,), (2,), ("x",)])
 def test_cuts_are_axes(partition):
-    with pytest.raises(AxesError, match="cut: expected a tuple of axes of an array of 2 dim"):
+    with pytest.raises(AxesError, match="partition: expected a tuple of axes of an array of 2 dim"):
         spmd(lambda ctx, x: x, array(), partition=partition)
     assert spmd(lambda ctx, x: x, array(), partition=(np.int64(-1),)).shape == (6, 4)

@@ -172,7 +172,7 @@ def test_hosts_exchange_nothing(gpu, monkeypatch):
     for steps in (7, 33):
         calls.clear()
         check(gpu, star, X, 1, steps, checkpoint_every=None)
-        counts.append(calls.count("halo()"))
+        counts.append(calls.count("update_halo()"))
     assert counts[0] == counts[1]
 
 

@@ -48,7 +48,7 @@ def test_a_local_block_with_halos_keeps_its_dtype(alone, dtype):
 
 @pytest.mark.parametrize(("local_block", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
 def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
-    with pytest.raises(InputError, match=r"share: expected an array that becomes .* Convert it"):
+    with pytest.raises(InputError, match=r"local: expected an array that becomes .* Convert it"):
         alone.with_halo(np.full(3, local_block), dtype=dtype)
 
 

@@ -319,7 +319,7 @@ def test_local_blocks_of_another_kind(gpu):
     ctx = Context(RankGrid(((4,),), (1,)), device=Gpu(None))
     with (
         ctx.device.running([]),
-        pytest.raises(InputError, match=r"share: .* cupy.asarray\(share\)"),
+        pytest.raises(InputError, match=r"local: .* cupy.asarray\(local\)"),
     ):
         ctx.with_halo(np.ones(4))
 

@@ -187,7 +187,7 @@ def test_what_is_read_takes_two_messages(gpu, monkeypatch):
         ctx.redistribute(a, (1,), out=b)
 
     run(gpu, PAIR, twice)
-    assert [each[:2] for each in said.values()] == [["places", "read"]] * 2
+    assert [each[:2] for each in said.values()] == [["descriptors", "read"]] * 2
 
 
 @settings(max_examples=40, deadline=None)

@@ -135,7 +135,9 @@ def test_calls_that_differ_are_found(gpu):
             else:
                 ctx.update_halo(p)
 
-    with pytest.raises(SectionError, match=r"rank 0 called halo\(\).* and rank 1 called barr"):
+    with pytest.raises(
+        SectionError, match=r"rank 0 called update_halo\(\).* and rank 1 called barr"
+    ):
         run_gang(ranks, function, device=Gpu)
 
 

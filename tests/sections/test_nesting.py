@@ -27,7 +27,7 @@ class Scheduler:
         self.nesting = Nesting(self, lambda: True)
 
     def _create_taskstate_from_graph(self, *, keys, client, submitting_task):
-        self.nesting.note(client, keys)
+        self.nesting.add_submitted(client, keys)
 
     def submit(self, *keys, by=None, client="Client-1"):
         self._create_taskstate_from_graph(keys=keys, client=client, submitting_task=by)

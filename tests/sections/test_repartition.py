@@ -225,10 +225,10 @@ def test_what_is_wrong_is_named():
     for wrong, match in (
         (
             {"partition": (2,)},
-            r"cut: expected a sequence of axes of an array of 2 dimensions, got \(2,",
+            r"partition: expected a sequence of axes of an array of 2 dimensions, got \(2,",
         ),
-        ({"partition": 1}, "cut: expected a sequence of axes"),
-        ({"partition": "a"}, "cut: expected a sequence of axes"),
+        ({"partition": 1}, "partition: expected a sequence of axes"),
+        ({"partition": "a"}, "partition: expected a sequence of axes"),
         ({"from_partition": (0.5,)}, "from_partition: expected a sequence of axes"),
         ({"axes": (0, 0)}, "axes: expected a permutation of 2 axes"),
     ):
@@ -287,5 +287,5 @@ def test_several_ranks_need_an_axis_that_is_divided():
     def undivided(ctx):
         ctx.redistribute(np.ones((2, 4)), ())
 
-    with pytest.raises(AxesError, match="cut: expected at least one axis that is divided"):
+    with pytest.raises(AxesError, match="partition: expected at least one axis that is divided"):
         run_gang(RankGrid(((2, 2), (4,)), (2, 1)), undivided)

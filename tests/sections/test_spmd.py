@@ -351,7 +351,7 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(InputError, match="number of outputs"):
         spmd(func, array(), outputs="1")
     with pytest.raises(
-        AxesError, match="cut: expected a tuple of axes of an array of 2 dimensions"
+        AxesError, match="partition: expected a tuple of axes of an array of 2 dimensions"
     ):
         spmd(func, array(), partition=(2,))
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):

@@ -250,7 +250,7 @@ def test_what_is_wrong_is_named():
     x = np.ones((4, 3))
     for call, match in (
         (lambda: ctx.fftn(x, (0, 0)), "expected axes of an array of 2 dimensions, each once"),
-        (lambda: ctx.fftn(x, partition=(2,)), "cut: expected a sequence of axes"),
+        (lambda: ctx.fftn(x, partition=(2,)), "partition: expected a sequence of axes"),
         (lambda: ctx.ifftn(x, from_partition=(2,)), "from_partition: expected a sequence of axes"),
         (lambda: ctx.wavenumbers(axes=(3,)), "expected axes of an array of 2 dimensions"),
     ):

@@ -114,7 +114,7 @@ def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
 
             with plugin.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
-                own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.tell()
+                own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
                 await asyncio.sleep(0.02)  # it has begun
             await asyncio.wait_for(told.wait(), 60)
 

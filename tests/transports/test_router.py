@@ -126,7 +126,9 @@ def test_nothing_is_kept_of_workers_that_left(router):
     for i in range(100):
         route, _ = found(router, (f"worker {i}",))
         router.record_failure(route, TransferError("why"), last=False)
-        router.silences.note(f"worker {i}", "comm", UnreachableError("why"), 0.0, options())
+        router.silences.record_failure(
+            f"worker {i}", "comm", UnreachableError("why"), 0.0, options()
+        )
     routes(router, ("stays",))
     for i in range(100):
         router.on_worker_left(f"worker {i}")

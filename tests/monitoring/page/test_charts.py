@@ -41,7 +41,7 @@ def test_speed_is_compared_with_the_best_link_of_the_same_transport():
             1, stages=(stage("a", "comm", 10**8, 1.0), stage("b", "cma", 10**9, 1.5)), worker="c"
         ),
     )
-    assert (chart.title, chart.workers) == ("Connections", ["a", "b", "c"])
+    assert (chart.title, chart.workers) == ("Links", ["a", "b", "c"])
     assert found["a", "b"]["gbs"] == 4.0
     assert [found[pair]["share"] for pair in (("a", "b"), ("a", "c"), ("c", "a"))] == [1, 0.25, 1]
     assert found["c", "b"]["share"] == pytest.approx(1 / 1.5 / 4)
