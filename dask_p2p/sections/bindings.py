@@ -89,9 +89,9 @@ class Bindings:
             if is_new or (is_other and reference.text == reference.name):
                 raise InputError(
                     f"save: expected the same arrays in all steps, but {reference.text} is no "
-                    f"longer the saved array. Change it in place, {reference.text}[...] = ..., or save it "
-                    f"yourself: ctx.restore({reference.text}) before a loop of your own, and "
-                    f"ctx.checkpoint(step, {reference.text}) in it."
+                    f"longer the saved array. Change it in place, {reference.text}[...] = ..., or "
+                    f"save it yourself: ctx.restore({reference.text}) before a loop of your own, "
+                    f"and ctx.checkpoint(step, {reference.text}) in it."
                 )
 
 

@@ -38,7 +38,7 @@ _LOOKS = 4  # checks for lost connections within one timeout
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
 # where each rank of the host has a core. Otherwise it would take a core from the others.
 _SPIN_S = 50e-6
-_NO_MORE = "finalize() at the return of its function"
+_FINALIZE = "finalize() at the return of its function"
 
 
 class Connections:
@@ -137,15 +137,15 @@ class Connections:
         mismatched call, by their connection or by a new one. Otherwise only the connections of a
         tree are made. Raises the errors of `exchange`.
         """
-        self.exchange(_NO_MORE, {}, {})  # ends an exchange that was begun
+        self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
         above, below, far_below = branch(*self.rank_and_size)
         near = {*self._connections, *above, *below}
-        self.exchange(_NO_MORE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
+        self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
         of_all_below = above if below else []  # a leaf has already sent its message
         for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
             receives = {each: bytearray() for each in sources}
-            self.exchange(_NO_MORE, dict.fromkeys(to, b""), receives)
+            self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
 
     def begin(
         self,
