@@ -109,9 +109,10 @@ def split_box(box: Box, max_elements: int, runs: ContiguousRuns | None = None) -
 
     >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20))
     [((0, 2), (0, 2), (0, 5)), ((2, 4), (0, 2), (0, 5))]
-    >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20, Runs(axis=0, least=4)))
+    >>> list(split_box(((0, 4), (0, 2), (0, 5)), 20, ContiguousRuns(axis=0, least=4)))
     [((0, 4), (0, 1), (0, 5)), ((0, 4), (1, 2), (0, 5))]
-    >>> list(split_box(((0, 4), (0, 2), (0, 8)), 32, Runs(axis=0, least=4, others_from=2)))
+    >>> runs = ContiguousRuns(axis=0, least=4, others_from=2)
+    >>> list(split_box(((0, 4), (0, 2), (0, 8)), 32, runs))
     [((0, 4), (0, 2), (0, 4)), ((0, 4), (0, 2), (4, 8))]
     """
     size = box_size(box)

@@ -54,9 +54,9 @@ def reduce_copy(
     Words are at most as wide as the lowest set bit of the alignment allows.
 
     >>> reduce_copy((5, 4, 8), 4, (32, 160, 4), (128, 32, 4)).axes
-    (Axis(extent=5, src_stride_bytes=32, dst_stride_bytes=128), \
-Axis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
-Axis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
+    (CopyAxis(extent=5, src_stride_bytes=32, dst_stride_bytes=128), \
+CopyAxis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
+CopyAxis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
     """
     axes = [
         CopyAxis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1

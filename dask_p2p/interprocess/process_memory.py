@@ -46,7 +46,7 @@ def runs_of(
     """Return the runs of a region, given the address of its first element; no extent is 0.
 
     >>> runs_of(1000, (2, 3), (80, 8), 8)
-    Runs(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
+    ByteRuns(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
 backwards=(False, False))
     """
     backwards = tuple(s < 0 and n > 1 for s, n in zip(strides, shape, strict=True))

@@ -69,7 +69,7 @@ def stages(
     --------
     >>> both = Transform({0: 8, 1: 6})
     >>> stages(((4, 4), (6,)), both)
-    [Stage(chunks=((4, 4), (6,)), axes=(1,)), Stage(chunks=((8,), (3, 3)), axes=(0,))]
+    [FftStage(chunks=((4, 4), (6,)), axes=(1,)), FftStage(chunks=((8,), (3, 3)), axes=(0,))]
     >>> len(stages(((4, 4), (6,)), both, final=((4, 4), (6,))))
     3
     """

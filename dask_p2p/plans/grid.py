@@ -61,9 +61,9 @@ class SplitAxis:
 
     Examples
     --------
-    >>> Cut((4, 4), (3, 5)).segments(1)
-    [Segment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
-Segment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
+    >>> SplitAxis((4, 4), (3, 5)).segments(1)
+    [AxisSegment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
+AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
     """
 
     src_sizes: tuple[int, ...]  # sizes of the source's blocks

@@ -45,10 +45,10 @@ def repartition(
 
     Examples
     --------
-    >>> slabs = Members(((3, 5), (4,)), (2, 1))
-    >>> recut(slabs, (8, 4), (1,)).local_sizes
+    >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
+    >>> repartition(slabs, (8, 4), (1,)).local_sizes
     ((8,), (2, 2))
-    >>> recut(slabs, (8,), ()).local_sizes
+    >>> repartition(slabs, (8,), ()).local_sizes
     ((8, 0),)
     """
     is_same = tuple(map(sum, ranks.local_sizes)) == tuple(shape)
@@ -143,7 +143,7 @@ def transform_stages(
 
     Examples
     --------
-    >>> slabs = Members(((4, 4), (6,)), (2, 1))
+    >>> slabs = RankGrid(((4, 4), (6,)), (2, 1))
     >>> both = Transform({0: 8, 1: 6})
     >>> [(stage.before.grid, stage.axes) for stage in transform_stages(slabs, slabs, both)]
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]

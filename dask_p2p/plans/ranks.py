@@ -19,8 +19,8 @@ class RankGrid:
 
     Examples
     --------
-    >>> members = Members.at_most(((3, 3), (1, 2, 3, 4)), 3)
-    >>> members.grid, members.local_sizes
+    >>> ranks = RankGrid.at_most(((3, 3), (1, 2, 3, 4)), 3)
+    >>> ranks.grid, ranks.local_sizes
     ((1, 3), ((6,), (1, 2, 7)))
     """
 

@@ -102,7 +102,7 @@ class SavedStates:
 def replica_ranks(workers: Sequence[str]) -> list[int | None]:
     """Return the replica rank of each rank: the next one on another worker, or None.
 
-    >>> buddies(["a", "a", "b", "c"])
+    >>> replica_ranks(["a", "a", "b", "c"])
     [2, 2, 3, 0]
     """
     size = len(workers)

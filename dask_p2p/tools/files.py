@@ -82,8 +82,8 @@ def _open_zarr(name: str, path: Path) -> Any:
 
     array = zarr.open(path, mode="r")
     if isinstance(array, zarr.Group):
-        ranks = array.ranks(max_depth=None)
-        names = sorted(f"{name}/{key}" for key, item in ranks if isinstance(item, zarr.Array))
+        items = array.members(max_depth=None)
+        names = sorted(f"{name}/{key}" for key, item in items if isinstance(item, zarr.Array))
         raise FileError(f"{name} is a Zarr group; pass one of its arrays: {', '.join(names)}")
     if array.dtype.hasobject:
         raise FileError(

@@ -144,7 +144,7 @@ def test_arrays_of_groups(client, tmp_path):
     target.create_array("b", data=array)
     convert(client, tmp_path / "in.zarr" / "deep" / "a", tmp_path / "out.zarr" / "a")
     target = zarr.open_group(tmp_path / "out.zarr", mode="r")
-    assert {name for name, _ in target.ranks()} == {"a", "b"}
+    assert {name for name, _ in target.members()} == {"a", "b"}
     same(target["a"][...], array.T)
 
 
