@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from dask_p2p.backends.hardware import on_gpu
+from dask_p2p.backends.host.hardware import on_gpu
 from dask_p2p.cli import _options
 from dask_p2p.cli._options import ClusterSpec, connect, own_cluster
 from dask_p2p.geometry import normal_axes

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dask_p2p.ops.rechunk import rechunk as rechunk
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
-    from dask_p2p.sections.iterate import iterate as iterate
-    from dask_p2p.sections.spmd import spmd as spmd
+    from dask_p2p.sections.api.spmd import spmd as spmd
+    from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
@@ -40,14 +40,14 @@ _FUNCTIONS = {
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",
     "install": "dask_p2p.tools.dropin",
-    "iterate": "dask_p2p.sections.iterate",
+    "iterate": "dask_p2p.sections.iterate.iterate",
     "last_runs": "dask_p2p.monitoring.runs",
     "local_cluster": "dask_p2p.tools.cluster",
     "map_on_gpu": "dask_p2p.ops.on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",
-    "spmd": "dask_p2p.sections.spmd",
+    "spmd": "dask_p2p.sections.api.spmd",
     "transpose": "dask_p2p.ops.transpose",
     "uninstall": "dask_p2p.tools.dropin",
 }

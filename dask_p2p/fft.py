@@ -26,9 +26,9 @@ Errors of all functions:
 from __future__ import annotations
 
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.fft_estimate import estimate
-from dask_p2p.ops.fft_stages import Axes, Length, Lengths, Norm, transformed
-from dask_p2p.ops.frequencies import fftfreq, fftshift, ifftshift, rfftfreq
+from dask_p2p.ops.fft.estimate import estimate
+from dask_p2p.ops.fft.frequencies import fftfreq, fftshift, ifftshift, rfftfreq
+from dask_p2p.ops.fft.stages import Axes, Length, Lengths, Norm, transformed
 from dask_p2p.types import ChunksLike, DaskArray
 
 __all__ = [

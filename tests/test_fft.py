@@ -16,7 +16,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
-from dask_p2p.ops import local_fft
+from dask_p2p.ops.fft import local as local_fft
 from tests import support
 from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of, set_trap
 from tests.support import persisted, run_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
-from dask_p2p.backends.host_link import HostLink
+from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DTypeLike, Kind

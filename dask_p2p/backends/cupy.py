@@ -17,8 +17,8 @@ from dask_p2p.backends.base import Backend
 from dask_p2p.backends.device import device_work, gpu_obstacle, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import is_shareable
-from dask_p2p.backends.hardware import link_gbs, on_gpu
-from dask_p2p.backends.host_link import HostLink, measured_host_link
+from dask_p2p.backends.host.hardware import link_gbs, on_gpu
+from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 
@@ -152,7 +152,7 @@ def _cupy() -> Any:
 @cache
 def _kernels() -> Any:
     _cupy()
-    from dask_p2p.backends import cupy_kernels
+    from dask_p2p.backends.kernels import permute as cupy_kernels
 
     return cupy_kernels
 

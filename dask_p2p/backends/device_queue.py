@@ -15,8 +15,8 @@ import numpy as np
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, as_it_lies
 from dask_p2p.backends.driver import MEMCPY_DEFAULT, is_managed
-from dask_p2p.backends.pitch import Pitch, engine_pitch
-from dask_p2p.backends.slots import BeingRead, KeptSlots, Slot
+from dask_p2p.backends.kernels.pitch import Pitch, engine_pitch
+from dask_p2p.backends.pipelines.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
 from dask_p2p.types import Array, DTypeLike, Kind
 
@@ -63,7 +63,7 @@ class DeviceQueue:
     ) -> None:
         import cupy
 
-        from dask_p2p.backends import cupy_kernels
+        from dask_p2p.backends.kernels import permute as cupy_kernels
 
         self._cupy = cupy
         self._kernels = cupy_kernels

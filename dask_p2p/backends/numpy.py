@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import Backend, transposed
-from dask_p2p.backends.hardware import cpu_name
+from dask_p2p.backends.host.hardware import cpu_name
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike

@@ -28,8 +28,12 @@ import numpy as np
 
 from dask_p2p.backends import Queue, Timer, backend_named, device_of
 from dask_p2p.backends.device import device_work, gpu_obstacle
-from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, is_for_device, part_bytes
-from dask_p2p.backends.pinned import warn_once
+from dask_p2p.backends.host.pinned import warn_once
+from dask_p2p.backends.pipelines.host_through_device import (
+    HostThroughDeviceQueue,
+    is_for_device,
+    part_bytes,
+)
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource

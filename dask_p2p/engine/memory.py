@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from dask.utils import format_bytes
 
-from dask_p2p.backends.pinned import bases
+from dask_p2p.backends.host.pinned import bases
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.types import Array
 

@@ -18,11 +18,11 @@ from dask.utils import funcname
 from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
-from dask_p2p.backends.host_copies import register_from_bytes
+from dask_p2p.backends.host.copies import register_from_bytes
+from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.part_streams import Copied, OnIssued, PartStreams
-from dask_p2p.backends.pinned import warn_once
+from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStreams
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import is_out_of_memory

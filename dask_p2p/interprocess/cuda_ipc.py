@@ -16,7 +16,7 @@ from typing import Any
 
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.driver import allocation, buffer_id, close_ipc, is_shareable, uuid
-from dask_p2p.backends.repeating import RepeatingTimer
+from dask_p2p.backends.host.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.processes import PROCESSES

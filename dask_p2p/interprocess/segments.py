@@ -22,8 +22,8 @@ import numpy as np
 from dask_p2p.backends import Backend, backend_named
 from dask_p2p.backends.device import current_device
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
-from dask_p2p.backends.hardware import kernel_and_namespace
-from dask_p2p.backends.pinned import pin_while
+from dask_p2p.backends.host.hardware import kernel_and_namespace
+from dask_p2p.backends.host.pinned import pin_while
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.requests import checked_integer, checked_text

@@ -17,8 +17,8 @@ from typing import Any
 from distributed import Worker
 
 from dask_p2p.backends.base import Queue
-from dask_p2p.backends.first_touch import first_touch
-from dask_p2p.backends.pinned import CANNOT_PIN, Pinned, warn_once
+from dask_p2p.backends.host.first_touch import first_touch
+from dask_p2p.backends.host.pinned import CANNOT_PIN, Pinned, warn_once
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.types import Array, DType
 

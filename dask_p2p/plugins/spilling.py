@@ -26,7 +26,7 @@ from distributed.spill import SpillBuffer
 from zict import Buffer, Cache, File, Func
 
 from dask_p2p.backends.device import private_stream
-from dask_p2p.backends.pinned import bases
+from dask_p2p.backends.host.pinned import bases
 from dask_p2p.types import Array, Key
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from distributed import Worker, WorkerPlugin
 
 from dask_p2p.backends import worker_backend
-from dask_p2p.backends.allocator import keep_small_buffers
 from dask_p2p.backends.device import raise_if_lost
+from dask_p2p.backends.host.allocator import keep_small_buffers
 from dask_p2p.config import Options, options
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context

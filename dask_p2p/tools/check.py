@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from dask_p2p.backends import worker_backend
-from dask_p2p.backends.hardware import versions
-from dask_p2p.backends.host_link import HostLink
+from dask_p2p.backends.host.hardware import versions
+from dask_p2p.backends.host.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pinned import CANNOT_PIN, REMEDY
+from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
-from dask_p2p.backends.host_through_device import is_for_device, slots_bytes
+from dask_p2p.backends.pipelines.host_through_device import is_for_device, slots_bytes
 from dask_p2p.config import Options, transport_classes
 from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.types import Kind

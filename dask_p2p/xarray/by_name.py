@@ -12,7 +12,7 @@ import xarray as xr
 from dask_p2p.errors import InputError
 from dask_p2p.ops.arguments import CHUNKS_REMEDY
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.sections.iterate import iterate
+from dask_p2p.sections.iterate.iterate import iterate
 from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_memory
 
 

@@ -16,7 +16,7 @@ from dask_p2p.backends import (
     worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
-from dask_p2p.backends.checksum import checksum
+from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
@@ -225,6 +225,6 @@ def test_numpy_blocks_do_not_need_cupy():
     code = (
         "import sys, numpy; from dask_p2p.backends import backend_for;"
         "b = backend_for(numpy.zeros(3)); b.queue().empty((2,), 'f4'); b.warm_up();"
-        "assert not {'cupy', 'dask_p2p.backends.cupy_kernels'} & set(sys.modules)"
+        "assert not {'cupy', 'dask_p2p.backends.kernels.permute'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

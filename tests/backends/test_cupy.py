@@ -8,9 +8,10 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
-from dask_p2p.backends import backend_for, backend_named, cupy_kernels  # noqa: E402
-from dask_p2p.backends._launch import WORD_SIZES_BYTES  # noqa: E402
-from dask_p2p.backends._tiling import VECTOR_TILE  # noqa: E402
+from dask_p2p.backends import backend_for, backend_named  # noqa: E402
+from dask_p2p.backends.kernels import permute as cupy_kernels  # noqa: E402
+from dask_p2p.backends.kernels._launch import WORD_SIZES_BYTES  # noqa: E402
+from dask_p2p.backends.kernels._tiling import VECTOR_TILE  # noqa: E402
 from dask_p2p.errors import BlockMismatchError  # noqa: E402
 
 from .support import POISON, bits, random_bits  # noqa: E402
@@ -199,7 +200,7 @@ def test_a_launch_can_be_captured_in_a_graph():
 
 
 def test_threads_compile_once(monkeypatch):
-    from dask_p2p.backends import cupy_kernels as module
+    from dask_p2p.backends.kernels import permute as module
 
     loads = []
     real = cupy.RawModule

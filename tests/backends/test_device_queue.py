@@ -13,7 +13,7 @@ import dask_p2p.backends
 from dask_p2p.backends import Timer, device
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.slots import BeingRead, KeptSlots
+from dask_p2p.backends.pipelines.slots import BeingRead, KeptSlots
 from tests.simulation.streams import RaceError, Recorder, Stream, kernels
 
 ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes

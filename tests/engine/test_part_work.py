@@ -14,7 +14,7 @@ import pytest
 from distributed import Reschedule
 
 import dask_p2p
-from dask_p2p.backends import part_streams
+from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.engine import part_work
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from tests.simulation.streams import HOST, emulated

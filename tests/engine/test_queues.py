@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.backends import host_through_device
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.host_streams import HostStreams
-from dask_p2p.backends.host_through_device import HostThroughDeviceQueue, slots_bytes
+from dask_p2p.backends.pipelines import host_through_device
+from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue, slots_bytes
 from dask_p2p.config import options
 from dask_p2p.engine import assembly as module
 from dask_p2p.engine.assembly import queue_for

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.backends.host_link import measured_host_link
-from dask_p2p.backends.host_streams import HostStreams
-from dask_p2p.backends.host_through_device import (
+from dask_p2p.backends.host.pinned import Pinned, is_pinned
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.pipelines.host_link import measured_host_link
+from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines.host_through_device import (
     HostThroughDeviceQueue,
     is_for_device,
     slots_bytes,
 )
-from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pinned import Pinned, is_pinned
-from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.backends.pipelines.slots import KeptSlots
 from tests.backends.support import DTYPES, bits, random_bits
 from tests.gpu.test_streams import spin
 from tests.support import persisted
@@ -85,7 +85,7 @@ def test_no_more_memory_of_the_gpu_is_taken_than_slots_have(monkeypatch):
 
 def late(monkeypatch):
     """Have kernels begin long after the copies that are queued could be done."""
-    from dask_p2p.backends import cupy_kernels
+    from dask_p2p.backends.kernels import permute as cupy_kernels
 
     permute = cupy_kernels.permute_into
 

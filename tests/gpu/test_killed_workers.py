@@ -21,15 +21,15 @@ import dask_p2p
 from dask_p2p import iterate, spmd
 from dask_p2p.backends.driver import close_ipc
 from dask_p2p.interprocess.processes import PROCESSES
-from dask_p2p.sections.lost_events import LostEvents
+from dask_p2p.sections.gpu.lost_events import LostEvents
 from dask_p2p.tools.cluster import round_down
 from tests.conftest import SHARING
 from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import HeldKernel, on_gpu
 from tests.gpu.test_sections import heat
 from tests.gpu.test_streams import spin
+from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import nothing_is_left
-from tests.sections.test_iterate import reference
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 

@@ -9,7 +9,7 @@ from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from tests.gpu.support import on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, nine, way
-from tests.sections.test_iterate import reference
+from tests.sections.iterate.test_iterate import reference
 
 __all__ = ["way"]
 

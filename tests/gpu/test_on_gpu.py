@@ -16,11 +16,12 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.backends import part_streams, pinned
-from dask_p2p.backends.host_streams import HostStreams
-from dask_p2p.backends.part_streams import PartStreams
-from dask_p2p.backends.pinned import is_pinned
-from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.backends.host import pinned
+from dask_p2p.backends.host.pinned import is_pinned
+from dask_p2p.backends.pipelines import part_streams
+from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines.part_streams import PartStreams
+from dask_p2p.backends.pipelines.slots import KeptSlots
 from dask_p2p.engine import part_work
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning

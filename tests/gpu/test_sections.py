@@ -17,12 +17,12 @@ from distributed import wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.sections import transforms
+from dask_p2p.sections.api import transforms
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
+from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
-from tests.sections.test_iterate import reference
 from tests.support import own_client, persisted, result_of
 
 pytestmark = [
@@ -119,7 +119,7 @@ def way(request):
 
 def windows_of(ctx, x):
     """How many windows a rank reads."""
-    from dask_p2p.sections import halo_windows
+    from dask_p2p.sections.gpu import halo_windows
 
     read, opened = [], halo_windows.opened
 
@@ -420,7 +420,7 @@ def test_redistribute(client, way, char, axes, to, staging):
 
 def pretend(is_far):
     """Have ranks here think that nobody else is on their host, and that all is large."""
-    from dask_p2p.sections import connection, endpoint
+    from dask_p2p.sections.wire import connection, endpoint
 
     here = endpoint.kernel_and_namespace()[0]
     be_on_hosts(lambda: f"{here}-{os.getpid()}" if is_far else here)
@@ -693,7 +693,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
     """An attempt that another rank ends; the next one goes on where all were saved."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.connection import AttemptEndedError
+        from dask_p2p.sections.wire.connection import AttemptEndedError
 
         p = ctx.with_halo(x)
         first = None
@@ -780,7 +780,7 @@ def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
     """The copy of it on the host is compared with the array on the GPU."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.connection import AttemptEndedError
+        from dask_p2p.sections.wire.connection import AttemptEndedError
 
         y, first = x.copy(), None
         for step in ctx.steps(20, [x], every=5):

@@ -16,7 +16,7 @@ from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.worker import SectionsPlugin
+from dask_p2p.sections.gang.worker import SectionsPlugin
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle

@@ -29,7 +29,7 @@ from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.sections.nesting import SUBMIT
+from dask_p2p.sections.gang.nesting import SUBMIT
 from tests.support import own_client
 
 #: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.

@@ -9,7 +9,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.backends import backend_named
-from dask_p2p.backends.pinned import is_pinned
+from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from tests.faults.support import BOUND_S, cluster_of, expected, source

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p.sections import halo_windows
+from dask_p2p.sections.gpu import halo_windows
 from tests.sections.emulated import emulated_gpu
 
 

@@ -14,12 +14,14 @@ import numpy as np
 import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.backends.pipelines.slots import KeptSlots
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections import captured, connection, devices, endpoint, halo_windows, windows
-from dask_p2p.sections.devices import Gpu
+from dask_p2p.sections.exchange import devices
+from dask_p2p.sections.exchange.devices import Gpu
+from dask_p2p.sections.gpu import captured, halo_windows, windows
+from dask_p2p.sections.wire import connection, endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, Array, emulated, kernels

@@ -6,11 +6,11 @@ import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
-from dask_p2p.sections.connection import RankAddress
-from dask_p2p.sections.connections import Connections
-from dask_p2p.sections.devices import HOST
-from dask_p2p.sections.endpoint import Reach
-from dask_p2p.sections.in_process import Stream
+from dask_p2p.sections.exchange.devices import HOST
+from dask_p2p.sections.wire.connection import RankAddress
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.sections.wire.in_process import Stream
 
 BOUND_S = 60
 

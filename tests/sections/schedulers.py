@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from dask_p2p.engine.task import RankTask
-from dask_p2p.sections.coordinator import COMMIT
+from dask_p2p.sections.gang.coordinator import COMMIT
 
 
 class Task:

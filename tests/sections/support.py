@@ -8,9 +8,9 @@ import time
 
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
-from dask_p2p.sections import endpoint
-from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
-from dask_p2p.sections.worker import SectionsPlugin
+from dask_p2p.sections.gang.scheduler import SectionsSchedulerPlugin
+from dask_p2p.sections.gang.worker import SectionsPlugin
+from dask_p2p.sections.wire import endpoint
 
 BOUND_S = 120.0
 

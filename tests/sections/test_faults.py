@@ -16,8 +16,8 @@ import pytest
 from distributed import Client
 
 from dask_p2p import iterate, spmd
-from dask_p2p.sections.scheduler import SectionsSchedulerPlugin
-from dask_p2p.sections.worker import SectionsPlugin
+from dask_p2p.sections.gang.scheduler import SectionsSchedulerPlugin
+from dask_p2p.sections.gang.worker import SectionsPlugin
 from tests.sections.support import nothing_is_left
 from tests.support import result_of
 from tests.transports.loopback import wait_until

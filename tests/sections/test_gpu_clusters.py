@@ -14,11 +14,12 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections import devices, rank
+from dask_p2p.sections.exchange import devices
+from dask_p2p.sections.gang import rank
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.gangs import connections_of, link_to
+from tests.sections.iterate.test_iterate import reference, star
 from tests.sections.support import nothing_is_left
-from tests.sections.test_iterate import reference, star
 from tests.simulation.streams import drop_queue_slots
 from tests.support import own_client
 from tests.transports.loopback import wait_until

@@ -24,10 +24,12 @@ from types import SimpleNamespace
 import numpy as np
 
 import dask_p2p.backends
-from dask_p2p.backends import device, host_through_device, part_streams, pinned
+from dask_p2p.backends import device
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.host_streams import HostStreams
-from dask_p2p.backends.slots import KeptSlots
+from dask_p2p.backends.host import pinned
+from dask_p2p.backends.pipelines import host_through_device, part_streams
+from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
 
 HOST = "host"
@@ -447,7 +449,7 @@ def using_allocator(recorder, malloc):
 
 
 class Meet:
-    """Stands for the kernel of `dask_p2p.sections.windows`, and orders what streams do."""
+    """Stands for the kernel of `dask_p2p.sections.gpu.windows`, and orders what streams do."""
 
     def __init__(self, recorder, source, name):
         assert name in source
@@ -606,7 +608,7 @@ def _cupy(recorder):
 
 
 def kernels(recorder):
-    """Stands for `dask_p2p.backends.cupy_kernels`."""
+    """Stands for `dask_p2p.backends.kernels.permute`."""
 
     def permute_into(dst, src, axes, *, stream=None, low_occupancy=False):
         stream = stream or recorder.current[-1]

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from dask_p2p.backends.pitch import engine_pitch
+from dask_p2p.backends.kernels.pitch import engine_pitch
 from dask_p2p.config import options
 from dask_p2p.errors import (
     BlockMismatchError,

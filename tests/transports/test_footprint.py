@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends import MOST_UNREAD, SLOTS, host_through_device
-from dask_p2p.backends.host_through_device import slots_bytes
+from dask_p2p.backends import MOST_UNREAD, SLOTS
+from dask_p2p.backends.pipelines import host_through_device
+from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.config import options
 from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from dask_p2p.backends.repeating import RepeatingTimer
+from dask_p2p.backends.host.repeating import RepeatingTimer
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.types import Key
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.backends import backend_for
-from dask_p2p.backends.hardware import kernel_and_namespace
+from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation

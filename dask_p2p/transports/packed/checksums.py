@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from dask_p2p.backends.checksum import ALGORITHMS, checksum
+from dask_p2p.backends.kernels.checksum import ALGORITHMS, checksum
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box
 from dask_p2p.transports.base import Request

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.backends import pinned
 from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.host import pinned
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options

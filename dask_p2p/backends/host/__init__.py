@@ -1,0 +1,1 @@
+"""Host memory and the hardware of a process: pages, threads, pinned memory."""

@@ -1,0 +1,1 @@
+"""Kernels: permuted copies on GPUs, and checksums."""

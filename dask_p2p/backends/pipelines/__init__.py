@@ -1,0 +1,1 @@
+"""Pipelines that move parts of host arrays through a GPU."""

@@ -1,0 +1,70 @@
+"""A short measurement of the speed of copies between pinned host memory and a GPU.
+
+Functions import CuPy; the import of this module does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dask_p2p.backends.host.pinned import is_pinned
+from dask_p2p.backends.kernels.pitch import Pitch
+from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines.slots import Slot
+
+_BYTES = 2**25  # of a copy: less than a millisecond, but much more than its start takes
+_REPEATS = 5
+
+
+class HostLink(NamedTuple):
+    """Rates of copies between pinned host memory and a GPU, 1e9 bytes a second."""
+
+    up_gbs: float  # to the GPU
+    down_gbs: float  # from the GPU
+    both_gbs: float  # sum of two concurrent copies, one each way
+
+
+def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
+    """Measure the link of the current GPU.
+
+    If no memory can be pinned, call `warn` with the reason and return None. The call blocks: make
+    it from a thread, in `device_work`.
+    """
+    streams = HostStreams(warn)
+    slots = streams.device_slots(1, 2 * _BYTES)
+    host_slots = streams.host_slots(1, 2 * _BYTES)
+    memory, host = slots[0], host_slots[0]
+    try:
+        if not is_pinned(host.memory):
+            return None
+        whole = 2 * _BYTES
+        streams.copy_up(memory.memory[:whole], host.memory[:whole], Pitch(1, whole, whole))
+        streams.synchronize()
+        up_s, down_s, both_s = (
+            min(_seconds(streams, memory, host, directions) for _ in range(_REPEATS))
+            for directions in (("up",), ("down",), ("up", "down"))
+        )
+        return HostLink(*(n * _BYTES / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
+    finally:
+        streams.synchronize()
+        streams.keep(slots, host_slots)
+
+
+def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
+    """Return the seconds of copies that start together, until the end of the last one."""
+    cuda, pitch = of.cupy.cuda, Pitch(1, _BYTES, _BYTES)
+    first, *others = (of.streams[direction] for direction in directions)
+    start, stop = cuda.Event(), cuda.Event()
+    start.record(first)
+    for stream in others:
+        stream.wait_event(start)
+    if "up" in directions:
+        of.copy_up(memory.memory[:_BYTES], host.memory[:_BYTES], pitch)
+    if "down" in directions:
+        of.copy_down(host.memory[_BYTES:][:_BYTES], memory.memory[_BYTES:][:_BYTES], pitch)
+    for stream in others:
+        first.wait_event(stream.record())
+    stop.record(first)
+    stop.synchronize()
+    return float(cuda.get_elapsed_time(start, stop)) / 1e3

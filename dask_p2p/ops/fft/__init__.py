@@ -1,0 +1,1 @@
+"""Fourier transforms of Dask arrays: stages, local transforms, estimates."""

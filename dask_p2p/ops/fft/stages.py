@@ -1,0 +1,280 @@
+"""Transforms of Dask arrays, stage by stage: the common code of the functions of `dask_p2p.fft`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from math import prod
+from operator import index
+from typing import Any, Literal, TypeAlias
+
+import dask.array as da
+import numpy as np
+from dask.array.utils import meta_from_array
+
+from dask_p2p.backends import backend_for
+from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import Epilogue
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
+from dask_p2p.ops.fft.exchange import assembled, chunks_before
+from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, Step, scale_of
+from dask_p2p.ops.fft.long_axes import Long, along_long_axis, long_axis
+from dask_p2p.ops.rechunk import rechunk, redistributed
+from dask_p2p.plans.fft import FftStage, Transform, stages
+from dask_p2p.types import ChunksLike, DaskArray, DType
+
+Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
+Length: TypeAlias = int | None
+Lengths: TypeAlias = Sequence[Length] | None
+Axes: TypeAlias = Sequence[int] | None
+
+_NORMS = ("backward", "ortho", "forward")
+
+
+def transformed(
+    kind: str, x: DaskArray, s: Lengths, axes: Axes, norm: Norm, chunks: ChunksLike
+) -> DaskArray:
+    """Return the transform of `x`: `kind` along the last axis, complex to complex along the others.
+
+    `kind` is the name of a one-dimensional function. For the other parameters see
+    `dask_p2p.fft.fftn`.
+    """
+    _check_numbers(x, kind)
+    check_norm(norm)
+    along, lengths = _checked_lengths(kind, x, s, axes)
+    if not along:
+        return x if chunks is None else rechunk(x, chunks)
+    if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
+        check_chunks_are_known(x)
+    special = None if kind in ("fft", "ifft") else along[-1]
+    x = _cropped(kind, x, special, lengths)
+    between = complex_dtype(x.dtype)
+    transform = transform_of(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
+    # Unknown chunk sizes remain unknown where no exchange is needed.
+    before = tuple(tuple(n if n != n else int(n) for n in sizes) for sizes in x.chunks)
+    path = stages(before, transform)
+    natural = transform.after(path[-1].chunks, frozenset(path[-1].axes))
+    final = None if chunks is None else checked_chunks(chunks, natural, between)
+    # GPU memory has room for larger blocks than Dask's option allows; long axes are untested there.
+    long = None if backend_for(x._meta).on_device else long_axis(path, lengths, between.itemsize)
+    if long is not None and (final is None or len(final[long.axis]) > 1):
+        x = _with_long_axis(kind, x, along, lengths, long, norm)
+        return redistributed(x, tuple(range(x.ndim)), final or x.chunks)
+    if final is None and transform.is_inverse:
+        final = _as_before(x, natural)
+    if final not in (None, natural):
+        longer = stages(before, transform, final)
+        path = path if chunks is None and len(longer) > len(path) else longer
+    on_device = backend_for(x._meta).on_device
+    done = [stage.axes for stage in path]
+    each = local_transforms(kind, special, lengths, norm, done, on_device)
+    for number, (stage, local) in enumerate(zip(path, each, strict=True)):
+        x = _staged(x, stage, transform, local, is_first=number == 0)
+    return x
+
+
+def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
+    """Return `x`, cropped to the input length of each axis."""
+    kept = {a: n // 2 + 1 if kind in TO_REAL and a == special else n for a, n in lengths.items()}
+    if all(n >= x.shape[axis] for axis, n in kept.items()):
+        return x
+    return x[tuple(slice(kept.get(axis)) for axis in range(x.ndim))]
+
+
+def transform_of(
+    kind: str, special: int | None, lengths: dict[int, int], item_bytes: tuple[int, int]
+) -> Transform:
+    """Return the planner's `Transform`; `special` is the only axis that `kind` transforms."""
+    after = dict(lengths)
+    if special is not None and kind in TO_COMPLEX:
+        after[special] = lengths[special] // 2 + 1
+    return Transform(
+        after,
+        first=special if kind in TO_COMPLEX else None,
+        last=special if kind in TO_REAL else None,
+        item_bytes=item_bytes,
+        is_inverse=kind in INVERSE,
+    )
+
+
+def _as_before(x: DaskArray, natural: Chunks) -> Chunks | None:
+    """Return the chunks of the forward transform's input, if they fit this result; else None."""
+    before = chunks_before(x)
+    if before is None or len(before) != len(natural):
+        return None
+    partitions = tuple(
+        (sum(sizes),) if len(old) == 1 else old for old, sizes in zip(before, natural, strict=True)
+    )
+    return (
+        partitions
+        if all(sum(a) == sum(b) for a, b in zip(partitions, natural, strict=True))
+        else None
+    )
+
+
+def _with_long_axis(
+    kind: str,
+    x: DaskArray,
+    along: tuple[int, ...],
+    lengths: dict[int, int],
+    long: Long,
+    norm: Norm,
+) -> DaskArray:
+    """Transform along the long axis by a matrix, and along the other axes by stages."""
+    others = tuple(axis for axis in along if axis != long.axis)
+    is_special = along[-1] == long.axis
+    plain = "ifft" if kind in INVERSE else "fft"
+
+    def by_stages(x: DaskArray) -> DaskArray:
+        n = [lengths[axis] for axis in others]
+        return transformed(plain if is_special else kind, x, n, others, norm, None) if n else x
+
+    def by_matrix(x: DaskArray) -> DaskArray:
+        return along_long_axis(kind if is_special else plain, x, long, norm or "backward")
+
+    # Real-to-complex transforms come first, complex-to-real ones last.
+    if is_special == (kind in TO_COMPLEX):
+        return by_stages(by_matrix(x))
+    return by_matrix(by_stages(x))
+
+
+def check_norm(norm: Any) -> None:
+    """Raise `InputError` if `norm` is not a norm of `numpy.fft`."""
+    if norm not in (None, *_NORMS):
+        raise InputError(f"expected a norm of {_NORMS}, or None for the first, got norm={norm!r}.")
+
+
+def _check_numbers(x: DaskArray, kind: str) -> None:
+    check_array(x)
+    if x.dtype.kind not in "biufc":
+        raise UnsupportedArrayError(
+            f"expected an array of numbers, got dtype {x.dtype}. Convert it with x.astype(float)."
+        )
+    if kind in TO_COMPLEX and x.dtype.kind == "c":
+        raise InputError(
+            f"expected real numbers for {kind}, got dtype {x.dtype}. Pass x.real, or use the "
+            f"transform of complex numbers."
+        )
+
+
+def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
+    """Return `axes` without negative numbers.
+
+    Raises `AxesError` if `axes` is empty, has an axis twice, or has one that the array lacks.
+    """
+    try:
+        given = tuple(index(axis) for axis in axes)
+    except TypeError:
+        given = ()
+    along = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
+    if not along or len({*along}) < len(given):
+        raise AxesError(
+            f"expected axes of an array of {ndim} dimensions, each once, got axes={axes!r}. Number "
+            f"axes from 0, or backwards from -1."
+        )
+    return along
+
+
+def _checked_lengths(
+    kind: str, x: DaskArray, s: Lengths, axes: Axes
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Return the axes, and the length of the transform along each."""
+    if not isinstance(s, (Sequence, type(None))):
+        raise InputError(f"expected a sequence of lengths, one for each axis, got s={s!r}.")
+    if axes is None:
+        axes = range(x.ndim) if s is None else range(-len(s), 0)
+    is_plain = kind in ("fft", "ifft")  # without axes it returns x, as in NumPy
+    along = () if is_plain and _is_empty(axes) else checked_numbered_axes(axes, x.ndim)
+    if s is not None and len(s) != len(along):
+        raise InputError(f"expected a length for each of the axes {along}, got s={s!r}.")
+    lengths = {}
+    for axis, n in zip(along, s or (None,) * len(along), strict=True):
+        if x.shape[axis] != x.shape[axis]:  # nan: unknown
+            check_chunks_are_known(x)
+        if n is None and kind in TO_REAL and axis == along[-1]:
+            n = 2 * (x.shape[axis] - 1)
+        elif n is None or n == -1:
+            n = x.shape[axis]
+        lengths[axis] = checked_count(f"elements along axis {axis}", n=n)
+    return along, lengths
+
+
+def _is_empty(axes: Any) -> bool:
+    return isinstance(axes, Sized) and len(axes) == 0
+
+
+def complex_dtype(dtype: DType) -> DType:
+    """Return the dtype of the complex transform of numbers of `dtype`."""
+    return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
+
+
+def local_transforms(
+    kind: str,
+    special: int | None,
+    lengths: dict[int, int],
+    norm: Norm,
+    stages: Sequence[tuple[int, ...]],
+    on_device: bool,
+) -> list[LocalTransform | None]:
+    """Return the transform of blocks at each stage; None for a stage without axes."""
+    norm = norm or "backward"
+    whole = scale_of(kind, norm, prod(lengths.values()))
+    # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
+    first = min((number for number, axes in enumerate(stages) if axes), default=0)
+    return [
+        LocalTransform(
+            _steps_along(kind, special, axes, lengths),
+            norm,
+            scale=(whole if number == first else 1.0) if on_device else None,
+        )
+        if axes
+        else None
+        for number, axes in enumerate(stages)
+    ]
+
+
+def _steps_along(
+    kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
+) -> tuple[Step, ...]:
+    """Return the steps of a transform along axes that are whole."""
+    others = tuple(axis for axis in axes if axis != special)
+    name = "ifftn" if kind in INVERSE else "fftn"
+    plain: list[Step] = [(name, others, tuple(lengths[a] for a in others))] if others else []
+    own: list[Step] = [] if special not in axes else [(kind, (special,), (lengths[special],))]
+    return tuple(own + plain if kind in TO_COMPLEX else plain + own)
+
+
+def order_in_memory(
+    ndim: int, axes: Sequence[int], transform: Transform, on_device: bool
+) -> tuple[int, ...]:
+    """Return the order of all axes in memory during a transform along some of them."""
+    order = tuple(range(ndim))
+    if not on_device:
+        return order  # on CPUs, copies without a permutation gain more
+    # The order that `LocalTransform` would choose itself: transformed axes last.
+    special = {transform.first, transform.last} & {*axes}
+    return tuple(sorted(order, key=lambda axis: (axis in axes, axis in special, axis)))
+
+
+def _staged(
+    x: DaskArray,
+    stage: FftStage,
+    transform: Transform,
+    local: LocalTransform | None,
+    is_first: bool,
+) -> DaskArray:
+    """Redistribute an array to a stage's grid, and transform its blocks."""
+    if local is None:
+        return x if is_first else redistributed(x, tuple(range(x.ndim)), stage.chunks)
+    done = frozenset(stage.axes)
+    dtype = complex_dtype(x.dtype)
+    if transform.last in done:
+        dtype = np.empty((), dtype).real.dtype
+    meta = meta_from_array(x._meta.real if transform.last in done else x._meta, x.ndim, dtype)
+    after = transform.after(stage.chunks, done)
+    if is_first:
+        return da.map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
+    order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
+    return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))

@@ -1,0 +1,1 @@
+"""Functions and methods that users call: `spmd`, and the context of a rank."""

@@ -1,0 +1,281 @@
+"""The context that the function of a gang receives in addition to its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.plans.rank_halo import rank_halo
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.stepping import Stepping
+from dask_p2p.sections.api.transforms import Transforms
+from dask_p2p.sections.exchange.devices import HOST, Host, check_kind
+from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, Pending
+from dask_p2p.sections.exchange.halo_messages import HaloCall
+from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.exchange.staged import checked_order
+from dask_p2p.sections.gang.checkpoints import Checkpoints
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
+
+
+class Context(Stepping, Transforms):
+    """One rank among the ranks that run a function at the same time.
+
+    With CuPy blocks, the rank's own stream is the current one while the function runs. Methods
+    enqueue their work on that stream, too, so the function need not wait for the GPU.
+
+    All ranks must call the same methods in the same order. Otherwise all raise a `SectionError`
+    that names both calls.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and the number of ranks.
+    grid : tuple of int
+        Number of ranks along each axis.
+    box : tuple of tuple of int
+        Position of the local block in the whole array: (start, stop) of each axis.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGrid,  # decomposition of the array
+        rank: int = 0,  # this rank
+        connections: Connections
+        | None = None,  # connections to the other ranks; None for a single rank
+        checkpoints: Checkpoints | None = None,  # stores its states
+        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
+        device: Host = HOST,  # of its local blocks
+    ) -> None:
+        super().__init__(rank, ranks.size, connections, device, checkpoints)
+        self.grid = ranks.grid
+        self.box: Box = ranks.box(rank)
+        self._ranks = ranks
+        self._halo_arrays = 0  # calls of `halo_array` so far
+        self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
+        self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
+
+    def with_halo(
+        self,
+        local: Array | None = None,
+        depth: DepthLike = 1,
+        boundary: BoundaryLike = "none",
+        corners: bool = True,
+        dtype: DTypeLike | None = None,
+        exchange: str = "auto",
+    ) -> HaloArray:
+        """Return memory for this rank's local block with a halo around it.
+
+        Parameters
+        ----------
+        local : array, optional
+            The values to copy into it: a NumPy or CuPy array, like the section's arrays. Without an
+            array all elements are zero.
+        depth, boundary
+            Width of the halo, and values beyond the ends of the array, as for
+            `dask_p2p.map_overlap`.
+        corners : bool
+            If True, the halo includes corners. A stencil that reads neighbours along one axis at a
+            time does not need corners. With False they are not exchanged, and are NaN if the dtype
+            has NaN.
+        dtype : dtype, optional
+            By default that of `local`, or float64.
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+            Order of messages in `update_halo`: see `redistribute`.
+
+        Returns
+        -------
+        HaloArray
+            ``data`` is the whole array, ``inner`` the local block in it. Call `update_halo` to fill
+            the rest.
+
+        Raises
+        ------
+        InputError
+            If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype
+            that cannot become `dtype`, or the dtype holds Python objects.
+        """
+        whole = [tuple(map(sum, self._ranks.chunks))]
+        local = None if local is None else self.device.as_array(local)
+        own = np.dtype(getattr(local, "dtype", np.float64))
+        kind = own if dtype is None else np.dtype(dtype)
+        if kind.hasobject:
+            raise InputError(f"dtype: expected one without Python objects, got {kind}.")
+        (widths,) = checked_depths(depth, whole)
+        (beyond,) = checked_boundaries(boundary, whole, kind)
+        around = rank_halo(self._ranks, self.rank, widths, beyond, bool(corners))
+        call = (
+            f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
+            f"boundary {beyond}, corners {bool(corners)}"
+        )
+        self._halo_arrays += 1
+        halo_call = HaloCall(around, kind, call, self._connections, checked_order(exchange))
+        halo_array = HaloArray(HaloExchange(halo_call, self.device))
+        if local is not None:
+            if not np.can_cast(own, kind, "same_kind"):
+                raise InputError(
+                    f"local: expected an array that becomes {kind}, got {own}. Convert it first, "
+                    f"local.astype(...), or leave out dtype=."
+                )
+            if np.shape(local) != halo_array.inner.shape:
+                raise InputError(
+                    f"local: expected an array of shape {halo_array.inner.shape}, got one of shape "
+                    f"{np.shape(local)}."
+                )
+            check_kind(self.device, "local", local)
+            halo_array.inner[...] = local
+        return halo_array
+
+    def update_halo(self, halo_array: HaloArray, copy: bool = True) -> Array:
+        """Fill the halo from the local blocks of all ranks; return the local block with its halo.
+
+        On a GPU the exchange is enqueued on the rank's stream. The call waits for the GPU only if
+        parts of the halo are sent as messages.
+
+        Parameters
+        ----------
+        halo_array : HaloArray
+            Memory that `with_halo` returned.
+        copy : bool, optional
+            If True, return a copy, which does not change when the halo is filled again. False
+            returns `halo_array.data` itself, and saves the time of the copy.
+
+        Raises
+        ------
+        InputError
+            If the argument is not from `with_halo`, or the function wrote its results into the copy
+            and left the local block unchanged.
+        SectionError
+            If the ranks made different calls, or their halos differ.
+        """
+        return self._begin(halo_array, copy, in_background=False).wait()
+
+    def update_halo_begin(self, halo_array: HaloArray, copy: bool = True) -> Pending:
+        """Begin to fill the halo; ``wait()`` of the result completes it, and returns the block.
+
+        The function may compute ``halo_array.interior`` immediately, and the regions in
+        ``halo_array.boundary_parts`` after ``wait()``. The next call that exchanges anything waits
+        for halos in flight. Other ranks receive the local block as it is at this call, even if the
+        function writes into it later.
+
+        Parameters
+        ----------
+        halo_array : HaloArray
+            Memory that `with_halo` returned.
+        copy : bool, optional
+            If True, ``wait()`` returns a copy, as `update_halo` does; if False, `halo_array.data`.
+
+        Raises
+        ------
+        InputError
+            If this halo is in flight already; otherwise as `update_halo`.
+        SectionError
+            If the ranks made different calls, or their halos differ.
+        """
+        return self._begin(halo_array, copy, in_background=True)
+
+    def _begin(self, halo_array: HaloArray, copy: bool, in_background: bool) -> Pending:
+        exchange = _exchange_of(halo_array)
+        if halo_array.first_copy is not None:
+            halo_array.first_copy.check()
+        made = partial(self._copied, halo_array) if copy else None
+        return exchange.begin(halo_array.data, in_background, made)
+
+    def _copied(self, halo_array: HaloArray) -> Array:
+        copied = halo_array.data.copy()
+        if halo_array.first_copy is None:
+            halo_array.first_copy = first = FirstCopy(halo_array, copied)
+            self._first_copies[id(first)] = first
+            finalize(halo_array.data, self._first_copies.pop, id(first), None)
+        return copied
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
+        for first in [*self._first_copies.values()]:
+            first.check_returned(arrays)
+
+    def redistribute(
+        self,
+        a: Array,
+        partition: Sequence[int] | None = None,
+        from_partition: Sequence[int] | None = None,
+        *,
+        axes: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        out: Array | None = None,
+        exchange: str = "auto",
+    ) -> Array:
+        """Divide an array between the ranks along other axes; return this rank's new local block.
+
+        This is an all-to-all exchange: a transpose of slabs, if `partition` is another axis. Later
+        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream,
+        and regions are read from other GPUs of the host. The call waits for regions that come as
+        messages.
+
+        Parameters
+        ----------
+        a : array
+            This rank's local block of the array, of any dtype without Python objects. It is not
+            changed.
+        partition : sequence of int, optional
+            Axes that may be divided in the result, as for `dask_p2p.spmd`. By default those of the
+            section's arrays. If an array has the section's shape, and an axis the same number of
+            ranks, that axis is divided at the same positions; otherwise evenly. A local block may
+            be empty.
+        from_partition : sequence of int, optional
+            Axes that may be divided in `a`, with the same default.
+        axes : sequence of int, optional
+            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition`
+            names axes of the result. By default the order stays.
+        shape : sequence of int, optional
+            Shape of the whole array before the permutation. By default that of the section's
+            arrays. With `from_partition` and without `partition`, the default is the shape that
+            the permutation turns into theirs.
+        out : array, optional
+            Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
+            nothing.
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+            Order of the messages. "auto" exchanges with all ranks at the same time. In the other
+            orders each rank has one partner at a time. "diagonal" sends to the ranks after it, in
+            turn. "left-right" sends to the right and the left neighbour, then to those behind them.
+            "pairwise" sends to and receives from the same rank.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray
+            The new local block, owned by the caller: `out` if that is given.
+
+        Raises
+        ------
+        AxesError
+            If the array has no such axes.
+        InputError
+            If `a` or `out` has another shape or cannot be exchanged, or there is no such order.
+        SectionError
+            If the ranks made different calls.
+        """
+        repartition = self._redistribution.repartition(partition, from_partition, axes, shape)
+        return repartition(a, out, checked_order(exchange))
+
+    def box_of(
+        self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Box:
+        """Return the `box` of this rank for another partition: see `redistribute`."""
+        return self._redistribution.ranks(partition, shape).box(self.rank)
+
+
+def _exchange_of(halo_array: Any) -> HaloExchange:
+    if not isinstance(halo_array, HaloArray):
+        raise InputError(
+            f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it once, "
+            f"p = ctx.with_halo(local, depth), and change the local block in p.inner."
+        )
+    return halo_array.exchange

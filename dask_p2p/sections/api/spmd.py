@@ -1,0 +1,225 @@
+"""`spmd`: runs a function on all workers at the same time, with communication between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from dask_p2p.config import checked_options
+from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.sections.api.arguments import check_computed, check_decompositions, chosen_ranks
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.graph import LocalBlocks, ValueSpec, section_arrays
+from dask_p2p.types import DaskArray, DTypeLike
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[1] = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_rank: tuple[()] = ...,
+    **kwargs: Any,
+) -> DaskArray: ...
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[1] = ...,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_rank: Sequence[Any],
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Literal[2, 3, 4, 5, 6, 7, 8],
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_rank: Sequence[Any] = ...,
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
+# The number of outputs is known only at run time: one array, or a tuple.
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: int,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    per_rank: Sequence[Any] = ...,
+    **kwargs: Any,
+) -> DaskArray | Any: ...
+
+
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: int = 1,
+    partition: Sequence[int] | None = None,
+    ranks: int | None = None,
+    dtype: DTypeLike | Sequence[DTypeLike] | None = None,
+    per_rank: Sequence[Any] = (),
+    **kwargs: Any,
+) -> DaskArray | tuple[DaskArray, ...]:
+    """Run a function on all workers at the same time: ``func(ctx, *local_blocks, **kwargs)``.
+
+    The function runs once on each *rank*. A rank has one contiguous local block of each array,
+    which `func` may change. Ranks exchange data by the methods of `ctx`, a
+    `dask_p2p.sections.Context`. All ranks must call the same methods in the same order. If a
+    worker is lost, all ranks run again.
+
+    Parameters
+    ----------
+    func : callable
+        Function of the context and the local blocks. Returns an array of a local block's shape. Its
+        result must depend only on its arguments, and on values that the context returns.
+    *arrays : dask.array.Array
+        Arrays of NumPy or CuPy blocks, with the same chunks. With CuPy blocks, `func` gets and
+        returns CuPy arrays. It runs with a CUDA stream of its own as the current stream, and need
+        not synchronize.
+    outputs : int, optional
+        Number of arrays that `func` returns, in a tuple unless it is one. 0 if `func` returns only
+        the values of `per_rank`.
+    cut : sequence of int, optional
+        Axes that may be divided between ranks. By default all.
+    members : int, optional
+        Largest number of ranks. The number of blocks is a limit as well. By default the number of
+        the cluster's workers that have the resources of `dask.annotate`. It is 1 without a
+        cluster, with an asynchronous client, and always in the function of another section.
+    dtype : dtype or sequence of dtype, optional
+        Data type of all outputs, or a tuple with one for each output. Outputs are converted to it
+        as by `numpy.can_cast` with "same_kind". By default, output i has the dtype of array i, or
+        of the first array if there is no such array; only the precision of floats is converted.
+    per_rank : sequence, optional
+        Examples of the values that `func` returns after its arrays, in the same tuple. An example
+        is a number, or an array of the value's shape and dtype. Each value becomes an array of
+        NumPy blocks, one for each rank, along a new first axis.
+    **kwargs
+        Keyword arguments for `func`. Each rank has its own copy, except of objects that cannot be
+        copied. Use `functools.partial` for a keyword that `spmd` has as well.
+
+    Returns
+    -------
+    dask.array.Array, or tuple of them
+        The outputs, with the chunks of the arrays; then the values of `per_rank`.
+
+    Raises
+    ------
+    InputError
+        If `func` is not callable, a number is too small, or an example in `per_rank` is
+        unsuitable. Also if an argument for `func` is a Dask collection, or has the name of a
+        parameter of `spmd`, or if `dtype` has another length than `outputs`.
+    AxesError
+        If `partition` has an axis that the arrays do not have.
+    ChunksError
+        If chunk sizes are unknown, or differ between the arrays.
+    UnsupportedArrayError
+        If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
+    BlockMismatchError
+        At run time, if `func` returns other arrays.
+    SectionError
+        At run time, if the ranks' calls differ, if `p2p.attempts` attempts have failed, or if the
+        workers can never run all ranks at the same time.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> def normalized(ctx, x):
+    ...     return x / ctx.allreduce((x**2).sum()) ** 0.5
+    >>> x = da.ones(16, chunks=4)
+    >>> spmd(normalized, x).compute(scheduler="sync")[:3]
+    array([0.25, 0.25, 0.25])
+    """
+    check_function(func, "a context and arrays", "spmd(func, x)")
+    check_names(func, 1 + len(arrays), spmd, locals())
+    check_decompositions(arrays)
+    check_computed(*kwargs.values())
+    chosen = chosen_ranks(arrays[0], ranks, partition)
+    options = checked_options()
+    register_if_possible()
+    if not isinstance(per_rank, (list, tuple)):
+        raise InputError(
+            f"per_rank: expected a list with an example of each value, got {per_rank!r}. Give "
+            f"one as [example]."
+        )
+    values = [_checked_example(example) for example in per_rank]
+    if not values or outputs != 0:
+        checked_count("outputs", outputs=outputs)
+    made = section_arrays(
+        "p2p-spmd",
+        _Function(func, outputs + len(values), kwargs),
+        arrays,
+        chosen,
+        _dtypes(dtype, outputs, arrays),
+        options,
+        values,
+        converts=dtype is not None,
+    )
+    return made[0] if len(made) == 1 else made
+
+
+def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
+    """Return the dtype of each output."""
+    if dtype is None:
+        later = outputs - len(arrays)
+        return [*(x.dtype for x in arrays), *[arrays[0].dtype] * later][:outputs]
+    if not isinstance(dtype, (tuple, list)) or any(isinstance(each, tuple) for each in dtype):
+        return [np.dtype(dtype)] * outputs  # a list of tuples is one dtype, with fields
+    if len(dtype) != outputs:
+        raise InputError(
+            f"dtype: expected one for all outputs, or a tuple with one for each of {outputs}, got "
+            f"{len(dtype)}: {dtype!r}. Give one dtype for each output."
+        )
+    return [np.dtype(each) for each in dtype]
+
+
+def _checked_example(example: Any) -> ValueSpec:
+    value = np.asarray(example)
+    if is_dask_array(example) or value.dtype.kind in "OSU":
+        raise InputError(
+            f"per_rank: expected numbers or NumPy arrays, as examples of returned values, got "
+            f"{type(example).__name__}. Give a number or an array for each value."
+        )
+    return ValueSpec(value.shape, value.dtype)
+
+
+@dataclass(frozen=True)
+class _Function:
+    """The user's function, with its keyword arguments."""
+
+    function: Callable[..., Any]
+    outputs: int
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> Any:
+        arrays = map(local_blocks.copy, range(len(local_blocks)))
+        returned = self.function(ctx, *arrays, **self.kwargs)
+        made = (returned,) if self.outputs == 1 else returned
+        ctx.check_returned(made if isinstance(made, tuple) else ())
+        return made

@@ -1,0 +1,177 @@
+"""Steps of a rank's function, and saved state to resume from when a worker is lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from operator import index
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.api.bindings import Bindings
+from dask_p2p.sections.api.collectives import Collectives
+from dask_p2p.sections.exchange.devices import Host
+from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
+from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.gang.state_memory import check_state
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+# Number of steps at the start that end with a check of the saved arrays' bindings. Where a function
+# rebinds two time levels in turn, both are lost only after the second step.
+_CHECKED_STEPS = 3
+
+
+class Stepping(Collectives):
+    """The part of a context that counts steps and saves state."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,  # number of ranks
+        connections: Connections | None,  # connections to other ranks; None for a single rank
+        device: Host,  # device of the arrays
+        checkpoints: Checkpoints | None,  # saved states; None: nothing is saved
+    ) -> None:
+        super().__init__(rank, size, connections, device)
+        self._checkpoints = checkpoints
+        self.progress = Progress()
+        self._saved_step = -1  # of the last checkpoint
+        self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
+        self._has_steps = False  # whether `steps` was called
+
+    def steps(
+        self, count: int, save: Sequence[Array] = (), every: int | str | None = "30 s"
+    ) -> Iterator[int]:
+        """Count steps, and save the function's state from time to time.
+
+        If a worker is lost, all ranks run again, and resume at the newest complete checkpoint. A
+        function may have one such loop.
+
+        Parameters
+        ----------
+        count : int
+            Total number of steps.
+        save : sequence of array
+            All arrays that a step needs from earlier steps. Before the first step, they are filled
+            with the saved state. They must stay the same arrays in all steps: write
+            ``x[...] = x + 1``, since ``x = x + 1`` makes another array. Without arrays, or if one
+            has not changed since the start, ranks resume at the start.
+        every : int, str or None
+            Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
+            checkpoint is kept on the rank's own worker and on another one.
+
+        Yields
+        ------
+        int
+            The number of the step, from 0 or from the last checkpoint.
+
+        Raises
+        ------
+        InputError
+            If `count` is not a number of steps, `every` is not an interval, or `save` is not a
+            sequence of writable arrays. Also in a second loop. In a step, if the name of a saved
+            array is bound to another array.
+        SectionError
+            If the ranks made different calls.
+        """
+        try:
+            count, save = index(count), tuple(save)
+        except TypeError:
+            raise InputError(
+                f"expected a number of steps, and a list of arrays, got {count=}, {save=}. Give an "
+                f"integer and a list: ctx.steps(100, save=[u])."
+            ) from None
+        if self._has_steps:
+            raise InputError(
+                "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
+                "distinguish their states. Count the steps of both in one loop."
+            )
+        self._has_steps = True
+        every = checked_period(every)
+        bindings = Bindings(save, sys._getframe(1)) if every is not None else None
+        return self._counted(count, save, Period(every if save else None), bindings)
+
+    def _counted(
+        self, count: int, save: Sequence[Array], period: Period, bindings: Bindings | None
+    ) -> Iterator[int]:
+        self.progress.steps = count
+        first = self.restore(*save)
+        for step in range(first, count):
+            yield step
+            self.progress.step = step + 1
+            self.device.keep_up(step + 1)
+            is_due = step + 1 < count and self.is_due(period, step + 1)
+            if bindings is not None and (is_due or step - first < _CHECKED_STEPS):
+                bindings.check(sys._getframe(1))
+            if is_due:
+                self.checkpoint(step + 1, *save)
+
+    def is_due(self, period: Period, step: int) -> bool:
+        """Return whether a checkpoint is due after a step: the same on all ranks."""
+        if self._checkpoints is None:
+            return False
+        return period.is_due(step, lambda values: self.allreduce(values, "max"))
+
+    def checkpoint(self, step: int, *arrays: Array) -> None:
+        """Save copies of arrays: the state to resume from after a step.
+
+        Parameters
+        ----------
+        step : int
+            Number of steps done: more than at the last checkpoint.
+        *arrays
+            The state, as the same number of arrays on all ranks. Copies are kept on this worker
+            and on another one.
+
+        Raises
+        ------
+        InputError
+            If `step` is not such a number, an array is read-only, or the arrays have other shapes
+            or dtypes than those given to `restore`.
+        SectionError
+            If the ranks made different calls.
+        """
+        try:
+            number = index(step)
+        except TypeError:
+            number = -1
+        if number <= self._saved_step:
+            more = f", more than {self._saved_step} at the last checkpoint"
+            raise InputError(
+                f"step: expected the number of steps done"
+                f"{more if self._saved_step >= 0 else ''}, got {step!r}."
+            )
+        check_state(arrays, self.device)
+        given = [(array.shape, array.dtype) for array in arrays]
+        if self._restored not in (None, given):
+            raise InputError(
+                f"expected arrays of the shapes and dtypes that ctx.restore filled, "
+                f"{self._restored}, got {given}. Give both the same arrays in the same order."
+            )
+        if self._checkpoints is not None:
+            self._checkpoints.save(number, arrays)
+        self._saved_step = number
+
+    def restore(self, *arrays: Array) -> int:
+        """Fill arrays with the last checkpoint of all ranks, if there is one.
+
+        Returns
+        -------
+        int
+            The number of steps at that checkpoint; 0 without one, and in a second call. Also 0,
+            and the arrays stay unchanged, if one of them had not changed since the start on any
+            rank: a constant, or an array that the function no longer uses.
+
+        Raises
+        ------
+        InputError
+            If a value is not a writable array.
+        SectionError
+            If the ranks made different calls.
+        """
+        check_state(arrays, self.device)
+        self._restored = [(array.shape, array.dtype) for array in arrays]
+        step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays)
+        self.progress.step = self.progress.first = step
+        self._saved_step = max(self._saved_step, step or -1)
+        return step

@@ -1,0 +1,345 @@
+"""Fourier transforms of distributed arrays, called from within a section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends import order_of
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import block_bounds, split_evenly
+from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.ops.fft.stages import (
+    Axes,
+    Norm,
+    check_norm,
+    checked_numbered_axes,
+    complex_dtype,
+    local_transforms,
+    order_in_memory,
+    transform_of,
+)
+from dask_p2p.plans.partitions import transform_stages
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.devices import Host, check_kind
+from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
+from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
+from dask_p2p.types import Array, DType
+
+_Partition = Sequence[int] | None
+_Step = Callable[[Any, bool], tuple[Any, bool]]  # of a local block, and whether it is a temporary
+_PIECE_BYTES = 2**28  # size of a piece, if there are more than two: the host needs 0.1 ms for each
+
+
+class _TransformCall(NamedTuple):
+    """The parameters of a transform: see `Transforms.fftn`."""
+
+    kind: str
+    axes: Axes
+    partition: _Partition
+    from_partition: _Partition
+    shape: Sequence[int] | None
+    norm: Norm
+
+
+class Transforms:
+    """The Fourier transforms of a context: local transforms along whole axes, and exchanges."""
+
+    rank: int
+    device: Host
+    _redistribution: Redistribution
+
+    def fftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Transform a distributed array, as `numpy.fft.fftn` does.
+
+        The result has the partition of the section's arrays by default, which takes two exchanges
+        for slabs. One is enough if the result may be divided along another axis: ``partition=(1,)``
+        for slabs along axis 0, and ``from_partition=(1,)`` for the way back.
+
+        Parameters
+        ----------
+        a : array
+            This rank's local block. It is not changed.
+        axes : sequence of int, optional
+            Axes to transform, without repetition. By default all.
+        cut, from_partition : sequence of int, optional
+            Axes that may be divided in the result, and in `a`: as for `redistribute`.
+        shape : sequence of int, optional
+            Shape of the whole array in space: the input of `fftn` and `rfftn`, the result of
+            `ifftn` and `irfftn`. By default the shape of the section's arrays.
+        norm : {"backward", "ortho", "forward"}, optional
+            Direction that is scaled, as in NumPy. By default the inverse transform is.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray
+            This rank's local block of the result: complex numbers of the precision of `a`.
+
+        Raises
+        ------
+        AxesError
+            If the array has no such axes.
+        InputError
+            If `a` has another shape, or is not numeric.
+        SectionError
+            If the ranks made different calls.
+        """
+        return self._transformed(
+            a, _TransformCall("fft", axes, partition, from_partition, shape, norm)
+        )
+
+    def ifftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Return the inverse of `fftn`, with the same parameters and errors."""
+        return self._transformed(
+            a, _TransformCall("ifft", axes, partition, from_partition, shape, norm)
+        )
+
+    def rfftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Transform real numbers: length ``n`` of the last of `axes` becomes ``n // 2 + 1``.
+
+        Parameters and errors are those of `fftn`.
+        """
+        return self._transformed(
+            a, _TransformCall("rfft", axes, partition, from_partition, shape, norm)
+        )
+
+    def irfftn(
+        self,
+        a: Array,
+        axes: Axes = None,
+        *,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
+        shape: Sequence[int] | None = None,
+        norm: Norm = None,
+    ) -> Array:
+        """Return the inverse of `rfftn`: real numbers. Parameters and errors as for `fftn`."""
+        return self._transformed(
+            a, _TransformCall("irfft", axes, partition, from_partition, shape, norm)
+        )
+
+    def wavenumbers(
+        self,
+        spacing: float | Sequence[float] = 1.0,
+        axes: Axes = None,
+        *,
+        partition: _Partition = None,
+        shape: Sequence[int] | None = None,
+        real: bool = False,
+    ) -> tuple[Array, ...]:
+        """Return the angular wavenumbers of this rank's local block of a transform.
+
+        Parameters
+        ----------
+        spacing : float or sequence of float
+            Distance between points: one for all axes, or one for each of `axes`.
+        axes, cut, shape
+            The arguments of the transform.
+        real : bool
+            True for a transform by `rfftn`.
+
+        Returns
+        -------
+        tuple of numpy.ndarray or cupy.ndarray
+            One array for each of `axes`. They can be broadcast to the local block.
+
+        Raises
+        ------
+        AxesError, InputError
+            The errors of `fftn`. Also `InputError` if `spacing` does not fit the axes.
+        """
+        whole = self._whole(shape)
+        along = _checked_axes(axes, len(whole))
+        try:
+            steps = np.broadcast_to(np.asarray(spacing, float), len(along))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"spacing: expected a number, or one for each of {len(along)} axes, got "
+                f"{spacing!r}."
+            ) from None
+        _, divided = self._divisions("rfft" if real else "fft", whole, along, partition, None)
+        box = divided.box(self.rank)
+        found = []
+        for number, axis in enumerate(along):
+            is_half = real and axis == along[-1]
+            frequencies = np.fft.rfftfreq if is_half else np.fft.fftfreq
+            own = 2 * np.pi * frequencies(whole[axis], steps[number])[slice(*box[axis])]
+            shaped = own.reshape([-1 if each == axis else 1 for each in range(len(whole))])
+            found.append(self.device.module.asarray(shaped))
+        return tuple(found)
+
+    def _whole(self, shape: Sequence[int] | None) -> tuple[int, ...]:
+        return self._redistribution.shape if shape is None else checked_shape(shape)
+
+    def _divisions(
+        self,
+        kind: str,
+        whole: tuple[int, ...],
+        along: tuple[int, ...],
+        partition: _Partition,
+        from_partition: _Partition,
+    ) -> tuple[RankGrid, RankGrid]:
+        """Return the partitions of an array before and after the transform."""
+        names = {"partition": partition, "from_partition": from_partition}
+        space, waves = (
+            ("partition", "from_partition") if kind in INVERSE else ("from_partition", "partition")
+        )
+        lengths = list(whole)
+        if kind in (*TO_COMPLEX, *TO_REAL):
+            lengths[along[-1]] = whole[along[-1]] // 2 + 1
+        found = {
+            space: self._redistribution.ranks(names[space], whole, space),
+            waves: self._redistribution.ranks(names[waves], lengths, waves),
+        }
+        return found["from_partition"], found["partition"]
+
+    def _transformed(self, a: Any, call: _TransformCall) -> Array:
+        check_norm(call.norm)
+        given = self.device.as_array(a)
+        check_kind(self.device, "a", given)
+        is_real = call.kind in TO_COMPLEX
+        if given.dtype.kind not in "biufc" or (is_real and given.dtype.kind == "c"):
+            wanted = "real numbers" if is_real else "numbers"
+            raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
+        make = partial(self._steps, call, given.dtype.itemsize)
+        steps = self._redistribution.once(f"{call!r} {given.dtype.itemsize}", make)
+        local_block, is_own = given, False
+        try:
+            for step in steps:
+                local_block, is_own = step(local_block, is_own)
+        finally:
+            self._redistribution.settle()
+        return local_block if is_own else local_block.copy()
+
+    def _steps(self, call: _TransformCall, item_bytes: int) -> list[_Step]:
+        """Return the steps of a transform: functions of the local block, in order."""
+        kind, whole = call.kind, self._whole(call.shape)
+        along = _checked_axes(call.axes, len(whole))
+        lengths = {axis: whole[axis] for axis in along}
+        if min(lengths.values()) < 1:
+            raise InputError(f"expected elements along the axes {along}, got shape {whole}.")
+        special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
+        transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
+        first, last = self._divisions(kind, whole, along, call.partition, call.from_partition)
+        axes, current = tuple(range(len(whole))), first
+        made: list[_Step] = []
+        path = transform_stages(first, last, transform)
+        on_device, done = self.device.kind == "cupy", [stage.axes for stage in path]
+        each = local_transforms(kind, special, lengths, call.norm, done, on_device)
+        for stage, local in zip(path, each, strict=True):
+            is_there = stage.before.local_sizes == current.local_sizes
+            order = axes
+            if stage.axes and not is_there:
+                order = order_in_memory(len(whole), stage.axes, transform, on_device)
+            repartition = self._redistribution.between(
+                current, stage.before, axes, f"{kind}n()", order
+            )
+            if made and isinstance(last_made := made[-1], _AxesTransform) and not is_there:
+                made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
+            made.append(partial(_exchanged, repartition, is_there))
+            if local is not None:
+                local = replace(local, order=None if is_there else order)
+                to_real = special in stage.axes and kind in TO_REAL
+                made.append(
+                    _AxesTransform(local, stage.after.shape(self.rank), to_real, self.device)
+                )
+            current = stage.after
+        return made
+
+
+def _exchanged(
+    repartition: Any, is_there: bool, local_block: Any, is_own: bool
+) -> tuple[Array, bool]:
+    if is_there:
+        repartition.check(local_block)
+        return local_block, is_own
+    return repartition.begin(local_block), True
+
+
+@dataclass(frozen=True)
+class _AxesTransform:
+    """Transforms a local block along axes that are not divided.
+
+    Parameters
+    ----------
+    transform
+        Transform of a local block, or a piece of it.
+    shape
+        Shape of the result.
+    to_real
+        Whether the result is real.
+    device
+        Device of the local blocks.
+    """
+
+    transform: LocalTransform
+    shape: tuple[int, ...]
+    to_real: bool
+    device: Host
+
+    def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
+        if local_block.size:
+            return self.transform.transformed(local_block, is_own), True
+        return self.device.module.zeros(self.shape, self._dtype(local_block)), True
+
+    def in_pieces(self, local_block: Array, is_own: bool) -> tuple[Any, bool]:
+        """Return the result as `Pieces`, which peers read while the next is made, if it is large.
+
+        Otherwise return it as `__call__` does.
+        """
+        order = self.transform.order or order_of(local_block.strides)
+        done = {axis for _, axes, _ in self.transform.steps for axis in axes}
+        axis = next((axis for axis in order if axis not in done), None)
+        if self.device.kind != "cupy" or axis is None:
+            return self(local_block, is_own)
+        count = min(MOST_PIECES, max(2, local_block.nbytes // _PIECE_BYTES), self.shape[axis])
+        if count < 2 or local_block.nbytes < _PIECE_BYTES:
+            return self(local_block, is_own)
+        bounds = block_bounds(split_evenly(self.shape[axis], count))
+        rank_and_size = axis if self.transform.order is None else order.index(axis)
+
+        def piece(number: int) -> Array:
+            along = slice(bounds[number], bounds[number + 1])
+            part = local_block[(slice(None),) * rank_and_size + (along,)]
+            return self.transform.transformed(part, is_own)
+
+        return Pieces(self._dtype(local_block), axis, bounds, piece), True
+
+    def _dtype(self, local_block: Array) -> DType:
+        dtype = complex_dtype(local_block.dtype)
+        return np.empty(0, dtype).real.dtype if self.to_real else dtype
+
+
+def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:
+    return checked_numbered_axes(range(ndim) if axes is None else axes, ndim)

@@ -1,0 +1,1 @@
+"""Exchanges between local blocks of ranks: halos, redistribution."""

@@ -1,0 +1,387 @@
+"""Devices of local blocks: the host's memory, or a GPU.
+
+On a GPU each rank has a stream of its own. Its function and its exchanges enqueue work there
+without waiting. Values that the host needs are copied down once the stream has made them.
+
+Dask-CUDA spills objects in a worker's store: outputs, and copies of inputs that other tasks use.
+The working memory of a rank is in no store, so none of it is spilled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from math import inf
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dask_p2p.backends import Backend, backend_for, backend_named, device_of
+from dask_p2p.backends.device import device_work, wait_until_written
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.driver import MEMCPY_DEFAULT
+from dask_p2p.backends.kernels.checksum import checksum
+from dask_p2p.config import Options
+from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
+from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
+from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.sections.gpu.halo_windows import HaloWindows
+from dask_p2p.sections.gpu.lost_events import NOT_READY
+from dask_p2p.sections.gpu.regions import GpuRegions
+from dask_p2p.sections.gpu.windows import PeerMemory
+from dask_p2p.sections.iterate.recorder import recorder_of
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.types import Array, DType, DTypeLike, Kind
+
+STEPS_AHEAD = 64  # limit of the host's lead over a GPU
+_SECONDS_AHEAD = 0.5  # the same in time: it delays the release of a dead process's memory
+_SPIN_S = 2e-4  # time of polling a GPU without a pause
+_PAUSE_S = 5e-5
+_LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
+_LINGER_S = 60.0  # lifetime of windows that peers may still read, after an attempt that failed
+_LOOK_S = 0.05  # pause between checks of the processes of these peers
+
+
+class Host:
+    """The host: each method completes its work before it returns."""
+
+    kind: ClassVar[Kind] = "numpy"
+    has_ended = False  # True for a GPU that has stopped waiting for lost ranks
+
+    @property
+    def backend(self) -> Backend:
+        """The arrays' backend."""
+        return backend_named(self.kind)
+
+    @property
+    def module(self) -> Any:
+        """The arrays' package."""
+        return self.backend.module
+
+    def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
+        """Return a context for a rank's work with its blocks. At its end the work is done."""
+        return nullcontext()
+
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array of zeros."""
+        return self.module.zeros(tuple(shape), dtype)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array with unset values."""
+        return self.backend.empty(shape, dtype)
+
+    has_read_only: ClassVar[bool] = True  # True if arrays can refuse writes
+
+    def read_only(self, array: Array) -> Array:
+        """Return a read-only view if `has_read_only`, else the array."""
+        view: Array = array.view()
+        view.flags.writeable = False
+        return view
+
+    def recorder(self, out: Array) -> Any:
+        """Return a view that refuses lossy writes; None if the device has no such view."""
+        return recorder_of(out)
+
+    def checksum(self, array: Array) -> int:
+        """Return the checksum of an array's bytes, once they are computed."""
+        return checksum(array)
+
+    def as_array(self, value: Any) -> Any:
+        """Return a user's value as an array, if this device converts such values."""
+        return np.asanyarray(value)
+
+    def to_host(self, value: Any) -> Any:
+        """Return an array of this device as a NumPy array, and any other value unchanged."""
+        return value
+
+    def from_host(self, array: Any, like: Any) -> Any:
+        """Return a NumPy array with dimensions as an array of this device, if `like` is one."""
+        return array
+
+    def copy_to_host(self, host_array: Any, array: Array) -> None:
+        """Copy an array into host memory."""
+        np.copyto(host_array, array)
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        """Copy host memory into an array."""
+        np.copyto(array, host_array)
+
+    def block(self, array: Array, dtype: DType) -> Array:
+        """Return a copy of an array as an output block of the task."""
+        made: Array = np.array(array, dtype)
+        return made
+
+    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
+        """Return an object that exchanges packed halos with other ranks."""
+        return HaloMessages(call)
+
+    def region_mover(
+        self, connections: Connections | None, reads_memory: bool
+    ) -> RegionExchange | GpuRegions:
+        """Return an object that exchanges regions of local blocks with other ranks."""
+        return RegionExchange(connections, reads_memory)
+
+    def keep_up(self, step: int) -> None:
+        """Limit the lead of the host over the device; `step` counts the steps enqueued."""
+
+    def let_go(self, is_orderly: bool) -> None:
+        """Release memory that other ranks read. After an `is_orderly` end none still reads it."""
+
+
+HOST = Host()
+
+
+class Gpu(Host):
+    """A GPU: each method enqueues its work on the rank's stream before it returns."""
+
+    kind: ClassVar[Kind] = "cupy"
+    stream: Any  # for computation
+    copies: Any  # for reads of other ranks' windows
+
+    _idle: ClassVar[defaultdict[int, list[_RankStreams]]] = defaultdict(list)
+    _lost: ClassVar[list[_RankStreams]] = []  # streams that wait for work that never comes
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        connections: Connections | None,  # connections to other ranks; None for a single rank
+        has_windows: bool = True,  # whether ranks of one host may read each other's memory
+        part_bytes: int = 0,  # part of a region that copy engines bring at a time; 0: kernels read
+    ) -> None:
+        self._connections, self.has_windows, self.part_bytes = connections, has_windows, part_bytes
+        #: Called when all work is done: close memory and events of other ranks.
+        self.closing: list[Callable[[], None]] = []
+        #: Memory and events that other ranks read. It is dropped after they have closed it.
+        self.exported: list[Any] = []
+        #: Called when the attempt has ended: stop the GPU's waits for other ranks.
+        self.ending: list[Callable[[], None]] = []
+        #: Memory and events of other ranks. The GPU may wait for these events.
+        self.peers: list[PeerMemory] = []
+        self.reading = threading.Lock()  # held while reads of others' memory are enqueued
+        #: The GPU no longer waits for other ranks: all results since then are invalid.
+        self.has_ended = False
+        self._step = 0  # last step with a wait for the GPU
+        self._steps_ahead = STEPS_AHEAD  # until the next wait
+
+    @contextmanager
+    def running(self, blocks: Sequence[Array]) -> Iterator[None]:
+        with device_work(), device_of(*blocks):
+            wait_until_written(blocks)
+            device = self.module.cuda.runtime.getDevice()
+            with self._lock:
+                idle = self._idle[device]
+                self._streams = streams = (
+                    idle.pop() if idle else _RankStreams(self.module.cuda.Stream)
+                )
+            self.stream, self.copies = streams.stream, streams.copies
+            # Streams are kept: memory of a function that raised is freed later, and RMM frees
+            # memory on the stream that allocated it.
+            kept = self._lost
+            with self.stream:
+                try:
+                    yield
+                finally:
+                    try:
+                        self._drain()  # this stream waits for all others
+                        streams.queue.synchronize()
+                        kept = self._idle[device]
+                    finally:
+                        with self._lock:
+                            kept.append(streams)
+                    while self.closing:
+                        self.closing.pop()()
+
+    @contextmanager
+    def capturing(self) -> Iterator[Any]:
+        """Return a context that yields a stream for capture, and makes it the current one.
+
+        No memory is allocated on that stream. RMM ends the capture of a stream as soon as any
+        thread frees memory that was allocated on it, as the garbage collector may at any time.
+        """
+        own, self.stream = self.stream, self._streams.capturing
+        try:
+            with self.stream:
+                yield self.stream
+        finally:
+            self.stream = own
+
+    @property
+    def queue(self) -> DeviceQueue:
+        """The queue that reads other ranks' regions, and permutes: always `within` the stream."""
+        return self._streams.queue
+
+    def wait(self) -> None:
+        """Wait until all work on the stream is done.
+
+        Raises
+        ------
+        AttemptEndedError
+            If the attempt has ended, and device barriers with it: later results are invalid.
+        DeviceLostError
+            If the stream still waits long after the end of the attempt.
+        """
+        self._drain()
+        self.check_goes_on()
+
+    def check_goes_on(self) -> None:
+        """Raise `AttemptEndedError` if the attempt ended while the GPU waited for others."""
+        if self.has_ended:
+            raise AttemptEndedError("the attempt has ended")
+
+    def _drain(self) -> None:
+        runtime = self.module.cuda.runtime
+        began_s, ended_s = time.monotonic(), inf
+        while runtime.streamQuery(self.stream.ptr) == NOT_READY:
+            now_s = time.monotonic()
+            if self._connections is not None and self._connections.has_ended:
+                ended_s = min(ended_s, now_s)
+                while self.ending:
+                    self.has_ended = True
+                    self.ending.pop()()
+                for peer in self.peers:
+                    peer.check_waits()
+            if now_s - ended_s > _LONGEST_S:
+                raise DeviceLostError(
+                    f"the GPU has waited {_LONGEST_S:g} s for a lost rank of its gang. "
+                    f"Restart the worker."
+                )
+            time.sleep(0 if now_s - began_s < _SPIN_S else _PAUSE_S)
+        self.stream.synchronize()  # raises errors of the stream's work
+
+    def keep_up(self, step: int) -> None:
+        if step - self._step >= self._steps_ahead or step < self._step:
+            self._step, began_s = step, time.monotonic()
+            self.wait()
+            most = self._steps_ahead * _SECONDS_AHEAD / max(time.monotonic() - began_s, 1e-9)
+            self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
+
+    # --- memory
+
+    has_read_only: ClassVar[bool] = False
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def checksum(self, array: Array) -> int:
+        self.wait()
+        return checksum(array)
+
+    def _is_own(self, value: Any) -> bool:
+        return isinstance(value, self.module.ndarray)
+
+    def as_array(self, value: Any) -> Any:
+        return value
+
+    def to_host(self, value: Any) -> Any:
+        if not self._is_own(value):
+            return value
+        self.wait()
+        return value.get()
+
+    def from_host(self, array: Any, like: Any) -> Any:
+        return self.module.asarray(array) if self._is_own(like) and np.ndim(array) else array
+
+    def copy_to_host(self, host_array: Any, array: Array) -> None:
+        self.wait()
+        if array.size:
+            array.get(out=host_array)
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        array[...] = self.module.asarray(host_array)
+
+    def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
+        """Enqueue a copy from one address to another on a stream."""
+        if size_bytes:
+            self._memcpy(to, of, size_bytes, MEMCPY_DEFAULT, stream.ptr)
+
+    @cached_property
+    def _memcpy(self) -> Any:
+        """CUDA's function, kept: its look-up takes half as long as a call."""
+        return self.module.cuda.runtime.memcpyAsync
+
+    def block(self, array: Array, dtype: DType) -> Array:
+        # The block outlives the stream, and a pool keeps a stream's memory for that stream: see
+        # `DeviceQueue.empty`.
+        queue = self.backend.queue()
+        made = queue.empty(array.shape, dtype)
+        own = array if array.dtype == dtype else array.astype(dtype)
+        self.wait()
+        queue.permute(made, own, range(own.ndim))
+        queue.synchronize()
+        return made
+
+    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
+        return HaloWindows(self, call)
+
+    def region_mover(
+        self, connections: Connections | None, reads_memory: bool
+    ) -> RegionExchange | GpuRegions:
+        return GpuRegions(self, connections, reads_memory)
+
+    def let_go(self, is_orderly: bool) -> None:
+        exported, self.exported = self.exported, []
+        if exported and not is_orderly:
+            given = exported, [*self.peers]
+            threading.Thread(target=_drop_later, args=given, daemon=True).start()
+        else:
+            _drop(exported)
+
+
+class _RankStreams:
+    """Streams that ranks use in turn: a memory pool keeps a stream's memory for that stream."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
+        self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
+        self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
+
+
+def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
+    """Drop exported memory when its readers' processes have ended, or must have closed it."""
+    deadline_s = time.monotonic() + _LINGER_S
+    while time.monotonic() < deadline_s and not (readers and all(r.has_ended for r in readers)):
+        time.sleep(_LOOK_S)
+    _drop(exported)
+
+
+def _drop(exported: list[Any]) -> None:
+    if exported:
+        with device_work():
+            exported.clear()
+
+
+def device_for(kind: Kind, options: Options, connections: Connections | None = None) -> Host:
+    """Return the device of a rank's local blocks of this kind."""
+    if kind == HOST.kind:
+        return HOST
+    part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
+    return Gpu(connections, "ipc" in options.order(kind), part_bytes)
+
+
+def check_kind(device: Host, name: str, array: Any) -> None:
+    """Refuse an array that is not a plain array of a device.
+
+    Raises `UnsupportedArrayError` if the array is of an unknown kind or more than its bytes, and
+    `InputError` if it is of another kind.
+    """
+    kind = backend_for(array).name
+    if kind != device.kind:
+        module = device.module.__name__
+        raise InputError(
+            f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
+            f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
+        )
+
+
+def check_not_masked(name: str, value: Any) -> None:
+    """Refuse an array whose mask would be lost: `UnsupportedArrayError`."""
+    if np.ma.isMaskedArray(value):
+        raise UnsupportedArrayError(
+            f"{name}: expected a plain array or a number, got {type(value).__name__}, whose mask "
+            f"would be lost. Fill it first, np.ma.filled(...)."
+        )

@@ -1,0 +1,234 @@
+"""Local blocks with a halo, and the exchange that fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_size, box_slices
+from dask_p2p.ops.halo import unread_value
+from dask_p2p.plans.rank_halo import interior_and_boundary
+from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.exchange.halo_messages import HaloCall
+from dask_p2p.sections.gpu.halo_windows import HaloWindows
+from dask_p2p.types import Array
+
+_MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
+
+
+class HaloPart(NamedTuple):
+    """A part of a local block, and the elements that a stencil reads for it."""
+
+    data: Array  # the part with its halo: read-only, as NumPy enforces
+    inner: Any  # slices of the part in `data`
+    where: Any  # slices of the part in the local block
+
+
+class HaloArray:
+    """A rank's local block with a halo around it.
+
+    Attributes
+    ----------
+    data : numpy.ndarray or cupy.ndarray
+        The local block with its halo.
+    inner : numpy.ndarray or cupy.ndarray
+        The local block: a view of `data`.
+    """
+
+    def __init__(self, exchange: HaloExchange) -> None:  # fills the halo of arrays like this one
+        self.exchange = exchange
+        self.data: Array = exchange.device.zeros(exchange.halo.shape, exchange.dtype)
+        self.inner: Array = self.data[box_slices(exchange.halo.inner)]
+        self.fill_unread(unread_value(exchange.dtype))
+        self._parts: dict[Any, HaloPart] = {}  # each step needs the same ones
+        self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
+
+    def fill_unread(self, value: Any) -> None:
+        """Set the corners that no exchange fills."""
+        for box in self.exchange.halo.unread:
+            self.data[box_slices(box)] = value
+
+    @property
+    def interior(self) -> HaloPart:
+        """The part that can be computed without halos of other ranks; it may be empty.
+
+        It is a `HaloPart`. Its `data` is the part with its halo, `inner` the slices of the part in
+        `data`, and `where` the slices of the part in the local block.
+        """
+        return self.part(self.exchange.boxes[0])
+
+    @property
+    def boundary_parts(self) -> list[HaloPart]:
+        """The boundary: two parts for each divided axis, or the whole local block."""
+        return [self.part(box) for box in self.exchange.boxes[1:]]
+
+    def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> HaloPart:
+        """Return a box of the local block, with a halo that is no wider than `depth`."""
+        widths = self.exchange.halo.depth if depth is None else tuple(depth)
+        if (box, widths) not in self._parts:
+            self._parts[box, widths] = self._part(box, widths)
+        return self._parts[box, widths]
+
+    def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> HaloPart:
+        halo, seen, own = self.exchange.halo, [], []
+        of_axes = zip(box, halo.inner, halo.shape, widths, strict=True)
+        for (start, stop), (first, _), size, (before, after) in of_axes:
+            low = max(0, first + start - before)
+            seen.append((low, min(size, first + stop + after)))
+            own.append((first + start - low, first + stop - low))
+        # Other parts are computed from the same elements later.
+        data = self.exchange.device.read_only(self.data[box_slices(tuple(seen))])
+        return HaloPart(data, box_slices(tuple(own)), box_slices(box))
+
+
+class FirstCopy:
+    """The first copy of a local block that `Context.update_halo` returned, checked once.
+
+    A function that computes in the copy, and expects the local block to change, would go on with
+    the old values.
+    """
+
+    def __init__(self, halo_array: HaloArray, copy: Array) -> None:
+        self._device, self._data = halo_array.exchange.device, ref(halo_array.data)
+        own = box_slices(halo_array.exchange.halo.inner)
+        row_bytes = halo_array.inner.nbytes // max(1, *halo_array.inner.shape[:1])
+        rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
+        some = (rows,) * min(1, halo_array.inner.ndim)
+        self._own, self._some = own, some
+        self._copied: Any = copy[own][some]
+        self._before = self._sums()
+
+    def check(self) -> None:
+        """Refuse a function that has changed the copy, and not the local block."""
+        if self._copied is not None:
+            inner, copied = self._sums()
+            self._copied = None
+            if inner == self._before[0] and copied != self._before[1]:
+                raise InputError(
+                    "expected a function that writes its results to the local block, p.inner[...] "
+                    "= ..., got one that writes them to the copy that ctx.update_halo(p) returned. "
+                    "Write to p.inner, or use the local block itself: "
+                    "ctx.update_halo(p, copy=False)."
+                )
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Check the copy if the function has returned memory of the local block."""
+        module = self._device.module
+        own, data = [each for each in arrays if isinstance(each, module.ndarray)], self._data()
+        if data is not None and any(module.may_share_memory(each, data) for each in own):
+            self.check()
+
+    def _sums(self) -> tuple[int, int]:
+        data = self._data()
+        assert data is not None, "its local block is gone"
+        inner = data[self._own][self._some]
+        return self._device.checksum(inner), self._device.checksum(self._copied)
+
+
+class HaloExchange:
+    """Fills the halos of local blocks, repeatedly."""
+
+    def __init__(
+        self,
+        call: HaloCall,  # the exchange of all ranks
+        device: Host = HOST,  # of the local blocks
+    ) -> None:
+        self.halo, self.dtype, self.device = call.halo, call.dtype, device
+        self._moved = device.halo_mover(call)
+        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.halo.copies]
+        # NumPy cannot assign a number to an item of raw bytes.
+        is_bytes = call.dtype.kind == "V" and call.dtype.names is None
+        nothing = np.zeros((), call.dtype) if is_bytes else None
+        self._fills = [
+            (box_slices(fill.dst), fill.value if nothing is None else nothing)
+            for fill in self.halo.fills
+        ]
+        self._pending: Pending | None = None
+
+    @cached_property
+    def whole(self) -> Box:
+        """The whole local block, as a box in it."""
+        return tuple((0, stop - start) for start, stop in self.halo.inner)
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Boxes of the local block: the interior, then those that need halos of other ranks."""
+        return interior_and_boundary(self.halo)
+
+    @cached_property
+    def is_worth_hiding(self) -> bool:
+        """True if the interior should be computed while the halo is in flight."""
+        return self._moved.is_worth_hiding(box_size(self.halo.inner))
+
+    def begin(
+        self,
+        data: Array,  # the local block with its halo
+        in_background: bool = True,  # as for `HaloMessages.begin`
+        made: Callable[[], Array] | None = None,  # returns the result of `wait`; None: `data`
+    ) -> Pending:
+        """Begin to fill the halo of this rank's local block, from those of all ranks."""
+        if self._pending is not None:
+            raise InputError(
+                "expected wait() of the exchange that update_halo_begin() began, before the same "
+                "halo is exchanged again. Give other fields memory of their own: ctx.with_halo."
+            )
+        self._fill(data)  # before the halos for others are packed: they include these elements
+        end = self._moved.begin(data, in_background)
+        self._pending = Pending(self, data, end, made)
+        return self._pending
+
+    def can_put(self) -> bool:
+        """Return whether `put` can be used, after the first exchange, and prepare it."""
+        return isinstance(self._moved, HaloWindows) and self._moved.can_put()
+
+    def put(self, data: Array) -> None:
+        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
+        assert isinstance(self._moved, HaloWindows)
+        self._fill(data)
+        self._moved.put(data)
+
+    def _fill(self, data: Array) -> None:
+        """Fill the part of the halo that needs no other rank."""
+        for src, dst in self._copies:
+            data[dst] = data[src]
+        for dst, value in self._fills:
+            data[dst] = value
+
+    def end(self) -> None:
+        """Record that the halo is filled."""
+        self._pending = None
+
+
+class Pending:
+    """A halo exchange in flight."""
+
+    def __init__(
+        self,
+        exchange: HaloExchange,  # fills the halo
+        data: Array,  # the local block with its halo
+        end: Callable[[], Any] | None,  # waits until the halo is in place
+        made: Callable[[], Array] | None,  # returns the result of `wait`; None: `data`
+    ) -> None:
+        self._exchange: HaloExchange | None = exchange
+        self._result, self._end, self._made = data, end, made
+
+    def wait(self) -> Array:
+        """Wait until the halo is filled; return the local block with its halo.
+
+        Raises
+        ------
+        SectionError
+            If the ranks made different calls, or their halos differ.
+        """
+        if self._exchange is not None:
+            if self._end is not None:
+                self._end()
+            self._exchange.end()
+            self._exchange = None
+            self._result = self._result if self._made is None else self._made()
+        return self._result

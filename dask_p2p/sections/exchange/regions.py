@@ -1,0 +1,278 @@
+"""Regions of local blocks in host memory: sent in messages, or read in place by other ranks.
+
+A region that is read in place is copied once, and never packed. Its holder sends the address, the
+readers copy the region and acknowledge. Until then the holder does not change it. If the holder is
+killed, a reader may copy arbitrary bytes. They are dropped with the attempt, because the connection
+fails as well.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.geometry import Box, box_slices
+from dask_p2p.interprocess import process_memory
+from dask_p2p.plans.orders import partners
+from dask_p2p.sections.exchange.staged import begin_in_order
+from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, DType
+
+LEAST_BYTES = 1 << 16  # mean size of regions: below, messages are faster
+_LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
+_PROOF = struct.Struct(
+    f"<QQ{process_memory.TOKEN_BYTES}s"
+)  # process, address of the token, the token
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """A collective call, the same on all ranks."""
+
+    text: str  # compared between ranks, to find mismatched calls
+    dtype: DType  # data type of the regions
+    order: str  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    mean_elements: int  # mean number of elements from one rank to another
+
+    def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a region's shape before its axes are permuted, from the one afterwards."""
+        return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
+
+    def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
+        """Return the ranks that this one reads from, in the order of reading."""
+        order = "diagonal" if self.order == "auto" else self.order
+        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
+        return [rank for rank in in_turn if rank is not None and rank in sources]
+
+
+class LocalRegion(NamedTuple):
+    """The region that stays on its rank."""
+
+    box: Box  # source, in the local block
+    target: Array  # destination
+
+
+class RegionExchange:
+    """Exchanges regions of local blocks in host memory between ranks."""
+
+    def __init__(
+        self,
+        connections: Connections | None,  # connections to other ranks; None for a single rank
+        reads_memory: bool,  # whether ranks of one host may read each other's memory
+    ) -> None:
+        self._connections = connections
+        self._reads = (
+            None
+            if connections is None
+            else Reads(*connections.rank_and_size, connections, reads_memory)
+        )
+        # Buffers for regions that are not contiguous.
+        self._packed, self._arriving = _Memory(), _Memory()
+
+    def bring(
+        self,
+        call: RegionCall,
+        local_block: Array,  # this rank's local block
+        boxes: Mapping[int, Box],  # regions of it to send, by rank
+        targets: Mapping[int, Array],  # destinations of regions to receive, by rank
+        local: LocalRegion | None = None,  # region that stays on this rank
+    ) -> None:
+        """Exchange regions of local blocks with other ranks."""
+        self.give(
+            call, {rank: local_block[box_slices(box)] for rank, box in boxes.items()}, targets
+        )
+        if local is not None:
+            NUMPY.permute_into(local.target, local_block[box_slices(local.box)], call.axes)
+
+    def settle(self) -> None:
+        """Wait until no rank reads the local block any more: in host memory, `bring` has waited."""
+
+    def prepare(self) -> None:
+        """Probe, once, which ranks read each other's memory. A collective call of all ranks.
+
+        Later exchanges involve only ranks that have data for each other.
+        """
+        if self._reads is not None:
+            self._reads.try_all()
+
+    def give(
+        self, call: RegionCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
+    ) -> None:
+        """Exchange regions of any arrays with other ranks."""
+        connections = self._connections
+        if connections is None:
+            return
+        readers, read = set[int](), set[int]()
+        if self._reads is not None and call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
+            readers, read = self._read(connections, self._reads, call, regions, targets)
+        sent = {rank: region for rank, region in regions.items() if rank not in readers}
+        sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
+        sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, call.dtype)}
+        targets = {rank: target for rank, target in targets.items() if rank not in read}
+        in_place = call.axes == tuple(sorted(call.axes))
+        direct = {r for r, target in targets.items() if in_place and target.flags.c_contiguous}
+        others = [rank for rank in targets if rank not in direct]
+        shapes = [call.shape_before(targets[rank].shape) for rank in others]
+        arriving = dict(zip(others, self._arriving.arrays(shapes, call.dtype), strict=True))
+        receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
+        receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
+        begin_in_order(connections, call.order, call.text, sends, receives)()
+        for rank in others:
+            NUMPY.permute_into(targets[rank], arriving[rank], call.axes)
+
+    def _in_one_piece(
+        self, regions: Mapping[int, Array], dtype: DType
+    ) -> Iterator[tuple[int, Array]]:
+        scattered = [rank for rank, region in regions.items() if not region.flags.c_contiguous]
+        shapes = [regions[rank].shape for rank in scattered]
+        packed = dict(zip(scattered, self._packed.arrays(shapes, dtype), strict=True))
+        for rank, region in regions.items():
+            if rank in packed:
+                NUMPY.permute_into(packed[rank], region, range(region.ndim))
+            yield rank, packed.get(rank, region)
+
+    def _read(
+        self,
+        connections: Connections,
+        reads: Reads,
+        call: RegionCall,
+        regions: Mapping[int, Array],
+        targets: Mapping[int, Array],
+    ) -> tuple[set[int], set[int]]:
+        """Read regions in place; return the ranks that read here, and the ranks read from."""
+        reads.try_all()
+        own = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
+        descriptors = {rank: each for rank, each in own.items() if each is not None}
+        length = descriptor_bytes(len(call.axes))
+        asked = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
+        found = connections.exchange(f"{call.text}, descriptors", descriptors, dict(asked))
+        read = {rank: descriptor for rank, descriptor in found.items() if any(descriptor)}
+        for rank in call.in_turn(connections, read):
+            target = targets[rank]
+            shape = call.shape_before(target.shape)
+            region = reads.read(rank, read[rank], shape, target, call.axes, self._arriving_bytes)
+            connections.count(rank, target.nbytes)
+            if region is not None:
+                NUMPY.permute_into(target, region, call.axes)
+        return {rank for rank, descriptor in descriptors.items() if any(descriptor)}, {*read}
+
+    def _arriving_bytes(self, size_bytes: int) -> Array:
+        return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
+
+
+def descriptor_bytes(ndim: int) -> int:
+    """Return the size of the message with a region's address and strides."""
+    return 8 * (1 + ndim)
+
+
+class Reads:
+    """Reads of other ranks' memory on one host."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,  # number of ranks
+        connections: Connections,
+        is_allowed: bool,  # whether this rank reads others' memory, and offers its own
+    ) -> None:
+        self._rank, self._size, self._connections = rank, size, connections
+        self._is_allowed = is_allowed and process_memory.is_supported()
+        self._token = process_memory.new_token()
+        self._pids: list[int] = []  # by rank, after the probe
+        self._readers: Any = None  # by holder and reader: whether the reader can read
+
+    def try_all(self) -> None:
+        """Probe, once, which ranks can read which. A collective call of all ranks."""
+        if self._readers is not None:
+            return
+        proof = bytes(_PROOF.size)
+        if self._is_allowed:
+            process_memory.allow_readers()
+            proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
+        proofs = self._connections.gather("probe of memory reads", proof)
+        self._pids = [_PROOF.unpack(each)[0] for each in proofs]
+        row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
+        rows = self._connections.gather("results of the probe of memory reads", row)
+        self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
+
+    def _sees(self, rank: int, proof: Any) -> bool:
+        pid, address, token = _PROOF.unpack(proof)
+        own = rank == self._rank or self._connections.is_on_other_host(rank)
+        if own or not (pid and self._is_allowed):
+            return False
+        try:
+            return process_memory.holds(pid, address, token)
+        except (OSError, OverflowError):
+            return False
+
+    def reads_from(self, holder: int) -> bool:
+        """Return whether this rank reads a holder's memory."""
+        return bool(self._readers[holder, self._rank])
+
+    def descriptor_for(self, reader: int, region: Array) -> bytes | None:
+        """Return a region's address and strides for a reader; None if it cannot read here.
+
+        All bytes are zero if the region's rows are too short: it is sent in a message then.
+        """
+        if not self._readers[self._rank, reader]:
+            return None
+        shape, strides = region.shape, region.strides
+        if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
+            return bytes(descriptor_bytes(region.ndim))
+        return struct.pack(f"<Q{region.ndim}q", region.ctypes.data, *strides)
+
+    def read(
+        self,
+        holder: int,  # rank of the holder
+        descriptor: Any,  # address and strides there
+        shape: Sequence[int],
+        into: Array,  # destination
+        axes: Sequence[int],  # axis i of the destination is axis axes[i] of the region
+        memory_of: Callable[[int], Any],  # returns a buffer of a size, if one is needed
+    ) -> Array | None:
+        """Read a region into its destination. If that needs a copy, return the region instead."""
+        address, *strides = struct.unpack(f"<Q{len(shape)}q", descriptor)
+        pid, dtype = self._pids[holder], into.dtype
+        try:
+            runs = process_memory.runs_of(address, tuple(shape), tuple(strides), dtype.itemsize)
+            if list(axes) == sorted(axes) and process_memory.read_into(pid, runs, into):
+                return None
+            memory = memory_of(len(runs.addresses) * runs.run_bytes)
+            region = process_memory.read(pid, runs, dtype, memory)
+        except (OSError, OverflowError) as exc:
+            raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
+        return np.broadcast_to(region, tuple(shape))
+
+
+class _Memory:
+    """Reused buffer that grows to the largest exchange."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
+        """Return arrays in the buffer, one after the other."""
+        starts = [0]
+        for shape in shapes:
+            starts.append(starts[-1] + prod(shape) * dtype.itemsize)
+        if self._bytes.nbytes < starts[-1]:
+            self._bytes = np.empty(starts[-1], np.uint8)
+        return [
+            np.ndarray(shape, dtype, self._bytes, start)
+            for shape, start in zip(shapes, starts, strict=False)
+        ]
+
+
+def _bytes_of(region: Array) -> Buffer:
+    """Return the bytes of a contiguous array."""
+    flat = region.reshape(-1)
+    return memoryview(flat.view(np.uint8)) if region.nbytes else bytearray()

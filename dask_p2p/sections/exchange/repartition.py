@@ -1,0 +1,208 @@
+"""Repartition: local blocks of one partition become those of another, by exchanges of a gang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index
+from typing import Any, TypeVar
+
+from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.geometry import box_slices, normal_axes
+from dask_p2p.plans.partitions import Moves, moves, partition_of, repartition
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.devices import HOST, Host, check_kind
+from dask_p2p.sections.exchange.pieces import Pieces
+from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall, RegionExchange
+from dask_p2p.sections.gpu.regions import GpuRegions
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+_T = TypeVar("_T")
+
+
+class Redistribution:
+    """Partitions of a gang's arrays, and the exchanges between partitions."""
+
+    def __init__(
+        self,
+        ranks: RankGrid,  # partition of the section's arrays
+        rank: int,
+        connections: Connections | None,  # connections to other ranks; None for a single rank
+        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
+        device: Host = HOST,  # device of the local blocks
+    ) -> None:
+        self._ranks, self._rank, self._device = ranks, rank, device
+        self._regions = device.region_mover(connections, reads_memory)
+        self._made: dict[str, Any] = {}
+        self.shape = tuple(map(sum, ranks.chunks))
+
+    def ranks(
+        self,
+        partition: Any,  # axes that may be divided; None: those divided in the section's arrays
+        shape: Any = None,  # shape of the array; None: that of the section's arrays
+        name: str = "partition",  # parameter name of `partition`, for errors
+    ) -> RankGrid:
+        """Return the partition of an array.
+
+        Raises `AxesError` if the array has no such axes, `InputError` for an invalid shape.
+        """
+        whole = self.shape if shape is None else checked_shape(shape)
+        try:
+            given = partition_of(self._ranks) if partition is None else tuple(map(index, partition))
+        except TypeError:
+            given = (len(whole),)
+        if any(axis not in range(-len(whole), len(whole)) for axis in given):
+            raise AxesError(
+                f"{name}: expected a sequence of axes of an array of {len(whole)} dimensions, got "
+                f"{partition!r}."
+            )
+        axes = {axis % len(whole) for axis in given}
+        if self._ranks.size > 1 and not axes:
+            raise AxesError(
+                f"{name}: expected at least one axis that is divided between "
+                f"{self._ranks.size} ranks, got {partition!r}."
+            )
+        return repartition(self._ranks, whole, tuple(sorted(axes)))
+
+    def repartition(
+        self, partition: Any = None, from_partition: Any = None, axes: Any = None, shape: Any = None
+    ) -> Repartition:
+        """Return the exchange between two partitions: see `Context.redistribute`."""
+        asked = repr((partition, from_partition, axes, shape))
+        return self.once(asked, lambda: self._repartition(partition, from_partition, axes, shape))
+
+    def once(self, asked: str, make: Callable[[], _T]) -> _T:
+        """Return the object made for a request, cached by its text."""
+        if asked not in self._made:
+            self._made[asked] = make()
+        found: _T = self._made[asked]
+        return found
+
+    def settle(self) -> None:
+        """Complete the exchanges that were begun: see `Repartition.begin`."""
+        self._regions.settle()
+
+    def _repartition(
+        self, partition: Any, from_partition: Any, axes: Any, shape: Any
+    ) -> Repartition:
+        own = self.shape
+        ndim = len(own if shape is None else checked_shape(shape))
+        order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
+        if order is None:
+            raise AxesError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
+        if (
+            shape is None and partition is None and from_partition is not None
+        ):  # back to the section's shape
+            shape = [own[order.index(axis)] for axis in range(ndim)]
+        before = self.ranks(from_partition, shape, "from_partition")
+        whole = tuple(map(sum, before.local_sizes))
+        after = self.ranks(partition, [whole[axis] for axis in order])
+        return self.between(before, after, order)
+
+    def between(
+        self,
+        before: RankGrid,  # partition of the array
+        after: RankGrid,  # partition of the array with permuted axes
+        axes: tuple[int, ...],  # axis i of `after` is axis axes[i] of `before`
+        name: str = "redistribute()",  # name of the call
+        order: Sequence[int] | None = None,  # axis i of the result is axis order[i] of `after`
+    ) -> Repartition:
+        """Return the exchange between two partitions, with permuted axes."""
+        whole = tuple(map(sum, before.local_sizes))
+        call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
+        own = moves(before, after, axes, self._rank)
+        if order is not None:
+            own, axes = own.permuted(order), tuple(axes[axis] for axis in order)
+        mean_elements = prod(whole) // before.size**2
+        return Repartition(own, axes, call, mean_elements, self._regions, self._device)
+
+
+@dataclass(frozen=True)
+class Repartition:
+    """Reusable exchange from the local blocks of one partition to those of another."""
+
+    moves: Moves  # sends and receives of this rank
+    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    call: str  # text of the call, the same on all ranks
+    mean_elements: int  # mean number of elements from one rank to another
+    regions: RegionExchange | GpuRegions  # moves the data
+    device: Host = HOST  # device of the local blocks
+
+    def __call__(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:
+        """Return this rank's local block of the new partition, from that of the old one.
+
+        Raises `InputError` for an unsuitable `local_block` or `out`, and `SectionError` if the
+        ranks made different calls.
+        """
+        made = self.begin(local_block, out, order)
+        self.regions.settle()
+        return made
+
+    def begin(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:
+        """Begin the exchange: `local_block` must not change until `Redistribution.settle`.
+
+        On a GPU, `local_block` may be `Pieces`.
+        """
+        if not isinstance(local_block, Pieces):
+            local_block = self.device.as_array(local_block)
+            self.check(local_block)
+        if out is None:
+            out = self.device.empty(self.moves.after, local_block.dtype)
+        else:
+            self._check_out(out, local_block)
+        text = f"{self.call}, {local_block.dtype}"
+        call = RegionCall(text, local_block.dtype, order, self.axes, self.mean_elements)
+        targets = {rank: out[box_slices(box)] for rank, box in self.moves.receives.items()}
+        local = None
+        if self.moves.local is not None:
+            src, dst = self.moves.local
+            local = LocalRegion(src, out[box_slices(dst)])
+        self.regions.bring(call, local_block, self.moves.sends, targets, local)
+        return out
+
+    def check(self, local_block: Array) -> None:
+        """Raise an error unless `local_block` is this rank's local block of the old partition."""
+        try:
+            check_kind(self.device, "a", local_block)
+        except UnsupportedArrayError as exc:
+            raise UnsupportedArrayError(f"a: {exc}") from None
+        if local_block.dtype.hasobject:
+            raise InputError(
+                f"a: expected elements of a fixed size, got dtype {local_block.dtype}. Ranks "
+                f"cannot exchange Python objects. Convert the array to numbers."
+            )
+        if local_block.shape != self.moves.before:
+            raise InputError(
+                f"a: expected an array of shape {self.moves.before}, as this rank's local block, "
+                f"got one of shape {local_block.shape}. Give from_partition= for another "
+                f"partition, and shape= if the whole array has another shape than the section's "
+                f"arrays."
+            )
+
+    def _check_out(self, out: Any, local_block: Array) -> None:
+        shape, dtype = self.moves.after, local_block.dtype
+        module = self.device.module
+        if not isinstance(out, module.ndarray) or (out.shape, out.dtype) != (shape, dtype):
+            found = getattr(out, "shape", type(out).__name__), getattr(out, "dtype", "no dtype")
+            raise InputError(
+                f"out: expected an array of shape {shape} and dtype {dtype}, got {found[0]} and "
+                f"{found[1]}."
+            )
+        is_fixed = not getattr(out.flags, "writeable", True)  # CuPy has no such flag
+        if is_fixed or module.may_share_memory(out, local_block):
+            raise InputError(
+                "out: expected a writable array that shares no memory with a. Give another array."
+            )
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return lengths of axes as integers. Raises `InputError` for an invalid shape."""
+    try:
+        lengths = tuple(map(index, shape))
+    except TypeError:
+        lengths = (-1,)
+    if min(lengths, default=0) < 0:
+        raise InputError(f"shape: expected lengths of axes, at least 0, got {shape!r}.")
+    return lengths

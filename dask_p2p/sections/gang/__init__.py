@@ -1,0 +1,1 @@
+"""Gangs: their scheduling, the task of a rank, checkpoints."""

@@ -1,0 +1,302 @@
+"""Checkpoints: copies of ranks' states on their own workers, and on other workers.
+
+A state is the data that a rank's function needs to resume at a step: the bytes of some arrays. Each
+rank keeps its own state. Its *replica rank* (its buddy), on another worker, keeps a copy. So all
+states survive the loss of a worker, and a new attempt resumes at the newest complete step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import index
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dask_p2p.config import duration_s
+from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.gang.state_memory import (
+    CHANGED,
+    EMPTY,
+    SAME,
+    StateMemory,
+    changes,
+    copied_from,
+    copied_into,
+    size_of,
+)
+from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS = 2  # states kept for a rank: the newest may not be complete on all ranks
+
+#: States of one gang, by rank and step.
+GangStates: TypeAlias = defaultdict[int, dict[int, memoryview]]
+
+
+class SavedStates:
+    """The states that a worker keeps, of its own ranks and of others. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._gangs: dict[str, GangStates] = {}
+
+    def open(self, gang: str) -> GangStates:
+        """Return the container for states of a gang, which is valid until `drop`."""
+        with self._lock:
+            return self._gangs.setdefault(gang, defaultdict(dict))
+
+    def add(self, to: GangStates, rank: int, step: int, state: memoryview) -> None:
+        """Keep a state, and the newest older one."""
+        with self._lock:
+            to[rank][step] = state
+            for old in sorted(to[rank])[:-GENERATIONS]:
+                del to[rank][old]
+
+    def trim(self, to: GangStates, is_kept: Callable[[int], bool]) -> None:
+        """Drop the states of all steps unless `is_kept(step)`."""
+        with self._lock:
+            for states in to.values():
+                for step in [step for step in states if not is_kept(step)]:
+                    del states[step]
+
+    def get(self, gang: str, rank: int, step: int) -> memoryview | None:
+        """Return a state; None if this worker does not have it."""
+        with self._lock:
+            return self._gangs.get(gang, GangStates(dict))[rank].get(step)
+
+    def steps(self, gang: str) -> list[tuple[int, list[int]]]:
+        """Return pairs of a rank and the steps of its states on this worker."""
+        with self._lock:
+            return [(rank, sorted(states)) for rank, states in self._gangs.get(gang, {}).items()]
+
+    def clear(self, gang: str) -> None:
+        """Drop all states of a gang, but keep its container."""
+        with self._lock:
+            for states in self._gangs.get(gang, GangStates(dict)).values():
+                states.clear()
+
+    def drop(self, gang: str) -> None:
+        """Drop a gang's container with all states, also with states that ranks still add."""
+        with self._lock:
+            self._gangs.pop(gang, None)
+
+    @property
+    def gangs(self) -> list[str]:
+        """Names of the gangs with a container of states."""
+        with self._lock:
+            return list(self._gangs)
+
+
+def replica_ranks(workers: Sequence[str]) -> list[int | None]:
+    """Return the replica rank of each rank: the next one on another worker, or None.
+
+    >>> replica_ranks(["a", "a", "b", "c"])
+    [2, 2, 3, 0]
+    """
+    size = len(workers)
+    found: list[int | None] = []
+    for rank, worker in enumerate(workers):
+        others = ((rank + by) % size for by in range(1, size))
+        found.append(next((other for other in others if workers[other] != worker), None))
+    return found
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of one gang, and the first step of its attempt."""
+
+    saved: SavedStates  # states on this worker
+    gang: str
+    resume: int | None  # step of the state to resume from; None: begin at the start
+    holders: Sequence[int]  # by rank: a rank whose worker has the state of that step
+    notify: Callable[[], None]  # notifies the scheduler before the first state is kept
+
+
+class Checkpoints:
+    """Saves and restores a rank's states in one attempt."""
+
+    def __init__(
+        self,
+        rank: int,
+        workers: Sequence[str],  # addresses, by rank
+        connections: Connections,  # connections to other ranks
+        states: States,
+        device: Host = HOST,  # device of the saved arrays
+    ) -> None:
+        self._rank, self._connections, self._states, self._device = (
+            rank,
+            connections,
+            states,
+            device,
+        )
+        self._replica_ranks = replica_ranks(workers)
+        self._resume = states.resume
+        self._last = states.resume or 0  # step of the newest state of this attempt
+        self._kept: GangStates | None = None
+        self._memories = [StateMemory() for _ in range(GENERATIONS)]  # oldest state first
+
+    def save(self, step: int, arrays: Sequence[Array]) -> None:
+        """Keep a state on this worker, and on the replica rank's worker."""
+        if self._kept is None:
+            # Open the container first: once notified, the scheduler may have it dropped.
+            self._kept = self._states.saved.open(self._states.gang)
+            self._states.notify()
+            # An attempt that has ended may have left later states of some ranks.
+            self._states.saved.trim(self._kept, lambda step: step == self._states.resume)
+        # When all ranks are here, the previous state is complete on all of them. Older states are
+        # not needed then, and the memory of the last but one is used again.
+        memory, size_bytes = self._memories[0], size_of(arrays)
+        is_new = memory.own is None or len(memory.own) != size_bytes
+        call = f"checkpoint of step {step}"
+        gathered = self._connections.gather(call, bytes([is_new]))
+        self._states.saved.trim(self._kept, lambda step: step >= self._last)
+        if any(map(any, gathered)):
+            self._renew(memory, f"memory for the {call}", size_bytes if is_new else None)
+        own = memory.own
+        assert own is not None
+        copied_into(own, arrays, self._device)
+        sends = self._to_replica(b"" if memory.is_seen else own)
+        self._connections.exchange(f"{call}, its state", sends, memory.receive_buffers())
+        for rank, state in {self._rank: own, **memory.theirs}.items():
+            self._states.saved.add(self._kept, rank, step, state)
+        self._memories.reverse()
+        self._last = step
+
+    def close(self) -> None:
+        """Release the memory. `SavedStates` keeps the states that other ranks may still need."""
+        self._memories.clear()
+
+    def _renew(self, memory: StateMemory, call: str, size_bytes: int | None) -> None:
+        """Allocate memory of a size, if given, and open the guarded ranks' new memory."""
+        guarded_ranks = [rank for rank, of in enumerate(self._replica_ranks) if of == self._rank]
+        has_replica = self._replica_ranks[self._rank] is not None
+        name = b"" if size_bytes is None else memory.make(size_bytes, has_replica)
+        gathered = self._connections.exchange(
+            call, self._to_replica(name), dict.fromkeys(guarded_ranks)
+        )
+        answers = {
+            rank: memory.take(rank, bytes(of)) if of else b"" for rank, of in gathered.items()
+        }
+        receives: dict[int, None] = dict.fromkeys(self._to_replica(b""))
+        received = self._connections.exchange(f"{call}, seen", answers, receives)
+        if size_bytes is not None:
+            memory.record_reply(b"".join(received.values()))
+
+    def _to_replica(self, data: Buffer) -> dict[int, Buffer]:
+        replica = self._replica_ranks[self._rank]
+        return {} if replica is None else {replica: data}
+
+    def restore(self, arrays: Sequence[Array]) -> int:
+        """Fill arrays with the state to resume from; return its step, or 0 without a state.
+
+        A saved array that has not changed on any rank since the start may be out of use:
+        ``x = x + 1`` binds `x` to another array. The attempt then begins at the start, which is
+        correct for a constant as well.
+
+        Raises `InputError` if the arrays differ in size from those saved.
+        """
+        step, self._resume = self._resume, None
+        if step is None:
+            return 0
+        holder, device = self._states.holders[self._rank], self._device
+        guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
+        sends = {rank: self._found(rank, step) for rank in guarded_ranks}
+        receives = {} if holder == self._rank else {holder: None}
+        found = self._connections.exchange(f"state of step {step}", sends, receives)
+        own = self._found(self._rank, step) if holder == self._rank else found[holder]
+        if len(own) != size_of(arrays):
+            raise InputError(
+                f"expected the arrays saved at step {step}, of {len(own)} bytes, got arrays of "
+                f"{size_of(arrays)} bytes. Give restore and checkpoint the same arrays."
+            )
+        gathered = self._connections.gather(
+            f"state of step {step}, compared", changes(own, arrays, device)
+        )
+        by_array = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
+        same = [number for number, found in by_array if SAME in found and CHANGED not in found]
+        if same:
+            logger.warning(
+                "Began at the start, not at step %d: arrays %s of its state had not changed since "
+                "the start. Change saved arrays in place, x[...] = ..., and save no constants.",
+                step,
+                same,
+            )
+            self._states.saved.clear(self._states.gang)
+            self._last = 0
+            return 0
+        copied_from(own, arrays, device)
+        return step
+
+    def _found(self, rank: int, step: int) -> memoryview:
+        state = self._states.saved.get(self._states.gang, rank, step)
+        if state is None:  # dropped since this rank joined
+            raise AttemptEndedError(f"the state of rank {rank} at step {step} is lost")
+        return state
+
+
+class Period:
+    """The interval between checkpoints: a number of steps, or a time.
+
+    All ranks get the same answers. They compare their times now and then, less often the longer the
+    loop runs. Raises `InputError` for any other interval.
+    """
+
+    def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
+        period = checked_period(every)
+        self._every = duration_s(period) if isinstance(period, str) else period
+        self._began_s = self._last_s = time.monotonic()
+        self._done = self._look = 0  # steps so far, and at the next comparison of times
+
+    def is_due(
+        self,
+        step: int,  # number of steps done
+        greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
+    ) -> bool:
+        """Return whether a checkpoint is due after a step."""
+        self._done += 1
+        if self._every is None:
+            return False
+        if isinstance(self._every, int):
+            return step % self._every == 0
+        if self._done < self._look:
+            return False
+        now_s = time.monotonic()
+        own = [now_s - self._last_s, (now_s - self._began_s) / self._done]
+        since_s, step_s = greatest(np.array(own))
+        is_due = since_s >= self._every
+        left_s = self._every if is_due else self._every - since_s
+        self._look = self._done + max(1, min(self._done, int(left_s / max(step_s, 1e-9))))
+        if is_due:
+            self._last_s = now_s
+        return bool(is_due)
+
+
+def checked_period(every: Any) -> int | str | None:
+    """Return a number of steps as a Python integer, or a time or None unchanged.
+
+    Raises `InputError` for any other value.
+    """
+    if every is None:
+        return None
+    with suppress(ValueError, TypeError):
+        if isinstance(every, str):
+            duration_s(every)
+            return every
+        if not isinstance(every, bool) and (steps := index(every)) > 0:
+            return steps
+    raise InputError(
+        f"expected a number of steps, a time like '30 s' or None between checkpoints, got "
+        f"{every!r}. Give an integer of at least 1, a time, or None for no checkpoints."
+    )

@@ -1,0 +1,211 @@
+"""Gangs from the arrival of their graph until they run. A gang that can never run is ended.
+
+Ranks wait for each other, so a gang that cannot run as a whole would wait for ever. It ends with a
+`SectionError` if the workers lack resources for all its ranks, or if another gang occupies its
+workers and waits for it. A rank behind long tasks moves to a worker with a free thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.plugins.notices import warn_client
+from dask_p2p.plugins.seating import allowed_workers, has_room, is_full, is_restricted, unstarted
+from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator
+from dask_p2p.sections.gang.nesting import Nesting, gangs_of
+from dask_p2p.sections.gang.shortage import shortage
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # between two checks
+_JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
+_LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
+_RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
+_ADAPTIVE_S = 30.0  # time after a request for its target, in which a cluster counts as adaptive
+_INNER_S = 1.0  # patience of an inner gang with its outer gang, which may be about to end
+_BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
+
+
+@dataclass
+class _WaitingGang:
+    """State of a gang that gathers its ranks."""
+
+    could_run: bool = False  # True once there were workers for all ranks
+    lacking_s: float | None = None  # start of the lack of workers
+    blocked_s: float | None = None  # start of the block by a gang that occupies its workers
+    is_warned: bool = False
+
+
+class Gathering:
+    """Checks all gangs that do not run, twice a second."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        coordinator: Coordinator,  # of all gangs
+        nesting: Nesting,
+        warn_after_s: float,  # wait of a gang for workers, before users are warned
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting
+        self._warn_after_s, self._now_s = warn_after_s, now_s
+        self._gangs: dict[str, _WaitingGang] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._joined_s = self._lost_s = self._asked_s = float("-inf")
+        self._lost = 0  # lost workers that were not replaced
+
+    def add(self, keys: Iterable[Any]) -> None:
+        """Begin to check the gangs among new tasks of the scheduler."""
+        for name in gangs_of(keys):
+            self._gangs.setdefault(name, _WaitingGang())
+        if self._gangs and self._timer is None:
+            self._look_later()
+
+    def forget(self, key: Any) -> None:
+        """Stop checking a gang whose tasks are forgotten."""
+        for gang in gangs_of([key]):
+            self._gangs.pop(gang, None)
+
+    def close(self) -> None:
+        """Stop all checks."""
+        self._gangs.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def record_joined(self) -> None:
+        """Record that a worker has joined: more may follow."""
+        self._joined_s, self._lost = self._now_s(), max(0, self._lost - 1)
+
+    def record_lost(self) -> None:
+        """Record that a worker was lost: its nanny may restart it."""
+        self._lost_s, self._lost = self._now_s(), self._lost + 1
+
+    def record_target(self) -> None:
+        """Record that an adaptive cluster has requested its target number of workers."""
+        self._asked_s = self._now_s()
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_and_go_on)
+
+    def _look_and_go_on(self) -> None:
+        self._timer = None
+        self.look()
+        if self._gangs:
+            self._look_later()
+
+    def look(self) -> None:
+        """End gangs that can never run, and move ranks that do not start where they are."""
+        for name, gang in tuple(self._gangs.items()):
+            commit = self._scheduler.tasks.get((name, COMMIT))
+            # Later the ranks have returned, or one has failed; the gang may be tried once more.
+            is_gathering = commit is not None and commit.state == "waiting"
+            if not is_gathering or self._coordinator.has_started(name):
+                gang.lacking_s = gang.blocked_s = None
+                gang.could_run = is_gathering or gang.could_run
+                continue
+            tasks = [each for each in commit.dependencies if each.key[0] == name]
+            if reason := self._lack(name, gang, tasks) or self._block(name, gang, tasks):
+                self._end(commit, reason)
+            else:
+                self._move(name, tasks)
+
+    def _lack(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
+        """Return a text about lacking resources or workers, once there is no use in waiting."""
+        text = ""
+        if self._scheduler.workers and any(map(is_restricted, tasks)):
+            text = shortage(self._scheduler, name, tasks)
+        now_s = self._now_s()
+        if not text:
+            gang.could_run = gang.could_run or bool(self._scheduler.workers)
+            gang.lacking_s = None
+            return ""
+        since_s = gang.lacking_s = now_s if gang.lacking_s is None else gang.lacking_s
+        is_restarted = self._lost and now_s - self._lost_s < _RESTART_S
+        patience_s = _RESTART_S if is_restarted else _JOINING_S
+        patience_s = _LOST_S if gang.could_run else patience_s
+        is_adaptive = now_s - self._asked_s < _ADAPTIVE_S
+        if not is_adaptive and now_s - max(since_s, self._joined_s) >= patience_s:
+            return text
+        if now_s - since_s >= self._warn_after_s and not gang.is_warned:
+            gang.is_warned = True
+            warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
+        return ""
+
+    def _block(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
+        """Return a text about a gang that occupies this one's workers, and may wait for it."""
+        around, others = [*self._nesting.outer(name)], []
+        if around or self._nesting.may_be_inner(name):
+            requirements = [self._requirements(each) for each in tasks]
+            running = self._coordinator.running().items()
+            others = [
+                each
+                for each, has in running
+                if any(requirement and requirement <= has for requirement in requirements)
+            ]
+        outer = next((each for each in around if each in others), None)
+        if not outer and (around or not others):
+            gang.blocked_s = None
+            return ""
+        now_s = self._now_s()
+        since_s = gang.blocked_s = now_s if gang.blocked_s is None else gang.blocked_s
+        if now_s - since_s < (_INNER_S if outer else _BLOCKED_S):
+            return ""
+        remedy = (
+            "Build it in the function itself, where it has one rank, give ranks=1, or compute "
+            "it before."
+        )
+        if outer:
+            return (
+                f"{name} is computed by the function of {outer}, and needs workers that {outer} "
+                f"occupies until it ends: each would wait for the other. {remedy}"
+            )
+        return (
+            f"{name} was computed by a thread of a worker, and {others[0]} has occupied its "
+            f"workers for {now_s - since_s:.0f} s. If the function of {others[0]} waits for it, "
+            f"neither would end. {remedy}"
+        )
+
+    def _requirements(self, ts: Any) -> set[str]:
+        """Return the address of the worker of a rank's task, or those of all that may get it."""
+        if ts.processing_on is not None:
+            return {ts.processing_on.address}
+        return {ws.address for ws in allowed_workers(self._scheduler, ts)}
+
+    def _end(self, commit: Any, reason: str) -> None:
+        """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
+        from distributed.protocol.pickle import dumps
+
+        logger.warning("%s", reason)
+        commit.exception, commit.exception_text = dumps(SectionError(reason)), reason
+        commit.exception_blame, commit.erred_on = commit, set()
+        stimulus = f"p2p-section-ended-{time.time()}"
+        self._scheduler.transitions({commit.key: "erred"}, stimulus_id=stimulus)
+
+    def _move(self, name: str, tasks: Sequence[Any]) -> None:
+        """Release ranks that would wait for long tasks, if another worker can run them now."""
+        if any(each.state == "waiting" for each in tasks):
+            return  # for inputs: the worker may be free when these are computed
+        here = self._coordinator.waiting(name)
+        stuck = []
+        for ts in tasks:
+            ws = ts.processing_on
+            if ts.key[1] in here or ts.state != "processing" or not is_full(ws, ts):
+                continue
+            free = (self._scheduler.running & allowed_workers(self._scheduler, ts)) - {ws}
+            placed = [each for each in tasks if each.processing_on in free]
+            if any(
+                not is_full(each, ts)
+                and has_room(each, ts, [o for o in placed if o.processing_on is each])
+                for each in free
+            ):
+                unstarted.add(ts)
+                stuck.append(ts.key)
+        if stuck:
+            stimulus = f"p2p-section-moved-{time.time()}"
+            self._scheduler.transitions(dict.fromkeys(stuck, "released"), stimulus_id=stimulus)

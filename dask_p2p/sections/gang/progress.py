@@ -1,0 +1,96 @@
+"""Monitoring of a rank: a record while its function runs, and one when it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dask_p2p.engine.context import TaskContext
+from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import DType, Key
+
+#: Name of the exchanges between ranks, used like a transport's name.
+LINK = "connection"
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a function. Its own thread writes, others read."""
+
+    step: int = 0  # steps done
+    steps: int = 0  # total number of steps; 0 if unknown
+    first: int = 0  # first step of this attempt
+
+
+@dataclass
+class Watch:
+    """Registers a rank's function with its worker while it runs, and records it afterwards."""
+
+    key: Key  # key of the rank's task
+    ranks: RankGrid  # partition of the arrays
+    rank: int
+    dtype: DType  # data type of the first output
+    progress: Progress  # current step
+    context: TaskContext | None  # task context of the worker; None: nothing is recorded
+    connections: Connections | None = None  # connections to other ranks
+    workers: Sequence[str] = ()  # addresses, by rank
+    attempt: int = 1
+    error: str = ""  # why the function, or the attempt, has ended early
+    start_s: float = field(default_factory=time.time)
+    nbytes: int = 0  # size of the rank's outputs
+
+    def made(self, blocks: Sequence[Sequence[Any]]) -> None:
+        """Record the size of the rank's outputs."""
+        self.nbytes = sum(block.nbytes for each in blocks for block in each)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Register the function with the worker inside this context; record it at the end."""
+        if self.context is None:
+            yield
+            return
+        self.context.running[self.key] = partial(self._record, wanted_bytes=0)
+        try:
+            yield
+        except BaseException as exc:
+            self.error = repr(exc)
+            raise
+        finally:
+            try:
+                self.context.record(self._record(error=self.error[:REASON_CHARS]))
+            finally:
+                self.context.running.pop(self.key, None)
+
+    def _record(self, **more: Any) -> Record:
+        """Return a record of the current state. Thread-safe."""
+        ranks, progress = self.ranks, self.progress
+        is_made = not more.get("error")
+        assert self.context is not None
+        return Record(
+            key=self.key,
+            start_s=self.start_s,
+            stop_s=time.time(),
+            stages=self._stages(),
+            worker=self.context.address,
+            shape=ranks.shape(self.rank) if is_made else (),
+            dtype=str(self.dtype) if is_made else "",
+            nbytes=self.nbytes if is_made else 0,
+            array_shape=tuple(map(sum, ranks.chunks)),
+            blocks=ranks.grid,
+            axes=tuple(range(len(ranks.grid))),
+            step=progress.step,
+            steps=progress.steps,
+            first_step=progress.first,
+            attempt=self.attempt,
+            **more,
+        )
+
+    def _stages(self) -> tuple[Stage, ...]:
+        received = sorted(self.connections.received) if self.connections is not None else []
+        return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -1,0 +1,252 @@
+"""A rank's task: it waits for its gang, calls the function, and waits for the commit."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dask_p2p.config import Options
+from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.frames import drops_frames
+from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plugins.registration import on_missing_plugin
+from dask_p2p.sections.api.arguments import within_gang
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.exchange.devices import device_for
+from dask_p2p.sections.gang.progress import Watch
+from dask_p2p.sections.gang.units import Units
+from dask_p2p.sections.wire.connection import AttemptEndedError, RankAddress
+from dask_p2p.types import Kind
+from dask_p2p.versioned import check_readable
+
+if TYPE_CHECKING:
+    from dask_p2p.interprocess.messenger import Messenger
+    from dask_p2p.sections.gang.coordinator import Order
+    from dask_p2p.sections.gang.threads import PoolThread
+    from dask_p2p.sections.gang.worker import RankAttempt
+    from dask_p2p.transports.packed.ucx import UcxTransport
+
+_SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
+_LOOK_S = 0.02  # interval between checks for free units of a resource
+_MOST_ERROR_BYTES = 2**20  # largest pickled exception that is sent to the other ranks
+_MOST_CHARS = 1000  # longest text of an exception that cannot be pickled
+
+
+@drops_frames
+def run_rank(
+    gang: str,  # name of the gang
+    rank: int,
+    ranks: RankGrid,  # the partition of the arrays
+    body: Any,
+    options: Options,  # of the section's arrays
+    *arrays: Sequence[Any],  # this rank's blocks of each array
+) -> Any:
+    """Do the work of a rank's task.
+
+    The body is called with a context and the blocks. Its ``dtype`` is that of the blocks that it
+    returns. Its ``kind`` is that of the blocks that it gets and returns.
+    """
+    check_readable(ranks, options)
+    _, context = current_worker()
+    key = (gang, rank)
+    try:
+        if ranks.size == 1:
+            ctx = Context(ranks, device=device_for(body.kind, options))
+            watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
+            with watch.running():
+                watch.made(result := _called(body, ctx, arrays))
+            return result
+        return _run_in_gang(gang, rank, ranks, body, options, arrays)
+    except DeviceLostError as exc:
+        go_elsewhere(context, exc)
+
+
+def _run_in_gang(
+    gang: str,
+    rank: int,
+    ranks: RankGrid,
+    body: Any,
+    options: Options,
+    arrays: Sequence[Sequence[Any]],
+) -> Any:
+    """Wait for the other ranks of the gang, and run the function together with them."""
+    worker, context = current_worker()
+    if worker is None:
+        raise InputError(
+            f"expected a cluster for {ranks.size} ranks that run at the same time, got another "
+            f"scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
+        )
+    from distributed.utils import sync
+
+    from dask_p2p.sections.gang.threads import PoolThread
+    from dask_p2p.sections.gang.worker import plugin_on
+
+    if context is None:  # request the plugin; this task runs without it
+        on_missing_plugin(worker, [])
+    plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
+    reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
+    units, thread = Units(worker, (gang, rank)), PoolThread(worker)
+    with (
+        closing(thread),
+        plugin.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
+        closing(units),
+    ):
+        order, result = _order_when_whole(rank_attempt, units, thread), None
+        if order.state == "running":
+            rank_attempt.connections.start(rank, [RankAddress(*peer) for peer in order.peers])
+            reads_memory = "cma" in options.order("numpy") and not options.checksum
+            device = device_for(body.kind, options, rank_attempt.connections)
+            checkpoints = rank_attempt.checkpoints(order, device)
+            ctx = Context(ranks, rank, rank_attempt.connections, checkpoints, reads_memory, device)
+            of_gang = (
+                rank_attempt.connections,
+                [worker for worker, *_ in order.peers],
+                order.attempt,
+            )
+            key, progress = (gang, rank), ctx.progress
+            watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
+            with watch.running():
+                result, order = _attempt(rank_attempt, ctx, body, arrays, watch, ucx)
+                if order.state == "committed":
+                    watch.made(result)
+                else:
+                    watch.error = watch.error or order.reason or "ended by another rank"
+    if order.state != "committed":
+        _raise_end(order, options)
+    return result
+
+
+def _order_when_whole(rank_attempt: RankAttempt, units: Units, thread: PoolThread) -> Order:
+    """Wait for the other ranks outside the thread pool; return the order that follows."""
+    if rank_attempt.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
+        units.lend()
+        thread.secede()  # any number of ranks may wait on a worker with one thread
+    if rank_attempt.order_after("waiting").state == "running":
+        units.take(
+            lambda: rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
+        )
+    return rank_attempt.order_after("waiting")
+
+
+def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
+    """Return the UCX transport for large messages between hosts; None if tasks do not use UCX."""
+    if context is None or "ucx" not in options.order(kind) or options.checksum:
+        return None
+    transport: UcxTransport | None = context.router.transports.get("ucx")
+    return None if transport is None or transport.holder_obstacle("") else transport
+
+
+def _started(ucx: UcxTransport | None) -> Messenger | None:
+    """Return the UCX messenger. It is None if UCX does not start here: sockets are used then."""
+    with suppress(TransferError):
+        return None if ucx is None else ucx.messenger()
+    return None
+
+
+def _attempt(
+    rank_attempt: RankAttempt,
+    ctx: Context,
+    body: Callable[..., Any],
+    arrays: Sequence[Any],
+    watch: Watch,
+    ucx: UcxTransport | None,
+) -> tuple[Any, Order]:
+    """Call the function; return its result, and the scheduler's order once all ranks are done."""
+    result = None
+    try:
+        rank_attempt.connections.reserve_files()
+        rank_attempt.connections.open_channels(partial(_started, ucx))
+        with within_gang():
+            result = _called(body, ctx, arrays)
+        # Otherwise other ranks might wait for one whose function has returned.
+        rank_attempt.connections.finish()
+        ctx.device.let_go(is_orderly=True)
+        return result, rank_attempt.leave()
+    except AttemptEndedError as exc:
+        watch.error = str(exc)
+        return None, rank_attempt.leave(str(exc))
+    except DeviceLostError as exc:
+        rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
+        raise  # all ranks run again, this one on another worker
+    except Exception as exc:
+        if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
+            watch.error = f"another rank was lost; then the function raised {_described(exc)}"
+            return None, rank_attempt.leave(watch.error)
+        error, is_itself = _pickled(exc, rank_attempt.rank)
+        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
+        order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
+        if is_itself and order.error == error:
+            raise  # with its traceback
+        return None, order
+    finally:
+        ctx.device.let_go(is_orderly=False)
+
+
+def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> Any:
+    """Call the function; exceptions with a meaning to Dask become a `SectionError`."""
+    try:
+        return body(ctx, *arrays)
+    except BaseException as exc:
+        if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
+            raise
+        # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
+        # restart a task that raises Reschedule without end.
+        raise SectionError(f"the function raised {_described(exc)} on rank {ctx.rank}") from exc
+
+
+def _taken_by_dask() -> tuple[type[Exception], ...]:
+    """Return the exception types that Dask does not pass to the user."""
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
+
+
+def _raise_end(order: Order, options: Options) -> NoReturn:
+    """End a stopped attempt: all ranks raise the same error, or all are rescheduled."""
+    from distributed import Reschedule
+    from distributed.protocol.pickle import loads
+
+    if order.error is not None:
+        raise loads(order.error)
+    if order.reason:
+        raise SectionError(order.reason)
+    # Dask may not have noticed yet that a worker is lost: an immediate attempt would fail, too.
+    if order.failures:
+        time.sleep(pause_s(options, order.failures))
+    raise Reschedule()
+
+
+def _pickled(exc: Exception, rank: int) -> tuple[bytes, bool]:
+    """Return a pickled exception for the other ranks, and whether its type is preserved.
+
+    A note names the rank and has the traceback. Exceptions that cannot be pickled, or are too
+    large, become a `SectionError`.
+    """
+    from distributed.protocol.pickle import dumps, loads
+
+    frames = traceback.format_tb((exc.__cause__ or exc).__traceback__)
+    note = f"Raised by rank {rank}:\n" + "".join(frames)
+    with suppress(Exception):
+        copy = loads(dumps(exc))
+        copy.add_note(note)
+        str(copy)  # Dask formats it later, so it must not fail
+        text: bytes = dumps(copy)
+        if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
+            return text, True
+    named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
+    named.add_note(note)
+    return dumps(named), False
+
+
+def _described(exc: BaseException) -> str:
+    """Return an exception's type and text."""
+    text = ""
+    with suppress(Exception):
+        text = str(exc)[:_MOST_CHARS]
+    return f"{type(exc).__name__}: {text}"

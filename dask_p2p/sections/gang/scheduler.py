@@ -1,0 +1,293 @@
+"""The scheduler's side of gangs: passes events to the coordinator, and its orders to ranks.
+
+Ranks request orders by RPC. A reply is sent when the order changes, or after `_POLL_S`; then the
+rank sends the next request. The coordinator makes all decisions, each in one call on the
+scheduler's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import wraps
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from dask_p2p.config import options
+from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.plugins.seating import has_room, needs_of
+from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator, Order
+from dask_p2p.sections.gang.gathering import Gathering
+from dask_p2p.sections.gang.nesting import Nesting
+from dask_p2p.sections.gang.waiting import Waiting
+from dask_p2p.transports.replies import answering
+from dask_p2p.versioned import versioned
+
+#: Requests of ranks to the scheduler.
+JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
+SAVES = "p2p_section_saves"
+#: Requests of the scheduler to workers.
+FORGET = "p2p_section_forget"
+
+_POLL_S = 5.0
+_ELSEWHERE_S = 1.0  # delay until a rank without room is rescheduled
+_MOST_RANKS = 2**16
+_MOST_STEPS = 2**62
+_MOST_STATES = 2**16  # states in one worker's request
+
+
+@versioned(strict=True)
+class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+    """Runs gangs of ranks. A rank's task has the key ``(gang, rank)``."""
+
+    name = "dask-p2p-sections"
+    idempotent = True
+
+    async def start(self, scheduler: Any) -> None:
+        """Start without awaiting: otherwise a second worker's plugin could start in between."""
+        self._scheduler = scheduler
+        self._options = options()
+        self._begin()
+        self._overlay_target()
+        self._changed = asyncio.Event()
+        self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
+        self._telling: set[asyncio.Future[Any]] = set()
+        scheduler.handlers |= {
+            JOIN: self.join,
+            LEAVE: self.leave,
+            ORDER: self.order,
+            SAVES: self.saves,
+        }
+
+    def _begin(self) -> None:
+        """Reset to a state without gangs, and collect those among the scheduler's tasks."""
+        self._coordinator = Coordinator(self._options.attempts)
+        warn_after_s = self._options.warn_after_s
+        self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
+        self._nesting = Nesting(self._scheduler, self._is_on)
+        self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
+        self._gathering.add(self._scheduler.tasks)
+
+    def _is_on(self) -> bool:
+        return self._scheduler.plugins.get(self.name) is self
+
+    def _overlay_target(self) -> None:
+        """Record requests of an adaptive cluster for its target number of workers."""
+        handler = self._scheduler.handlers.get("adaptive_target")
+        original = getattr(handler, "__wrapped__", handler)  # wrapped by a plugin since removed
+        if original is None:
+            return
+
+        @wraps(original)
+        def adaptive_target(*args: Any, **kwargs: Any) -> Any:
+            self._gathering.record_target()
+            return original(*args, **kwargs)
+
+        self._scheduler.handlers["adaptive_target"] = adaptive_target
+
+    async def close(self) -> None:
+        """Stop timers when the scheduler closes."""
+        self._waiting.close()
+        self._gathering.close()
+
+    def _check_is_on(self) -> None:
+        """Install the plugin again if it was removed, and restart all gangs.
+
+        While it was removed, no event of the ranks' tasks was recorded.
+        """
+        there = self._scheduler.plugins.get(self.name)
+        if there is self:
+            return
+        self._waiting.close()
+        self._gathering.close()
+        self._begin()
+        for gang in tuple(self._keepers):
+            self._drop_states(gang)
+        if there is None:
+            self._scheduler.add_plugin(self, name=self.name)
+
+    @answering
+    async def join(
+        self, gang: Any, size: Any, rank: Any, token: Any, worker: Any, endpoint: Any, saved: Any
+    ) -> Any:
+        """Add a waiting rank to its gang; reply with its next order."""
+        size = checked_integer("size", size, 1, _MOST_RANKS)
+        gang, rank, token = _checked(gang, rank, token)
+        self._check_is_on()
+        # A task that was cancelled in the meantime would make a gang that never ends.
+        if not self._is_processing((gang, rank), checked_text("worker", worker)):
+            return asdict(Order("stopped"))
+        endpoint, states = checked_text("endpoint", endpoint), _checked_states(saved, size)
+        if self._is_one_too_many((gang, rank)):
+            await asyncio.sleep(_ELSEWHERE_S)
+            return asdict(Order("stopped"))
+        is_new = self._coordinator.size(gang) is None
+        again = self._coordinator.join(gang, size, rank, token, worker, endpoint, states)
+        if again or is_new:
+            # A new gang has outputs only if the plugin was removed after an earlier attempt.
+            self._release_soon((gang, other) for other in (*range(size), COMMIT))
+        self._wake_ranks()
+        self._waiting.watch(gang)
+        return await self._next_order(gang, rank, token, "waiting")
+
+    @answering
+    async def leave(
+        self, gang: Any, rank: Any, token: Any, cause: Any = "", error: Any = None
+    ) -> Any:
+        """Record that a rank's function has returned, or why it has not."""
+        if error is not None and type(error) is not bytes:
+            raise MalformedRequestError("error: expected bytes")
+        gang, rank, token = _checked(gang, rank, token)
+        self._coordinator.leave(gang, rank, token, checked_text("cause", cause), error)
+        self._wake_ranks()
+        if self._coordinator.is_committed(gang):
+            self._drop_states(gang)
+        return {}
+
+    @answering
+    async def order(self, gang: Any, rank: Any, token: Any, known: Any) -> Any:
+        """Reply with a rank's next order, once its state differs from `known`."""
+        return await self._next_order(*_checked(gang, rank, token), checked_text("known", known))
+
+    @answering
+    async def saves(self, gang: Any, rank: Any, token: Any, worker: Any) -> Any:
+        """Record that a worker is about to keep states of a gang."""
+        gang, rank, _ = _checked(gang, rank, token)
+        self._keepers[gang].add(checked_text("worker", worker))
+        task = self._scheduler.tasks.get((gang, rank))
+        has_failed = task is not None and task.state == "erred"
+        if has_failed or self._coordinator.size(gang) is None:  # cancelled in the meantime
+            self._drop_states(gang)
+        return {}
+
+    def _drop_states(self, gang: str) -> None:
+        """Send workers the request to drop the states of a gang."""
+        for worker in self._keepers.pop(gang, ()):
+            if worker in self._scheduler.workers:
+                call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
+                telling = asyncio.ensure_future(call)
+                self._telling.add(telling)
+                telling.add_done_callback(self._log_failure)
+
+    def _log_failure(self, telling: asyncio.Future[Any]) -> None:
+        self._telling.discard(telling)
+        if not telling.cancelled():
+            telling.exception()  # ignored: the worker is closing, or has no plugin any more
+
+    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
+        """Watch the gangs of a graph from its submission: a rank may never join."""
+        self._nesting.add_submitted(client, tasks)
+        self._gathering.add(tasks)
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Record that a worker has joined."""
+        self._gathering.record_joined()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Record the loss of a worker. Only this event has a flag for an expected leave."""
+        if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
+            return
+        if not msg.get("expected"):
+            self._gathering.record_lost()
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Pass transitions of ranks' tasks to the coordinator.
+
+        If a worker leaves, Dask releases its tasks. If a rank's task fails, Dask releases those of
+        the other ranks, because all tasks that depend on them fail as well.
+        """
+        if finish == "forgotten":
+            self._nesting.forget(key)
+            self._gathering.forget(key)
+        if not isinstance(key, tuple) or len(key) != 2 or key[1] == COMMIT:
+            return
+        gang, rank = key
+        size = self._coordinator.size(gang)
+        if size is None:
+            return
+        if start == "processing" and finish != "memory":
+            self._coordinator.drop(gang, rank, f"the task of rank {rank} was released by Dask")
+        if finish == "memory" and not self._coordinator.is_committed(gang):
+            # The gang was committed, and lost another output before this one was reported.
+            self._release_soon([key])
+        elif finish == "erred":  # no retries are left, so no attempt will resume from the states
+            self._drop_states(gang)
+        elif finish == "forgotten":
+            others = ((gang, other) for other in range(size) if other != rank)
+            if not any(other in self._scheduler.tasks for other in others):
+                self._coordinator.forget(gang)
+                self._waiting.forget(gang)
+                self._drop_states(gang)
+        self._wake_ranks()
+
+    async def _next_order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + _POLL_S
+        while True:
+            self._check_is_on()
+            order = self._coordinator.order(gang, rank, token)
+            if order.state == "running" and order.resume is not None and not order.failures:
+                # Dask counts the workers lost under a task, up to `allowed-failures`. After a new
+                # checkpoint the count starts again, as that of attempts does.
+                self._scheduler.tasks[gang, rank].suspicious = 0
+            left_s = deadline_s - now_s()
+            if order.state != known or left_s <= 0:
+                return asdict(order)
+            with suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    def _wake_ranks(self) -> None:
+        """Wake all pending requests, to check their orders."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _is_processing(self, key: Any, worker: str) -> bool:
+        task = self._scheduler.tasks.get(key)
+        on = task.processing_on if task is not None and task.state == "processing" else None
+        return on is not None and on.address == worker
+
+    def _is_one_too_many(self, key: Any) -> bool:
+        """Return whether the ranks on a worker need more units of a resource than it has."""
+        task = self._scheduler.tasks[key]
+        if not needs_of(task):
+            return False
+        gang, rank = key
+        others = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
+        there = [self._scheduler.tasks[gang, other] for other in others]
+        return not has_room(task.processing_on, task, there)
+
+    def _release_soon(self, keys: Iterable[Any]) -> None:
+        """Release invalid outputs, after the current transitions."""
+        asyncio.get_running_loop().call_soon(self._release, tuple(keys))
+
+    def _release(self, keys: tuple[Any, ...]) -> None:
+        tasks = self._scheduler.tasks
+        held = [key for key in keys if key in tasks and tasks[key].state == "memory"]
+        stimulus = f"p2p-section-again-{time.time()}"
+        self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
+
+
+def _checked(gang: Any, rank: Any, token: Any) -> tuple[str, int, str]:
+    return (
+        checked_text("gang", gang),
+        checked_integer("rank", rank, 0, _MOST_RANKS),
+        checked_text("token", token),
+    )
+
+
+def _checked_states(saved: Any, size: int) -> dict[int, list[int]]:
+    """Return the steps of states, by rank."""
+    if type(saved) not in (list, tuple) or len(saved) > _MOST_STATES:
+        raise MalformedRequestError("saved: expected pairs of a rank and steps")
+    states = {}
+    for pair in saved:
+        if type(pair) not in (list, tuple) or len(pair) != 2 or type(pair[1]) not in (list, tuple):
+            raise MalformedRequestError("saved: expected pairs of a rank and steps")
+        rank = checked_integer("rank", pair[0], 0, size - 1)
+        states[rank] = [checked_integer("step", step, 0, _MOST_STEPS) for step in pair[1]]
+    return states

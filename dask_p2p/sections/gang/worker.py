@@ -1,0 +1,248 @@
+"""The worker's side of gangs: one attempt of a rank, between its thread and the event loop.
+
+The event loop receives orders of the scheduler. An order that ends an attempt wakes the rank's
+thread, also if it waits in an exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from distributed import Worker, WorkerPlugin
+from distributed.comm.addressing import get_address_host
+from distributed.worker import WORKER_ANY_RUNNING
+
+from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.requests import checked_text
+from dask_p2p.plugins.context import must_encrypt
+from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from dask_p2p.sections.gang.coordinator import Order
+from dask_p2p.sections.gang.registration import give_plugin
+from dask_p2p.sections.gang.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.transports.replies import answering
+from dask_p2p.versioned import versioned
+
+_ENDS = ("committed", "stopped")  # final states
+_CAUSE_CHARS = 1000
+# Interval of Dask's statistical profiler while ranks run on a worker. Dask's own interval is 10 ms.
+# Each sample takes a core from a rank, and its neighbours wait: 5 % of small steps.
+_SAMPLE_MS = 100.0
+
+
+class RankAttempt:
+    """One attempt of a rank's task."""
+
+    def __init__(
+        self,
+        plugin: SectionsPlugin,  # plugin of the worker
+        gang: str,  # name of the gang
+        rank: int,
+        size: int,  # number of ranks
+        **reach: Any,  # changes to the worker's network settings
+    ) -> None:
+        self.token = uuid4().hex
+        self.rank, self.size = rank, size
+        self.connections = Connections(replace(plugin.reach, **reach))
+        self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
+        self._changed = threading.Condition()
+        self._order = Order("waiting")
+        self._pending: set[asyncio.Future[None]] = set()
+        self._checkpoints: Checkpoints | None = None
+
+    # --- in the rank's thread
+
+    def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
+        """Wait while the order has one of the states, `timeout_s` at most; return the order."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
+            return self._order
+
+    def leave(self, cause: str = "", error: bytes | None = None) -> Order:
+        """Report the end of the function; return the order that ends this attempt."""
+        self._begin(self._call(LEAVE, cause=cause[:_CAUSE_CHARS], error=error))
+        return self.order_after("running")
+
+    def checkpoints(self, order: Order, device: Host = HOST) -> Checkpoints:
+        """Return the checkpoints of this attempt, for arrays on a device."""
+
+        def notify() -> None:
+            # Not cancelled with this attempt: the scheduler must record each worker with states.
+            telling = self._call(SAVES, worker=self._worker.address)
+            self._worker.loop.add_callback(self._plugin.finish, telling)
+
+        workers = [worker for worker, *_ in order.peers]
+        states = States(self._plugin.saved, self._gang, order.resume, order.holders, notify)
+        self._checkpoints = Checkpoints(self.rank, workers, self.connections, states, device)
+        return self._checkpoints
+
+    def close(self) -> None:
+        """End this attempt, and close its connections."""
+        with self._changed:
+            if self._order.state not in _ENDS:
+                self._order = Order("stopped")  # later orders must not wake closed connections
+            self.connections.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None  # breaks a reference cycle, which would keep the states
+        self._worker.loop.add_callback(self.stop)
+
+    def _begin(self, what: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(self._until_done(what), self._worker.loop.asyncio_loop)
+
+    # --- on the event loop
+
+    async def _until_done(self, what: Coroutine[Any, Any, Any]) -> None:
+        """Await a coroutine; if it fails, end this attempt."""
+        task = asyncio.ensure_future(what)
+        self._pending.add(task)
+        try:
+            await task
+        except Exception as exc:
+            # A lost scheduler or a closing worker is not an error of the gang.
+            ends = isinstance(exc, OSError) or self._worker.status not in WORKER_ANY_RUNNING
+            self._apply(Order("stopped", reason="" if ends else f"{type(exc).__name__}: {exc}"))
+        finally:
+            self._pending.discard(task)
+
+    async def _follow(self) -> None:
+        """Join the gang, and receive orders until one ends the attempt."""
+        await self._plugin.register()
+        order = await self._ask(
+            JOIN,
+            size=self.size,
+            worker=self._worker.address,
+            endpoint=self.connections.endpoint,
+            saved=self._plugin.saved.steps(self._gang),
+        )
+        while order.state not in _ENDS:
+            self._apply(order)
+            order = await self._ask(ORDER, known=order.state)
+        self._apply(order)
+
+    async def _ask(self, op: str, **kwargs: Any) -> Order:
+        reply = await self._call(op, **kwargs)
+        reply["peers"] = tuple(map(tuple, reply["peers"]))
+        reply["holders"] = tuple(reply["holders"])
+        return Order(**reply)
+
+    async def _call(self, op: str, **kwargs: Any) -> dict[str, Any]:
+        own = {"gang": self._gang, "rank": self.rank, "token": self.token}
+        reply: Any = await getattr(self._worker.scheduler, op)(**own, **kwargs)
+        if not isinstance(reply, dict) or reply.pop("status", None) != "ok":
+            raise SectionError(f"the scheduler could not answer: {reply}")
+        return reply
+
+    def _apply(self, order: Order) -> None:
+        """Apply an order, unless the attempt has ended."""
+        with self._changed:
+            if self._order.state not in _ENDS:
+                self._order = order
+                self._changed.notify_all()
+                if order.state == "stopped":
+                    self.connections.wake()
+
+    def start(self) -> None:
+        """Join the gang. Any thread may call this."""
+        self._begin(self._follow())
+
+    def stop(self) -> None:
+        """End this attempt on this worker, independently of the gang."""
+        self._apply(Order("stopped"))
+        for task in tuple(self._pending):
+            task.cancel()
+
+
+@versioned(strict=True)
+class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Runs ranks of gangs on a worker, and keeps their states."""
+
+    name = "dask-p2p-sections"
+
+    def setup(self, worker: Worker) -> None:
+        """Start. The first rank on a worker installs the plugin there."""
+        self.worker = worker
+        #: Network settings of the ranks on this worker.
+        self.reach = _reach(worker)
+        self.saved = SavedStates()
+        self._ranks: dict[str, RankAttempt] = {}  # by attempt token
+        worker.handlers[FORGET] = self.forget
+        self._sampling = worker.periodic_callbacks.get("profile")  # None: the profiler is off
+        self._sample_ms = _SAMPLE_MS if self._sampling is None else self._sampling.callback_time
+        self._unfinished: set[asyncio.Future[Any]] = set()
+        self._is_registered = False
+
+    def teardown(self, worker: Worker) -> None:
+        """End the attempts of all ranks here, which wakes their threads."""
+        worker.handlers.pop(FORGET, None)
+        for rank_attempt in tuple(self._ranks.values()):
+            rank_attempt.stop()
+
+    def finish(self, what: Coroutine[Any, Any, Any]) -> None:
+        """Await a coroutine that is independent of its rank's attempt. On the event loop."""
+        task = asyncio.ensure_future(what)
+        self._unfinished.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Future[Any]) -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled():
+            task.exception()  # ignored: the scheduler is gone
+
+    def _sample(self) -> None:
+        """Set the profiler's interval for the present number of ranks. On the event loop."""
+        if self._sampling is not None:
+            least_ms = _SAMPLE_MS if self._ranks else 0.0
+            self._sampling.callback_time = max(self._sample_ms, least_ms)
+
+    @answering
+    async def forget(self, gang: Any) -> Any:
+        """Drop the states of a gang."""
+        self.saved.drop(checked_text("gang", gang))
+        return {}
+
+    async def register(self) -> None:
+        """Install the scheduler's plugin, once."""
+        if not self._is_registered:
+            await give_plugin(self.worker.scheduler)
+            self._is_registered = True
+
+    @contextmanager
+    def rank_attempt(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[RankAttempt]:
+        """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
+        rank_attempt = RankAttempt(self, gang, rank, size, **reach)
+        self._ranks[rank_attempt.token] = rank_attempt
+        try:
+            self.worker.loop.add_callback(self._sample)
+            rank_attempt.start()
+            yield rank_attempt
+        finally:
+            del self._ranks[rank_attempt.token]
+            self.worker.loop.add_callback(self._sample)
+            rank_attempt.close()
+
+
+def _reach(worker: Worker) -> Reach:
+    """Return the network settings of a worker's ranks: encrypted if Dask's connections are."""
+    host = get_address_host(worker.address)
+    if not must_encrypt(worker):
+        return Reach(host)
+    listening = worker.security.get_listen_args("worker")["ssl_context"]
+    connecting = worker.security.get_connection_args("worker")["ssl_context"]
+    return Reach() if None in (listening, connecting) else Reach(host, listening, connecting)
+
+
+async def plugin_on(worker: Worker) -> SectionsPlugin:
+    """Return a worker's plugin; install it if it is missing."""
+    if SectionsPlugin.name not in worker.plugins:
+        await worker.plugin_add(SectionsPlugin(), catch_errors=False)
+    plugin: SectionsPlugin = worker.plugins[SectionsPlugin.name]
+    return plugin

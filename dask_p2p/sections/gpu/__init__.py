@@ -1,0 +1,1 @@
+"""Exchanges between GPUs, by windows and CUDA IPC; captured steps."""

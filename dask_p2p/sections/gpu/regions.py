@@ -1,0 +1,296 @@
+"""Regions of local blocks in GPU memory: read in place by the ranks of a host.
+
+A rank records an event after the work that writes its local block, and sends descriptors of its
+regions to their readers. The readers read them part by part, as tasks do: a copy engine brings the
+next part while a kernel puts the previous one into place. Then each reader records an event and
+acknowledges the read. The holder's stream waits for the readers' events before it goes on. The host
+waits for messages alone::
+
+    stream      [writes the local block] written         [waits: others have read] [overwrites it]
+    copies                        [waits: others' written][part][part][part]
+    emptying                                                    [part][part][part] read
+
+All ranks of a host that read each other exchange descriptors and acknowledgements in each exchange,
+even if empty. So no event is recorded again before all have waited for it. A rank that sends its
+descriptors has waited for the previous reads. A rank that acknowledges a read has waited for the
+write.
+
+A local block may be made in `Pieces`, one after the other, with an event after each: others read
+the first piece while the next one is made.
+
+Acknowledgements are awaited lazily, by the next user of the local block or its memory: see
+`GpuRegions.settle`. Until then the host enqueues more work.
+
+Regions that cannot be read are sent: see `gpu_messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from dask_p2p.backends import RUN_BYTES, order_of
+from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
+from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
+from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
+from dask_p2p.sections.gpu.messages import GpuMessages
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
+from dask_p2p.sections.wire.connection import Buffer
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.exchange.devices import Gpu
+
+#: Limit of the last part of a read. A kernel puts it into place in 50 µs: the host needs as long
+#: for one more part.
+_LAST_PART_BYTES = 2**26
+#: Limit of a local block with pending acknowledgements: memory may be short, and the host is ahead
+#: anyway.
+_MOST_UNSETTLED_BYTES = 2**30
+_READ, _WRITTEN = range(2)  # numbers of a rank's events; from the second on one for each piece
+
+
+_Region: TypeAlias = Sequence[tuple[int, Array]]  # pieces, each with its number
+
+
+class _PendingReads(NamedTuple):
+    """An exchange that other ranks may still be reading."""
+
+    call: RegionCall
+    axis: int  # of the pieces
+    made: list[Array]  # the pieces
+    regions: Mapping[int, _Region]  # by rank of the reader
+    targets: dict[int, Array]  # by rank of the sender: regions that must come in messages
+    said: Callable[[], Mapping[int, Buffer]]  # waits for acknowledgements, by rank of the reader
+
+
+class GpuRegions:
+    """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory.
+
+    Parameters
+    ----------
+    gpu
+        The rank's GPU.
+    links, reads_memory
+        As for `RegionExchange`.
+    """
+
+    def __init__(self, gpu: Gpu, connections: Connections | None, reads_memory: bool) -> None:
+        self._gpu, self._connections = gpu, connections
+        self._messages = GpuMessages(gpu, connections, reads_memory)
+        self._own: OwnEvents | None = None
+        self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
+        self._unsettled: _PendingReads | None = None
+
+    def bring(
+        self,
+        call: RegionCall,
+        local_block: Array | Pieces,
+        boxes: Mapping[int, Box],
+        targets: Mapping[int, Array],
+        local: LocalRegion | None = None,
+    ) -> None:
+        """Exchange regions as `RegionExchange.bring` does, on the rank's stream.
+
+        Others may still read the local block: it must not change until `settle` has returned.
+        """
+        self.settle()
+        pieces = local_block if isinstance(local_block, Pieces) else Pieces.one(local_block)
+        made: list[Array] = []
+        try:
+            self._unsettled = self._bring_directly(call, pieces, made, boxes, targets, local)
+        except BaseException:
+            self._gpu.exported.append(made)  # others may still be reading
+            raise
+        is_large = sum(each.nbytes for each in made) > _MOST_UNSETTLED_BYTES
+        if self._unsettled is not None and (is_large or self._unsettled.targets):
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the stream wait for readers of the last local block, and send unread regions."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None or self._connections is None:
+            return
+        call, axis, made, regions, targets, said = unsettled
+        try:
+            readers = {rank for rank, has_read in said().items() if any(has_read)}
+        except BaseException:
+            self._gpu.exported.append(made)
+            raise
+        for rank in readers:
+            self._open(self._connections, call)[rank].wait(self._gpu.stream, _READ)
+        unread = {
+            rank: [piece for _, piece in region]
+            for rank, region in regions.items()
+            if rank not in readers
+        }
+        self._messages.bring(call, axis, unread, targets)
+
+    def _bring_directly(
+        self,
+        call: RegionCall,
+        pieces: Pieces,
+        made: list[Array],
+        boxes: Mapping[int, Box],
+        targets: Mapping[int, Array],
+        local: LocalRegion | None,
+    ) -> _PendingReads | None:
+        """Make a local block and read regions of others where possible; return the pending rest."""
+        gpu, connections = self._gpu, self._connections
+        near = {} if connections is None else self._open(connections, call)
+        written = []
+        with gpu.queue.within(gpu.stream):
+            for number in range(len(pieces.bounds) - 1):
+                made.append(pieces.make(number))
+                written.append(self._record(_WRITTEN + number))
+            regions = {
+                rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
+                for rank, box in boxes.items()
+            }
+            if connections is not None:
+                descriptors = {
+                    rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
+                }
+                text = f"{call.text}, {call.order}, descriptors"
+                said = connections.begin(text, descriptors, dict.fromkeys(near))
+            if local is not None:
+                self._copy_own(call, pieces, made, written, local)
+            if connections is None:
+                return None
+            places = said()
+            with gpu.reading:
+                gpu.check_goes_on()
+                read = self._read(connections, call, places, targets)
+        unread = {rank: target for rank, target in targets.items() if rank not in read}
+        acknowledgements = self._acknowledge(connections, call, read)
+        return _PendingReads(call, pieces.axis, made, regions, unread, acknowledgements)
+
+    def _copy_own(
+        self,
+        call: RegionCall,
+        pieces: Pieces,
+        made: Sequence[Array],
+        written: Sequence[Any],  # an event after each piece
+        local: LocalRegion,
+    ) -> None:
+        """Enqueue copies of the parts of each piece that stay on this rank."""
+        queue = self._gpu.queue
+        for number, part, inside in pieces.of(local.box):
+            queue.concurrent.wait_event(written[number])
+            place = box_slices(tuple(inside[axis] for axis in call.axes))
+            source = made[number][box_slices(part)]
+            queue.permute(local.target[place], source, call.axes, concurrent=True)
+
+    def _record(self, number: int) -> Any:
+        """Record an event after the work of the stream so far; return it."""
+        if self._own is None:  # no other rank waits
+            return self._gpu.stream.record()
+        return self._gpu.stream.record(self._own.events[number])
+
+    def _read(
+        self,
+        connections: Connections,
+        call: RegionCall,
+        said: Mapping[int, Buffer],
+        targets: Mapping[int, Array],
+    ) -> set[int]:
+        """Enqueue reads of the regions that others described; return the ranks of these others."""
+        gpu, near, found = self._gpu, self._open(connections, call), {}
+        for rank in call.in_turn(connections, [rank for rank, place in said.items() if len(place)]):
+            region = try_share(gpu, partial(map_descriptor, near[rank], said[rank], call.dtype))
+            if region is not None:
+                found[rank] = region
+        for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
+            start = 0
+            for number, piece in pieces:
+                for stream in gpu.queue.reading:
+                    near[rank].wait(stream, _WRITTEN + number)
+                is_last = turn == len(found) and number == pieces[-1][0]
+                self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
+                start += piece.shape[its_axis] if piece.ndim else 0
+            connections.count(rank, targets[rank].nbytes)
+        return {*found}
+
+    def _read_piece(
+        self, call: RegionCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
+    ) -> None:
+        """Put a piece of another rank's region into place; it begins at `start` along the axis."""
+        queue = self._gpu.queue
+        part_bytes = self._gpu.part_bytes
+        given = piece.shape, piece.strides, piece.itemsize, call.axes
+        for part in _parts(*given, part_bytes, is_last):
+            copy = queue.prefetch(piece[box_slices(part)], part_bytes)
+            moved = part
+            if part:
+                low, high = part[axis]
+                moved = along(axis, part, (start + low, start + high))
+            place = box_slices(tuple(moved[each] for each in call.axes))
+            queue.permute_prefetched(target[place], copy, call.axes)
+
+    def _descriptor(self, axis: int, region: _Region) -> bytes:
+        """Return the descriptor of a region for its reader; empty if it cannot be read.
+
+        Each rank may divide its local block along another axis, or not at all.
+        """
+        found = []
+        for number, piece in region:
+            place = try_share(self._gpu, partial(cuda_ipc.export, piece))
+            if place is None:
+                return b""
+            found.append((number, piece.shape, piece.strides, place))
+        return pack_descriptor(axis, tuple(found)) if found else b""
+
+    def _acknowledge(
+        self, connections: Connections, call: RegionCall, read: set[int]
+    ) -> Callable[[], Mapping[int, Buffer]]:
+        """Acknowledge reads to other ranks; return a function that waits for theirs."""
+        self._record(_READ)
+        near = self._open(connections, call)
+        descriptors = {rank: bytes([rank in read]) for rank in near}
+        into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
+        return connections.begin(f"{call.text}, read", descriptors, into)
+
+    def _open(self, connections: Connections, call: RegionCall) -> dict[int, PeerMemory]:
+        """Find out, once, which ranks of the host read each other's memory."""
+        if self._near is None:
+            gpu, (own_rank, size) = self._gpu, connections.rank_and_size
+            ranks = [each for each in range(size) if each != own_rank]
+            near = [
+                each for each in ranks if gpu.has_windows and not connections.is_on_other_host(each)
+            ]
+            own = try_share(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
+            descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
+            self._near = opened(
+                gpu, connections, call.text, descriptors, lambda rank, said: PeerMemory(gpu, said)
+            )
+            self._own = own
+            self._messages.prepare()
+        return self._near
+
+
+@lru_cache(maxsize=256)  # a rank reads the same regions repeatedly
+def _parts(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    axes: Sequence[int],
+    part_bytes: int,
+    is_last: bool,
+) -> tuple[Box, ...]:
+    """Return the parts of a region. The last ones get smaller, as no other copy overlaps them."""
+    whole = tuple((0, length) for length in shape)
+    if not part_bytes or not whole:
+        return (whole,)
+    order = order_of(strides)
+    lies, steps = ([of[axis] for axis in order] for of in (shape, strides))
+    others_from = gapless_from(lies, steps, item_bytes)
+    runs = ContiguousRuns(order.index(axes[-1]), RUN_BYTES // item_bytes, others_from)
+    in_memory = tuple(whole[axis] for axis in order)
+    parts = split_box(in_memory, max(1, part_bytes // item_bytes), runs)
+    if is_last:
+        parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
+    return tuple(tuple(part[order.index(axis)] for axis in range(len(shape))) for part in parts)

@@ -1,0 +1,328 @@
+"""Windows: GPU memory that ranks of one host read from each other, by CUDA IPC.
+
+A window has `SLOTS` slots for each reader, an event for each slot, and a barrier counter. Local
+blocks have no window: they are read in place, ordered by events as well. A stream can wait for an
+event of another process only after it has been recorded, so a message reports the recording.
+
+Ranks may also synchronize by a *device barrier*, without their hosts. A kernel with one thread for
+each peer increments the rank's counter, and reads the peers' counters until they are as high. So
+all work that a stream got before the barrier is done when a peer's stream passes it. A barrier's
+arguments do not change from step to step, so a CUDA graph can contain it.
+
+A rank reads its peers' counters, and writes only its own. So a rank that is late can do no harm
+when the others have given up, and use their memory for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dask_p2p.backends.device import device_work
+from dask_p2p.backends.host.hardware import kernel_and_namespace
+from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.peer import Peer, separation
+from dask_p2p.interprocess.processes import PROCESSES, own_name
+from dask_p2p.sections.gpu.lost_events import NOT_READY, LostEvents
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.exchange.devices import Gpu
+
+SLOTS = 2
+COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
+_ALIGNMENT_BYTES = 512
+_BARRIER_SOURCE = r"""
+extern "C" __global__ void meet(
+    volatile unsigned long long* own,  // number of barriers so far, and whether waiting has ended
+    const volatile unsigned long long* const* theirs, int peers
+) {
+    const unsigned long long number = own[0] + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        own[0] = number;
+    }
+    for (int peer = threadIdx.x; peer < peers; peer += blockDim.x)
+        while (*theirs[peer] < number && !own[1]) __nanosleep(100);
+    __threadfence_system();
+}
+"""
+_BARRIER_THREADS = 32
+_LOOK_S = 0.001
+
+_T = TypeVar("_T")
+_P = TypeVar("_P", bound="PeerMemory")
+
+
+class OwnEvents:
+    """Events of this rank. Other ranks wait for them."""
+
+    def __init__(
+        self,
+        gpu: Gpu,  # GPU whose streams record the events
+        count: int,  # number of events
+    ) -> None:
+        make = gpu.module.cuda.Event
+        self.events = [make(disable_timing=True, interprocess=True) for _ in range(count)]
+        # The events stay until the readers have closed them, even if this object does not.
+        gpu.exported.append(self.events)
+        handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
+        self._descriptor: dict[str, Any] = {
+            "peer": asdict(_own_peer()),
+            "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
+        }
+
+    def descriptor(self, rank: int) -> bytes:
+        """Return the descriptor for a rank."""
+        return json.dumps(self._descriptor).encode()
+
+
+class OwnWindow(OwnEvents):
+    """Window of this rank. Other ranks read it."""
+
+    def __init__(
+        self,
+        gpu: Gpu,  # GPU of the memory
+        sizes_bytes: Mapping[int, int],  # size of a slot, by the rank of its reader
+    ) -> None:
+        super().__init__(gpu, SLOTS)
+        self._places: dict[int, list[int]] = {}
+        self._sizes_bytes, end = sizes_bytes, _ALIGNMENT_BYTES
+        for rank, size_bytes in sizes_bytes.items():
+            aligned = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._places[rank] = [end + slot * aligned for slot in range(SLOTS)]
+            end += SLOTS * aligned
+        memory = gpu.backend.allocate(end)
+        self._memory = gpu.backend.bytes_of(memory, end, memory)
+        gpu.exported.append(self._memory)
+        self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
+        self.counters[...] = 0
+        gpu.wait()  # before other ranks read the counters
+        self._descriptor["ipc_handle"] = asdict(cuda_ipc.export(self._memory))
+
+    def memory(self, rank: int, slot: int) -> Array:
+        """Return the bytes of a slot."""
+        start = self._places[rank][slot]
+        return self._memory[start : start + self._sizes_bytes[rank]]
+
+    def descriptor(self, rank: int) -> bytes:
+        own = {"starts": self._places[rank], "size_bytes": self._sizes_bytes[rank]}
+        return json.dumps({**self._descriptor, **own}).encode()
+
+
+class PeerMemory:
+    """Another rank's GPU memory and events, opened for reading.
+
+    Raises `TransferError` if this process cannot read the memory.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,  # GPU of this rank
+        descriptor: bytes,  # descriptor of the other rank: `OwnEvents.descriptor`
+    ) -> None:
+        fields = json.loads(descriptor)
+        peer = Peer.parse(fields["peer"])
+        obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
+        if obstacle is not None:
+            raise TransferError(str(obstacle), obstacle=obstacle)
+        self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
+        self._peer, self._mapped = peer, dict[int, cuda_ipc.MappedAllocation]()
+        self._gpu, self._device = gpu, self._runtime.getDevice()
+        self._lost: LostEvents | None = None  # the events, once their process has ended
+        self._lock = threading.Lock()  # held while events may be destroyed
+        try:
+            for handle in fields["events"]:
+                self._events.append(self._runtime.ipcOpenEventHandle(bytes.fromhex(handle)))
+        except BaseException:
+            self.close()
+            raise
+        PROCESSES.watch(peer.process, peer.pid, self._on_end)
+        PROCESSES.watch(peer.process, peer.pid, self._unmap, last=True)
+
+    def mapped(self, ipc_handle: cuda_ipc.IpcHandle, size_bytes: int) -> int:
+        """Return the mapped address of the other rank's memory, valid until `close`.
+
+        Raises `TransferError` if the memory cannot be mapped.
+        """
+        mapping = self._mapped.get(ipc_handle.buffer_id)
+        if mapping is None:
+            # Older memory at these addresses is gone, so its reads here are done.
+            for other in [*self._mapped.values()]:
+                if other.overlaps(self._peer.process, ipc_handle):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(other.ipc_handle.buffer_id))
+            mapping = cuda_ipc.MAPPINGS.acquire(self._peer, ipc_handle, size_bytes)
+            self._mapped[ipc_handle.buffer_id] = mapping
+        return mapping.address + ipc_handle.offset_bytes
+
+    def wait(self, stream: Any, number: int) -> None:
+        """Make a stream wait for the latest recording of one of the events."""
+        self._runtime.streamWaitEvent(stream.ptr, self._events[number])
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the other rank's process has ended: it reads no memory any more."""
+        return PROCESSES.has_ended(self._peer.process)
+
+    def _on_end(self, process: str) -> None:
+        """End all waits for events of the other rank, whose process has ended."""
+        with self._lock, device_work():
+            if self._events:
+                self._gpu.has_ended = True  # first: from now on streams do not wait for values
+                self._lost = LostEvents(self._gpu.module.cuda, self._device, self._events)
+
+    def _unmap(self, process: str) -> None:
+        """Unmap memory of a process that has ended, once the GPU is done with it.
+
+        It does not wait for this rank's function, which may run on for long.
+        """
+        gpu, query = self._gpu, self._runtime.streamQuery
+        with gpu.reading:
+            if not self._events:
+                return
+            gpu.has_ended = True  # from now on no read is enqueued
+            if gpu.ending:
+                return  # but CUDA graphs may still read, until this rank calls `close`
+            streams = [gpu.stream, gpu.copies, *gpu.queue.reading]
+        with device_work():
+            while any(query(stream.ptr) == NOT_READY for stream in streams):
+                time.sleep(_LOOK_S)
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            while self._mapped:
+                cuda_ipc.MAPPINGS.release(self._mapped.popitem()[1])
+
+    def check_waits(self) -> None:
+        """Raise `DeviceLostError` if the GPU waits for ever for a process that has ended."""
+        if self._lost is not None and self._lost.are_waited_for:
+            raise DeviceLostError(
+                f"the GPU waits for an event of process {self._peer.pid}, which has ended. Restart "
+                f"the worker."
+            )
+
+    def close(self) -> None:
+        """Close the events and unmap the memory, when this rank does not read it any more."""
+        for on_end in (self._on_end, self._unmap):
+            PROCESSES.forget(self._peer.process, on_end)
+        with self._lock:
+            for event in self._events:
+                self._runtime.eventDestroy(event)
+            self._events.clear()
+        self._release()
+
+
+class PeerWindow(PeerMemory):
+    """Another rank's window, opened for reading."""
+
+    def __init__(
+        self,
+        gpu: Gpu,  # GPU of this rank
+        descriptor: bytes,  # descriptor of the other rank: `OwnWindow.descriptor`
+        size_bytes: int,  # size of a slot
+    ) -> None:
+        super().__init__(gpu, descriptor)
+        fields = json.loads(descriptor)
+        try:
+            if fields["size_bytes"] != size_bytes:
+                raise TransferError(f"expected {size_bytes} bytes, got {fields['size_bytes']}")
+            start = self.mapped(cuda_ipc.IpcHandle(**fields["ipc_handle"]), SLOTS * size_bytes)
+            self.counters = start
+        except BaseException:
+            self.close()
+            raise
+        self._addresses: list[int] = [start + each for each in fields["starts"]]
+
+    def address(self, slot: int) -> int:
+        """Return the mapped address of a slot."""
+        return self._addresses[slot]
+
+
+class DeviceBarrier:
+    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows.
+
+    Parameters
+    ----------
+    gpu
+        GPU of this rank.
+    own
+        Window with this rank's counter.
+    peers
+        Windows of the neighbours. Their barriers include this rank.
+    """
+
+    def __init__(self, gpu: Gpu, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
+        self._gpu, self._counters = gpu, own.counters
+        addresses = np.array([peer.counters for peer in peers], np.uint64)
+        theirs = gpu.module.asarray(addresses)
+        self._kernel = gpu.module.RawKernel(_BARRIER_SOURCE, "meet")
+        self._kernel.compile()
+        self._given = own.counters, theirs, np.int32(len(peers))
+        with gpu.reading:
+            gpu.check_goes_on()
+            gpu.ending.append(self._end)
+
+    def put(self) -> None:
+        """Enqueue a barrier on the rank's stream, which is the current one."""
+        self._kernel((1,), (_BARRIER_THREADS,), self._given)
+
+    def _end(self) -> None:
+        """End all barriers of this rank's GPU, present and later ones."""
+        ended = self._counters.data.ptr + COUNTERS_BYTES // 2
+        runtime, copies = self._gpu.module.cuda.runtime, self._gpu.copies
+        runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
+
+
+def try_share(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
+    """Return an object to share with other processes; None if CUDA IPC does not work here."""
+    with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
+        return make()
+    return None
+
+
+def opened(
+    gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
+    connections: Connections,
+    call: str,  # text of the call, the same on all ranks
+    # Descriptors to send, by rank; empty if this rank shares no memory with the other.
+    descriptor: Mapping[int, bytes],
+    make: Callable[[int, bytes], _P],  # opens another rank's memory, by rank and descriptor
+) -> dict[int, _P]:
+    """Open the memory of other ranks, while these open this rank's memory.
+
+    Returns opened memory by rank, if both sides could open the other's.
+    """
+    received = connections.exchange(f"{call}, windows", descriptor, dict.fromkeys(descriptor))
+    found: dict[int, _P] = {}
+    for rank, fields in received.items():
+        one = (
+            try_share(gpu, partial(make, rank, bytes(fields)))
+            if descriptor[rank] and fields
+            else None
+        )
+        if one is not None:
+            found[rank] = one
+            gpu.peers.append(one)
+            gpu.closing.append(one.close)
+    seen = {rank: bytes([rank in found]) for rank in descriptor}
+    answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
+    return {rank: one for rank, one in found.items() if any(answers[rank])}
+
+
+def _own_peer() -> Peer:
+    boot_id, namespace = kernel_and_namespace()
+    own = own_name()
+    return Peer(boot_id, namespace, os.getuid(), os.getpid(), own, "", cuda_ipc.gpu_uuid())

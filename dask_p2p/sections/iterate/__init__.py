@@ -1,0 +1,1 @@
+"""`iterate`: the loop of a rank, and checks of its first step."""

@@ -1,0 +1,1 @@
+"""Connections between ranks: memory, sockets and UCX."""

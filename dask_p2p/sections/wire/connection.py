@@ -1,0 +1,168 @@
+"""Connection between two ranks: its socket, the messages in transit, and the peer's address."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from dask_p2p.errors import P2PError, SectionError
+from dask_p2p.sections.wire.channel import LEAST_BYTES, Channel
+from dask_p2p.sections.wire.in_process import Stream
+
+#: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+TEXT_BYTES = 240
+HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, payload size in bytes, text of the call
+
+
+class AttemptEndedError(P2PError):
+    """The rank's current attempt cannot continue, or has ended."""
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """One rank of the gang, this rank included."""
+
+    worker: str  # address of its worker
+    token: str  # its attempt token: a secret of the gang
+    endpoint: str  # address of its listeners: `Connections.endpoint`
+
+
+@dataclass
+class Connection:
+    """One socket, and its messages of the current exchange.
+
+    A message by UCX sends only its header through the socket.
+    """
+
+    socket: socket.socket | Stream
+    sending: list[memoryview] = field(default_factory=list)
+    header: memoryview = field(default_factory=lambda: memoryview(bytearray(HEADER.size)))
+    receiving: memoryview | None = None  # missing part of the header or the payload
+    payload: Any = None  # receive buffer; None if the message's header gives its length
+    is_header: bool = True
+    has_received: bool = True
+    number: int = 0  # exchanges so far: the same count at both ends
+    channel: Channel | None = None  # UCX channel to another host, if both ends have UCX
+    received_bytes: int = 0  # total of all exchanges
+    waited_s: float = 0.0  # time for this rank, since the previous peer's message was complete
+
+    @property
+    def events(self) -> int:
+        """Poll events that the connection waits for."""
+        sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
+        hears = select.POLLRDHUP if self.uses_channel else 0
+        return sends | hears | (0 if self.has_received else select.POLLIN)
+
+    @property
+    def uses_channel(self) -> bool:
+        """True while a UCX message is in transit."""
+        return self.channel is not None and self.channel.is_busy
+
+    def carries(self, size_bytes: int) -> bool:
+        """Return whether a message of this size goes by UCX."""
+        return self.channel is not None and size_bytes >= LEAST_BYTES
+
+    def channel_for(self, payload: Any) -> Channel | None:
+        """Return the UCX channel for a message; None if it goes through the socket."""
+        return self.channel if payload is not None and self.carries(len(payload)) else None
+
+    def begin_to_send(self, text: bytes, given: Buffer) -> None:
+        """Begin to send a message, labelled with the text of its call."""
+        payload = _bytes_of(given)
+        self.sending.append(memoryview(HEADER.pack(self.number, len(payload), text)))
+        if channel := self.channel_for(payload):
+            channel.send(payload)
+        elif len(payload):
+            self.sending.append(payload)
+
+    def begin_to_receive(self, into: Buffer | None) -> None:
+        """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
+        self.receiving, self.is_header, self.has_received = self.header, True, False
+        self.payload = payload = None if into is None else _bytes_of(into)
+        if channel := self.channel_for(payload):
+            channel.receive(payload)
+
+    def _check_call(self, text: bytes, own: int, rank: int) -> None:
+        """Raise `SectionError` if the received header belongs to another call."""
+        number, count, peers_text = HEADER.unpack(self.header)
+        peers_text = peers_text.rstrip(b"\0")
+        wanted = count if self.payload is None else len(self.payload)
+        if (number, count, peers_text) == (self.number, wanted, text):
+            return
+        calls = sorted([(own, self.number, text), (rank, number, peers_text)])
+        named = " and ".join(
+            f"rank {each} called {what.decode(errors='replace')} as number {at}"
+            for each, at, what in calls
+        )
+        raise SectionError(
+            f"expected the same calls on all ranks, in the same order, but {named}. Make no call "
+            f"of the context depend on the rank, or on values that differ between ranks."
+        )
+
+    def _begin_payload(self) -> None:
+        """Begin to receive the payload, whose length the header gives."""
+        is_begun = self.payload is not None
+        if not is_begun:
+            self.payload = memoryview(bytearray(HEADER.unpack(self.header)[1]))
+        self.receiving, self.is_header = self.payload, False
+        if channel := self.channel_for(self.payload):
+            if not is_begun:
+                channel.receive(self.payload)
+            channel.expect()
+            self.receiving = None
+
+    def advance(self, text: bytes, own: int, rank: int) -> bool:
+        """Send and receive without blocking; return whether the exchange is complete.
+
+        Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
+        """
+        has_sent = self.send()
+        while not self.has_received and self.fill():
+            if self.is_header:
+                self._check_call(text, own, rank)
+                self._begin_payload()
+            else:
+                self.has_received = True
+        return has_sent and self.has_received
+
+    def send(self) -> bool:
+        """Send without blocking; return whether everything has been sent."""
+        while self.sending:
+            try:
+                sent = self.socket.sendmsg(self.sending)
+            except BlockingIOError:
+                return False
+            while self.sending and sent >= len(self.sending[0]):
+                sent -= len(self.sending.pop(0))
+            if self.sending:
+                self.sending[0] = self.sending[0][sent:]
+        return self.channel is None or self.channel.has_sent()
+
+    def fill(self) -> bool:
+        """Receive into `receiving` without blocking; return whether it is complete."""
+        while self.receiving:
+            try:
+                count = self.socket.recv_into(self.receiving)
+            except BlockingIOError:
+                return False
+            if not count:
+                raise ConnectionResetError("closed by the peer")
+            self.receiving = self.receiving[count:]
+        return self.is_header or self.channel is None or self.channel.has_received()
+
+    def close(self) -> None:
+        """Close the connection, and drop messages in transit."""
+        self.socket.close()
+        if self.channel is not None:
+            self.channel.close()
+
+
+def _bytes_of(buffer: Any) -> Any:
+    """Return a buffer as bytes; a GPU array already is an array of bytes."""
+    is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
+    return memoryview(buffer).cast("B") if is_on_host else buffer

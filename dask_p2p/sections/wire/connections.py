@@ -1,0 +1,369 @@
+"""Point-to-point messages between the ranks of one attempt: the data plane of gangs.
+
+Two ranks share one connection: memory in one process, a Unix socket on one host, TCP between hosts.
+It is made when they first need it. A socket blocks without spinning, and fails immediately when the
+process at its other end dies. The ranks' own threads send and receive messages, without Dask.
+
+Each message has a header with the text of its call, and with the number of the exchange between
+these two ranks. So mismatched calls become an error at the first message, instead of a hang. Ranks
+without data for each other exchange no message.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+
+from dask_p2p.errors import P2PError, TransferError
+from dask_p2p.interprocess.messenger import NAP_S, Messenger
+from dask_p2p.plans.orders import branch
+from dask_p2p.sections.wire.channel import Channel
+from dask_p2p.sections.wire.connection import (
+    TEXT_BYTES,
+    AttemptEndedError,
+    Buffer,
+    Connection,
+    RankAddress,
+)
+from dask_p2p.sections.wire.connection_setup import ConnectionSetup
+from dask_p2p.sections.wire.endpoint import Reach, host_of, is_lost, uses_ucx
+from dask_p2p.sections.wire.in_process import Stream
+
+_LOOKS = 4  # checks for lost connections within one timeout
+# How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
+# where each rank of the host has a core. Otherwise it would take a core from the others.
+_SPIN_S = 50e-6
+_FINALIZE = "finalize() at the return of its function"
+
+
+class Connections:
+    """The connections of one rank in one attempt."""
+
+    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
+        self._connections: dict[int, Connection] = {}  # by rank
+        self._waiting = set[int]()  # ranks with messages of the current exchange in transit
+        self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
+        self._background: threading.Thread | None = None
+        self._failure = ""  # text only: an exception would keep the frames of its traceback alive
+        self._timeout_s, self._look_s = reach.timeout_s, 0.0  # time of the next check
+        self._setup = ConnectionSetup(reach)
+        self.endpoint = self._setup.endpoint
+        self._is_woken = self._is_finishing = False
+        #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
+        self.use_ucx = False
+
+    def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
+        """Begin an attempt, with the addresses and attempt tokens of all ranks."""
+        self._rank, self._peers = rank, peers
+        self._setup.start(rank, peers)
+        kernels = [host_of(peer.endpoint) for peer in peers]
+        has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
+        # Ranks of one process share Python's lock, and a rank that polls does not release it.
+        self._spin_s = _SPIN_S if has_cores and not self._setup.has_company else 0.0
+
+    def reserve_files(self) -> None:
+        """Raise the limit of open files so that each connection fits, or raise `SectionError`."""
+        self._setup.reserve_files()
+
+    @property
+    def rank_and_size(self) -> tuple[int, int]:
+        """Own rank, and the number of ranks."""
+        return self._rank, len(self._peers)
+
+    def is_on_other_host(self, rank: int) -> bool:
+        """Return whether a rank is on another host than this one."""
+        return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
+
+    def carries(self, rank: int, size_bytes: int) -> bool:
+        """Return whether messages of this size go by UCX, from and to memory of any kind."""
+        return rank in self._connections and self._connections[rank].carries(size_bytes)
+
+    def wake(self) -> None:
+        """Make the current exchange, and all later ones, raise `AttemptEndedError`.
+
+        Any thread may call this, until the connections are closed.
+        """
+        self._is_woken = True
+        self._setup.bell.ring()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all further exchanges fail."""
+        return self._is_woken or bool(self._failure)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.wake()
+        self._join()
+        self._setup.close()
+        for connection in self._connections.values():
+            connection.close()
+
+    def exchange(
+        self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
+    ) -> dict[int, memoryview]:
+        """Send bytes to some ranks and receive bytes from some; return received bytes by rank.
+
+        All ranks that exchange data must name the same call, otherwise `SectionError` is raised.
+        `AttemptEndedError` is raised if a rank is lost, or `wake` was called.
+
+        Parameters
+        ----------
+        sends
+            Data to send, by destination.
+        receives
+            Receive buffers, by source. A buffer must have the size of its message. None: allocate
+            one of the size in the message's header.
+        """
+        return self.begin(call, sends, receives)()
+
+    def gather(self, call: str, data: bytes) -> list[Buffer]:
+        """Send bytes to all ranks, the same number on each; return those of all ranks, by rank."""
+        rank, size = self.rank_and_size
+        others = [each for each in range(size) if each != rank]
+        receives = {each: bytearray(len(data)) for each in others}
+        found = self.exchange(call, dict.fromkeys(others, data), receives)
+        return [found.get(each, data) for each in range(size)]
+
+    def finish(self) -> None:
+        """Finalize: wait until the functions of all ranks have returned.
+
+        A rank may still wait for another one whose function has returned. It then receives the
+        mismatched call, by their connection or by a new one. Otherwise only the connections of a
+        tree are made. Raises the errors of `exchange`.
+        """
+        self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
+        self._is_finishing = True
+        above, below, far_below = branch(*self.rank_and_size)
+        near = {*self._connections, *above, *below}
+        self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
+        of_all_below = above if below else []  # a leaf has already sent its message
+        for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
+            receives = {each: bytearray() for each in sources}
+            self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
+
+    def begin(
+        self,
+        call: str,
+        sends: Mapping[int, Buffer],
+        receives: Mapping[int, Buffer | None],
+        in_background: bool = False,
+    ) -> Callable[[], dict[int, memoryview]]:
+        """Begin an exchange; return a function that completes it.
+
+        The next exchange completes it as well. Buffers must stay valid until then. With
+        `in_background`, a thread completes the transfers that the sockets do not complete
+        immediately.
+        """
+        if self._failure:  # the user's function may have caught the first error
+            raise AttemptEndedError(self._failure)
+        if self._found is not None:
+            self._end(self._found)
+        self._text = call.encode()[:TEXT_BYTES]
+        self._sends, self._receives = {**sends}, {**receives}
+        found = self._found = dict[int, memoryview]()
+        self._awaited_s = inf  # transfers in the background do not count as waiting
+        self._setup.begin()
+        self._waiting = {*sends, *receives}
+        for rank in sorted(self._waiting):
+            connection = self._connections.get(rank)
+            if connection is None and self._rank < rank:
+                connection = self._connections[rank] = self._connect(rank)
+            if connection is not None:
+                self._begin(rank, connection)
+        if in_background and self._waiting:
+            self._background = threading.Thread(
+                target=self._go_on, name="dask-p2p-halo", daemon=True
+            )
+            self._background.start()
+        return lambda: self._end(found)
+
+    def _go_on(self) -> None:
+        with suppress(P2PError):  # `_end` raises it again
+            self._advance_all()
+
+    def _join(self) -> None:
+        if self._background is not None:
+            self._background.join()
+            self._background = None
+
+    def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
+        """Complete an exchange; return the received bytes by rank."""
+        if found is not self._found:
+            return found  # already complete
+        self._awaited_s = time.perf_counter()
+        self._join()
+        self._advance_all()
+        for rank in self._receives:
+            connection = self._connections[rank]
+            found[rank] = connection.payload
+            connection.received_bytes += len(found[rank])
+        self._found = None
+        return found
+
+    def _advance_all(self) -> None:
+        """Complete all sends and receives of the exchange."""
+        since_s = time.perf_counter()
+        until_s = since_s + self._spin_s
+        is_first = True  # one attempt without blocking costs less than a poll
+        while self._waiting:
+            is_spinning = is_first or time.perf_counter() < until_s
+            if is_spinning and self._waiting <= self._connections.keys():
+                ready = list(self._waiting)
+            else:
+                ready = self._wait()
+            is_first = False
+            for rank in ready:
+                self._advance(rank, self._connections[rank])
+                if rank not in self._waiting:
+                    now_s = time.perf_counter()
+                    waited_s = now_s - max(since_s, self._awaited_s)
+                    self._connections[rank].waited_s += max(0.0, waited_s)
+                    since_s = now_s
+
+    def count(self, rank: int, size_bytes: int) -> None:
+        """Count bytes that came from a rank otherwise than in messages."""
+        self._connections[rank].received_bytes += size_bytes
+
+    @property
+    def received(self) -> list[tuple[int, int, float]]:
+        """Rank, bytes received and seconds waited of each connection. Thread-safe."""
+        return [
+            (r, each.received_bytes, each.waited_s) for r, each in self._connections.copy().items()
+        ]
+
+    def _begin(self, rank: int, connection: Connection) -> None:
+        """Begin the sends and receives of the current exchange on a connection."""
+        connection.number += 1
+        try:
+            if rank in self._sends:
+                connection.begin_to_send(self._text, self._sends[rank])
+            if rank in self._receives:
+                connection.begin_to_receive(self._receives[rank])
+            if connection.send() and connection.has_received:
+                self._waiting.discard(rank)
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
+
+    def _advance(self, rank: int, connection: Connection) -> None:
+        """Send and receive on a connection without blocking."""
+        try:
+            is_done = connection.advance(self._text, self._rank, rank)
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
+        if is_done:
+            self._waiting.discard(rank)
+
+    def _wait(self) -> list[int]:
+        """Wait until a connection is ready; return the ranks whose connections may be."""
+        connections = {
+            rank: self._connections[rank] for rank in self._waiting & self._connections.keys()
+        }
+        sockets, others, most_s = dict[int, int](), list[int](), self._timeout_s / _LOOKS
+        poll = select.poll()
+        poll.register(self._setup.bell, select.POLLIN)
+        for rank, connection in connections.items():
+            if not isinstance(connection.socket, Stream):
+                sockets[connection.socket.fileno()] = rank
+                poll.register(connection.socket, connection.events)
+            elif connection.socket.is_ready(connection.events):
+                most_s = 0.0
+            if isinstance(connection.socket, Stream) or connection.uses_channel:
+                others.append(rank)
+        missing = self._waiting - connections.keys()
+        meets = self._is_finishing or bool(missing)
+        if meets:
+            most_s = min(most_s, self._setup.register(poll, missing))
+        ready = self._polled(poll, most_s, sockets)
+        found = {*others, *(sockets[number] for number in ready & sockets.keys())}
+        return [*found, *(self._called(ready) if meets else [])]
+
+    def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
+        """Poll for `most_s` at most; return the descriptors that are ready.
+
+        `sockets` has ranks by descriptor.
+        """
+        uses_channel = self.use_ucx and any(
+            self._connections[r].uses_channel for r in sockets.values()
+        )
+        polled = poll.poll(0 if uses_channel else most_s * 1000)
+        for number, event in polled:
+            if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
+                raise self._broken(sockets[number], "closed by the peer")
+        if not polled and uses_channel:
+            time.sleep(NAP_S)
+        if not polled and time.monotonic() >= self._look_s:
+            self._check_connections(sockets.values())
+        self._setup.bell.hush()
+        if self._is_woken:
+            self._setup.bell.ring()  # so that the next wait ends, too
+            raise AttemptEndedError("the attempt has ended")
+        return {number for number, _ in polled}
+
+    def _check_connections(self, ranks: Iterable[int]) -> None:
+        """Raise `AttemptEndedError` if a connection to another host is lost."""
+        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
+        for rank in ranks:
+            if is_lost(self._connections[rank].socket, self._timeout_s):
+                raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
+
+    def _broken(self, rank: int, why: object) -> AttemptEndedError:
+        self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
+        return AttemptEndedError(self._failure)
+
+    def _connect(self, rank: int) -> Connection:
+        try:
+            return self._setup.connect(rank)
+        except OSError as exc:
+            raise self._broken(rank, exc) from exc
+
+    def _called(self, ready: set[int]) -> list[int]:
+        """Accept new connections; return their ranks that take part in the current exchange."""
+        found = []
+        for rank, connection in self._setup.callers(ready):
+            if rank in self._connections:
+                if connection is not None:
+                    connection.close()
+                continue
+            connection = self._connections[rank] = connection or self._connect(rank)
+            if self._is_finishing and rank not in self._waiting:
+                self._sends[rank], self._receives[rank] = b"", bytearray()
+                self._waiting.add(rank)
+            if rank in self._waiting:
+                self._begin(rank, connection)
+                found.append(rank)
+        return found
+
+    def open_channels(self, started: Callable[[], Messenger | None]) -> None:
+        """Send large messages between hosts by UCX, where both ends use it and it starts.
+
+        All ranks must call this at the same time.
+        """
+        ends = {n: peer.endpoint for n, peer in enumerate(self._peers) if uses_ucx(peer.endpoint)}
+        self.use_ucx = len({*map(host_of, ends.values())}) > 1
+        if not self.use_ucx:
+            return
+        far = [rank for rank in ends if self._rank in ends and self.is_on_other_host(rank)]
+        messenger = started() if far else None
+        address = b"" if messenger is None else messenger.address
+        found = self.exchange("UCX addresses", dict.fromkeys(far, address), dict.fromkeys(far))
+        made = {
+            rank: Channel(messenger, bytes(address), self._timeout_s)
+            for rank, address in found.items()
+            if messenger is not None and len(address)
+        }
+        offers = {rank: channel.offer for rank, channel in made.items()}
+        received = self.exchange("UCX tags", offers, dict.fromkeys(made))
+        for rank, channel in made.items():
+            try:
+                channel.open(received[rank])
+            except TransferError as exc:
+                raise self._broken(rank, exc) from exc
+            self._connections[rank].channel = channel
+        for connection in self._connections.values():
+            connection.number = 0  # error messages count only the user's own calls

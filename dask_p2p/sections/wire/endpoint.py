@@ -1,0 +1,282 @@
+"""Endpoints of a rank's connections: by memory, a Unix socket, TCP or TLS.
+
+Ranks of one process connect by memory, ranks of one host by Unix sockets. An endpoint returns
+connected streams that do not block; `setup` identifies the rank at the other end.
+
+A connection between hosts may be cut without either end noticing. The kernel probes an idle peer
+now and then, and `is_lost` checks a peer that has bytes to receive. This is not a time-out of
+messages: a peer that computes for long still answers, but `TCP_USER_TIMEOUT` would end its
+connection.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+from dask_p2p.backends.host.hardware import kernel_and_namespace
+from dask_p2p.errors import SectionError
+from dask_p2p.sections.wire.files import check_files
+from dask_p2p.sections.wire.in_process import Bell, Stream, pair
+from dask_p2p.sections.wire.strangers import Strangers, is_of_this_user
+
+_CONNECT_S = 10.0
+_SOCKET_BYTES = 1 << 20  # send buffer in the kernel, if it allows so much
+_QUEUED = 4096  # connections that the kernel keeps waiting
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
+_PROBES = 3  # unanswered ones, before the kernel ends a connection
+# Fields of Linux' struct tcp_info: retransmissions of the last segment, unanswered probes, and
+# milliseconds since the last answer.
+_RETRANSMITS, _PROBES_OUT, _LAST_ACK_RECV = slice(2, 3), slice(3, 4), slice(56, 60)
+_TCP_INFO_BYTES = 60
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Connections between a worker's ranks and those on other hosts."""
+
+    host: str = ""  # name or address of this host; empty if no connection may leave it
+    listening: ssl.SSLContext | None = None  # if connections between hosts are encrypted
+    connecting: ssl.SSLContext | None = None
+    timeout_s: float = 30.0  # longest time without an answer on such a connection
+    uses_ucx: bool = False  # for large messages, to ranks that use it too
+
+    @property
+    def protocol(self) -> str:
+        """Protocol of connections between hosts: "none", "tcp" or "tls"."""
+        return "none" if not self.host else "tcp" if self.connecting is None else "tls"
+
+
+class TlsSocket(ssl.SSLSocket):
+    """A TLS socket that raises `BlockingIOError` when it would block, like other sockets.
+
+    The handshake is part of its first messages, and does not block either.
+    """
+
+    send_event = select.POLLOUT  # event that the next `sendmsg` waits for
+
+    def sendmsg(self, buffers, *args):  # type: ignore[no-untyped-def, override]
+        try:
+            return self.send(buffers[0])
+        except ssl.SSLWantReadError:
+            self.send_event = select.POLLIN
+            raise BlockingIOError from None
+        except ssl.SSLWantWriteError:
+            self.send_event = select.POLLOUT
+            raise BlockingIOError from None
+
+    def recv_into(self, buffer, nbytes=None, flags=0):  # type: ignore[no-untyped-def]
+        try:
+            return super().recv_into(buffer, nbytes, flags)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if self.version() is not None:  # reading may have completed the handshake
+                self.send_event = select.POLLOUT
+            raise BlockingIOError from None
+
+
+class Endpoint:
+    """Listens for the connections of a rank, and opens them."""
+
+    _here: ClassVar[dict[str, Endpoint]] = {}  # endpoints of this process, by `text`
+
+    def __init__(self, reach: Reach, bell: Bell) -> None:  # the worker's reach; the rank's bell
+        self._reach, self._bell = reach, bell
+        self._lock = threading.Lock()
+        self._callers: deque[tuple[bytes, Stream]] | None = deque()  # None: closed
+        self._strangers: list[Strangers] = []  # one for each listener
+        #: Address for other ranks' connections.
+        self.text = ""
+        try:
+            self.text = self._listen(reach)
+        except BaseException:
+            self.close()
+            raise
+        self._here[self.text] = self
+
+    def _listen(self, reach: Reach) -> str:
+        """Begin to listen; return the address."""
+        port = 0
+        try:
+            unix = self._listener(socket.socket(socket.AF_UNIX))
+            unix.bind("")  # a name from the kernel: no file, and gone with the process
+            unix.listen(_QUEUED)
+            if reach.host:
+                tcp = self._listener(_bound(reach.host))
+                tcp.listen(_QUEUED)
+                port = tcp.getsockname()[1]
+        except OSError as exc:
+            check_files(exc)
+            raise
+        ucx, name = "ucx" if reach.uses_ucx else "-", unix.getsockname().hex()
+        host = reach.host or "-"
+        return f"{_kernel_and_network()} {ucx} {_user()} {name} {reach.protocol} {host} {port}"
+
+    def _listener(self, made: socket.socket) -> socket.socket:
+        made.setblocking(False)
+        self._strangers.append(Strangers(made, self._accepted, self._reach.timeout_s))
+        return made
+
+    @property
+    def numbers(self) -> list[int]:
+        """File descriptors to poll for `accepted`."""
+        return [number for each in self._strangers for number in each.numbers]
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time to poll before `accepted` is called again."""
+        return 0.0 if self._callers else min(each.patience_s for each in self._strangers)
+
+    def is_here(self, endpoint: str) -> bool:
+        """Return whether another rank's endpoint is in this process."""
+        return host_of(endpoint) == host_of(self.text) and endpoint in self._here
+
+    def close(self) -> None:
+        """Stop listening."""
+        with self._lock:
+            callers, self._callers = self._callers, None
+        for _, stream in callers or ():
+            stream.close()
+        for each in self._strangers:
+            each.close()
+        self._here.pop(self.text, None)
+
+    def stream_to(self, endpoint: str, preamble: bytes) -> Stream | None:
+        """Return a stream to another rank's endpoint, with `preamble` as its first bytes.
+
+        It is None if the endpoint is not in this process, or closed.
+        """
+        other = self._here.get(endpoint) if self.is_here(endpoint) else None
+        if other is None:
+            return None
+        own, far = pair(self._bell, other._bell)
+        with other._lock:
+            if other._callers is None:
+                return None
+            other._callers.append((preamble, far))
+        other._bell.ring()
+        return own
+
+    def connect(self, endpoint: str, worker: str, most_s: float = _CONNECT_S) -> socket.socket:
+        """Return a socket to another rank's endpoint on a worker, within `most_s` seconds.
+
+        Raises `OSError` if the endpoint cannot be reached. Raises `SectionError` if the two hosts
+        have no protocol in common, or too many files are open here.
+        """
+        kernel, _, user, name, protocol, host, port = endpoint.split()
+        try:
+            if kernel == _kernel_and_network() and user == _user():
+                return self._prepared(_connected(bytes.fromhex(name), most_s), None)
+            if protocol != self._reach.protocol or protocol == "none":
+                raise SectionError(
+                    f"expected TCP, or TLS at both ends, between ranks on different hosts, got "
+                    f"{self._reach.protocol} here and {protocol} on {worker}. Give the workers a "
+                    f"certificate and a CA file where encryption is required."
+                )
+            timeout_s = min(most_s, self._reach.timeout_s)
+            made = socket.create_connection((host, int(port)), timeout_s)
+        except OSError as exc:
+            check_files(exc)
+            raise
+        return self._prepared(made, self._reach.connecting)
+
+    def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket | Stream]]:
+        """Accept new connections; return those that have sent `wanted` bytes, with these bytes.
+
+        `ready` contains the readable file descriptors of `numbers`. Raises `SectionError` if this
+        process cannot have more connections.
+        """
+        found: list[tuple[bytes, socket.socket | Stream]] = []
+        while self._callers:
+            found.append(self._callers.popleft())
+        for strangers in self._strangers:
+            found += strangers.accepted(ready, wanted)
+        return found
+
+    def _accepted(self, made: socket.socket) -> socket.socket:
+        is_local = made.family == socket.AF_UNIX
+        return self._prepared(made, None if is_local else self._reach.listening, is_server=True)
+
+    def _prepared(
+        self, made: socket.socket, context: ssl.SSLContext | None, is_server: bool = False
+    ) -> socket.socket:
+        made.setblocking(False)
+        with suppress(OSError):
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        if made.family != socket.AF_UNIX:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, share in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2 * _PROBES)):
+                seconds = max(1, int(self._reach.timeout_s / share))
+                made.setsockopt(socket.IPPROTO_TCP, option, seconds)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        if context is None:
+            return made
+        context.sslsocket_class = TlsSocket
+        return context.wrap_socket(made, server_side=is_server, do_handshake_on_connect=False)
+
+
+def _connected(name: bytes, most_s: float) -> socket.socket:
+    """Return a socket that is connected to a Unix socket of this user."""
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        # Longest wait of the kernel for a listener with a full queue.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(most_s), 0))
+        made.connect(name)
+        if not is_of_this_user(made):
+            raise ConnectionRefusedError("another user's process listens in place of the rank")
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def host_of(endpoint: str) -> str:
+    """Return the part of an endpoint's text that is the same for all ranks of a host."""
+    return endpoint.split()[0]
+
+
+def uses_ucx(endpoint: str) -> bool:
+    """Return whether a rank uses UCX, from its endpoint's text."""
+    return endpoint.split()[1] == "ucx"
+
+
+def is_lost(made: socket.socket | Stream, timeout_s: float) -> bool:
+    """Return whether a peer on another host owes an answer, and has sent none for `timeout_s`."""
+    if isinstance(made, Stream) or made.family == socket.AF_UNIX:
+        return False
+    info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    unanswered = max(info[_RETRANSMITS][0], info[_PROBES_OUT][0])
+    since_s = int.from_bytes(info[_LAST_ACK_RECV], "little") / 1000
+    return unanswered > 1 and since_s >= timeout_s  # one answer may be in flight
+
+
+def _bound(host: str) -> socket.socket:
+    """Return a socket bound to a host name, or to all interfaces if that name is not local."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = found[0]
+    made = socket.socket(family)
+    try:
+        made.bind(address)
+    except OSError:
+        made.bind(("", 0))  # the name is a contact address that leads here
+    return made
+
+
+def _kernel_and_network() -> str:
+    """Return an identifier of this kernel and network: the scope of Unix socket names."""
+    return f"{kernel_and_namespace()[0]}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+@cache
+def _user() -> str:
+    """Return an identifier of this process's user, and of the namespace of its number."""
+    return f"{os.geteuid()}/{os.stat('/proc/self/ns/user').st_ino}"

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import dask
+
+from dask_p2p.backends.host.hardware import cpu_name, link_gbs, versions
+
+
+def test_versions():
+    found = versions()
+    assert {"python", "dask", "distributed", "numpy", "cupy", "dask-cuda", "ucxx"} < set(found)
+    assert found["dask-p2p"]
+    assert found["dask"] == dask.__version__
+
+
+def test_cpu_name_says_something():
+    assert cpu_name()
+
+
+def test_links_of_a_gpu_that_is_not_there():
+    assert link_gbs(bytes(16)) is None

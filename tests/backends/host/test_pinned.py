@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from dask_p2p.backends.host import pinned
+from dask_p2p.backends.host.pinned import Pinned, is_pinned, registered, warn_once
+from tests.simulation.streams import Recorder
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
+    monkeypatch.setattr(pinned, "_warned", set())
+    return recorder
+
+
+def test_memory_is_pinned_until_the_last_view_is_gone(gpu):
+    memory = np.asarray(Pinned(10_000))
+    assert memory.nbytes >= 10_000
+    assert memory.ctypes.data % 4096 == 0, "others have no part in its pages"
+    assert gpu.pinned == {memory.ctypes.data: memory.nbytes}
+    view = memory[8:8008].view("f8").reshape(10, 100)[::2].T
+    view[...] = 7
+    del memory
+    gc.collect()
+    assert len(gpu.pinned) == 1
+    assert is_pinned(view)
+    assert not is_pinned(view.copy())
+    copy = pickle.loads(pickle.dumps(view))
+    np.testing.assert_array_equal(copy, view)
+    assert not is_pinned(copy)
+    del view
+    wait_until(lambda: not gpu.pinned)  # by a thread of its own
+
+
+def test_memory_is_registered_where_it_is(gpu):
+    values = np.arange(1000.0)
+    end = registered(values[::-2])
+    ((start, size_bytes),) = gpu.pinned.items()
+    assert (start, size_bytes) == (values.ctypes.data + 8, 7992), "all that it reaches over"
+    assert not is_pinned(values), "somebody else may end it"
+    assert registered(values) is None, "it has a part that is registered already"
+    end()
+    assert gpu.pinned == {}
+
+
+def test_one_warning_of_a_kind(gpu):
+    said = []
+    for where, what in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
+        warn_once(said.append, where, what, "cause", "Remedy.")
+    assert said == [f"dask_p2p: {each} (cause). Remedy." for each in ("a: x", "a: y", "b: x")]

@@ -1,0 +1,93 @@
+"""A timer that goes on until it is told to end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dask_p2p.backends.host.repeating import RepeatingTimer
+from dask_p2p.errors import DeviceLostError
+from tests.clock import Timers
+
+INTERVAL_S = 20.0
+
+
+@pytest.fixture
+def timers():
+    return Timers()
+
+
+def test_it_goes_on_until_the_function_says_no(timers):
+    answers, called_s = [True, True, False, False], []
+
+    def function():
+        called_s.append(timers.clock.now_s)
+        return answers[len(called_s) - 1]
+
+    began_s = timers.clock.now_s
+    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
+    timer.start()
+    timer.start()  # it goes on already
+    timers.advance(10 * INTERVAL_S)
+    assert called_s == [began_s + n * INTERVAL_S for n in (1, 2, 3)]
+    timer.start()
+    timers.advance(10 * INTERVAL_S)
+    assert called_s[3:] == [began_s + 11 * INTERVAL_S]
+
+
+def test_it_can_be_ended_and_begun_again(timers):
+    called = []
+    timer = RepeatingTimer(INTERVAL_S, lambda: called.append(1) or False, timers.make)
+    timer.cancel()
+    timer.start()
+    timer.cancel()
+    timers.advance(2 * INTERVAL_S)
+    assert called == []
+    timer.start()
+    timers.advance(2 * INTERVAL_S)
+    assert called == [1]
+
+
+def test_one_that_is_started_while_the_function_runs_goes_on(timers):
+    """What it is started for may have come too late for the call that runs."""
+    called = []
+
+    def function():
+        called.append(1)
+        if len(called) == 1:
+            timer.start()
+        return False
+
+    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
+    timer.start()
+    timers.advance(5 * INTERVAL_S)
+    assert called == [1, 1]
+
+
+def test_a_lost_device_ends_it_quietly(timers):
+    called = []
+
+    def lost():
+        called.append(1)
+        raise DeviceLostError("gone")
+
+    timer = RepeatingTimer(INTERVAL_S, lost, timers.make)
+    timer.start()
+    timers.advance(5 * INTERVAL_S)
+    assert called == [1]
+
+
+def test_a_thread_of_its_own_calls_it():
+    """A process that ends does not wait for that thread."""
+    threads, called = [], threading.Event()
+
+    def function():
+        threads.append(threading.current_thread())
+        called.set()
+        return False
+
+    RepeatingTimer(0.001, function).start()
+    assert called.wait(60)
+    assert threads[0] is not threading.main_thread()
+    assert threads[0].daemon

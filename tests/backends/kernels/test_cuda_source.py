@@ -1,0 +1,92 @@
+"""transpose.cu compiles for every GPU that CuPy 14 runs on, and holds what the plans ask for."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from dask_p2p.backends.kernels._launch import ENTRIES, MAX_OUTER, WORD_SIZES_BYTES
+from dask_p2p.backends.kernels._tiling import VECTOR_THREADS, VECTOR_TILE
+from tests.backends.emulator import SOURCE
+
+pytestmark = pytest.mark.programs
+
+NVCC = shutil.which("nvcc")
+STATIC_SHARED_LIMIT_BYTES = 48 << 10
+SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
+
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+def architectures():
+    """Return those of interest that this nvcc knows."""
+    known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    return {"75", "80", "86", "89", "90", "100"} & set(
+        re.findall(r"compute_(\d+)$", known.stdout, re.MULTILINE)
+    )
+
+
+def nvcc(tmp_path, *options):
+    command = [NVCC, "-std=c++17", "-Werror", "all-warnings", *options, str(SOURCE)]
+    return subprocess.run(
+        [*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "arch",
+    ["75", *(pytest.param(a, marks=pytest.mark.slow) for a in ("80", "86", "89")), "90", "100"],
+)
+def test_every_entry_compiles(tmp_path, arch):
+    if arch not in architectures():
+        pytest.skip(f"this nvcc does not compile for {arch}")
+    done = nvcc(tmp_path, "-ptx", f"-arch=compute_{arch}")
+    assert done.returncode == 0, done.stderr
+    ptx = (tmp_path / "out").read_text()
+    assert set(re.findall(r"\.entry (\w+)\(", ptx)) == set(ENTRIES)
+    assert ".local" not in ptx  # no array is indexed in a way that puts it on the stack
+    for word in WORD_SIZES_BYTES:
+        body = re.search(rf"\.entry permute_vector_{word}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
+        for access in ("ld.global", "st.global", "ld.shared", "st.shared"):
+            assert re.search(rf"{access}(\.nc)?\.v4\.(u|b)32", body[0]), (word, access)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("word_bytes", WORD_SIZES_BYTES)
+def test_a_word_size_compiles_alone(tmp_path, word_bytes):
+    done = nvcc(tmp_path, "-ptx", "-arch=compute_90", f"-DONLY_WORD_BYTES={word_bytes}")
+    assert done.returncode == 0, done.stderr
+    found = set(re.findall(r"\.entry (\w+)\(", (tmp_path / "out").read_text()))
+    assert found == {entry for entry in ENTRIES if entry.endswith(f"_{word_bytes}")}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.slow), "90"])
+def test_registers_and_shared_memory_suffice(tmp_path, arch):
+    if arch not in architectures():
+        pytest.skip(f"this nvcc does not compile for {arch}")
+    done = nvcc(tmp_path, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v")
+    assert done.returncode == 0, done.stderr
+    spills = SPILL.findall(done.stderr)
+    assert len(spills) == len(ENTRIES)
+    assert set(spills) == {("0", "0")}
+    assert all(
+        int(size) <= STATIC_SHARED_LIMIT_BYTES
+        for size in re.findall(r"(\d+) bytes smem", done.stderr)
+    )
+
+
+def test_numbers_are_the_same_in_python_and_cuda():
+    source = SOURCE.read_text()
+    found = re.findall(r"^ENTRIES\((\d+), \w+, (\d+), (\d+), \d+\)", source, re.MULTILINE)
+    assert [tuple(map(int, entry)) for entry in found] == [
+        (word, VECTOR_TILE[word], VECTOR_THREADS[word]) for word in WORD_SIZES_BYTES
+    ]
+    assert f"MAX_OUTER = {MAX_OUTER};" in source
+
+
+def test_nothing_is_included():
+    """NVRTC has no host headers."""
+    assert "#include" not in SOURCE.read_text()

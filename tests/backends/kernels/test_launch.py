@@ -1,0 +1,354 @@
+"""Plans for the GPU, and the kernels' own source executed from them on the processor."""
+
+import itertools
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.backends.kernels._launch import (
+    ENTRIES,
+    MAX_GRID,
+    MAX_OUTER,
+    WORD_SIZES_BYTES,
+    plan_launches,
+)
+from dask_p2p.backends.kernels._tiling import COPY_WORDS, VECTOR_TILE
+from tests.backends.emulator import guarded, library, needs_compiler, permute
+from tests.backends.support import POISON, bits, boxes, permutations, random_bits
+from tests.support import pairwise
+
+AXIS = np.dtype([("extent", "i8"), ("src_stride", "i8"), ("dst_stride", "i8")])
+# The struct `Work` of transpose.cu, member by member.
+WORK = np.dtype(
+    [
+        *(("src", "u8"), ("dst", "u8"), ("k", AXIS), ("i", AXIS), ("j", AXIS)),
+        *(("head_k", "i8"), ("head_i", "i8"), ("step_k", "i8"), ("step_i", "i8"), ("step_j", "i8")),
+        *(("tiles_k", "i8"), ("tiles_i", "i8"), ("first_tile", "i8"), ("cells", "i8")),
+        *(("outer_count", "i8"), ("outer", AXIS, (MAX_OUTER,))),
+    ]
+)
+
+
+def launches(shape, itemsize, axes=None):
+    """What is launched for a C-ordered source of this shape and a C-ordered target."""
+
+    def c_strides(shape):
+        return [itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+
+    axes = tuple(reversed(range(len(shape)))) if axes is None else axes
+    target, strides = [shape[a] for a in axes], c_strides(shape)
+    return plan_launches(0, 0, target, itemsize, c_strides(target), [strides[a] for a in axes])
+
+
+def check(src, dst, dst_box, axes, **options):
+    """Permute into a box of `dst`, and look at all of `dst`. Return the kernels that were used."""
+    dst.reshape(-1).view("u1")[...] = POISON
+    expected = dst.copy()
+    dst_box = dst_box if isinstance(dst_box, tuple) else (dst_box,)
+    dst_box = dst_box if ... in dst_box else (*dst_box, ...)  # an array even without axes
+    expected[dst_box] = src.transpose(axes)
+    entries = permute(dst[dst_box], src, axes, **options)
+    assert bits(dst) == bits(expected)
+    return entries
+
+
+def guarded_array(name, shape, itemsize, flush="end", shift=0):
+    size = int(np.prod(shape, dtype=int)) * itemsize
+    flat = guarded(name).take(size, flush, shift)
+    return flat.view(f"V{itemsize}").reshape(shape)
+
+
+@needs_compiler
+def test_the_struct_is_what_is_packed():
+    (launch,) = launches((64, 64), 8)
+    assert library().work_bytes() == launch.pack().nbytes == WORK.itemsize
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("word", "flush", "backwards"), pairwise(WORD_SIZES_BYTES, ["start", "end"], [False, True])
+)
+class TestTwoAxes:
+    """Boxes of larger blocks next to memory that must not be touched."""
+
+    def run(self, word, flush, backwards, src_shape, src_box, dst_shape, dst_box):
+        src = guarded_array("src", src_shape, word, flush)
+        src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+        dst = guarded_array("dst", dst_shape, word, flush)
+        return check(src[src_box], dst, dst_box, (1, 0), backwards=backwards)
+
+    def test_whole_arrays(self, word, flush, backwards):
+        side = VECTOR_TILE[word]
+        for rows, columns in [(side, side), (4 * side + 16, 2 * side), (side + 16, 2 * side + 32)]:
+            shape = (rows, columns)
+            used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
+            assert used == [f"permute_vector_{word}"]
+
+    def test_boxes_at_any_place_of_aligned_rows(self, word, flush, backwards):
+        side = VECTOR_TILE[word]
+        ld_src, ld_dst = 2 * side + 32, side + 48
+        for top, left in [(0, 1), (3, 0), (5, 7), (1, 16)]:
+            rows, columns = side + 5, side + 9
+            used = self.run(
+                word, flush, backwards,
+                (rows + 6, ld_src), np.s_[top : top + rows, left : left + columns],
+                (columns + 9, ld_dst), np.s_[left % 9 : left % 9 + columns, top : top + rows],
+            )  # fmt: skip
+            assert used == [f"permute_vector_{word}"]
+
+    def test_rows_at_odd_distances(self, word, flush, backwards):
+        shape = (75, 101)
+        used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
+        kind = "vector" if word == 16 else "tile"  # any row of words of 16 bytes is aligned
+        assert used == [f"permute_{kind}_{word}"]
+
+    def test_few_rows_or_columns(self, word, flush, backwards):
+        for shape in [(2, 700), (3, 1001), (1001, 3), (15, 300), (300, 15), (5, 7)]:
+            used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
+            assert used == [f"permute_copy_{word}"]
+
+    def test_reversed_and_stepped_sources(self, word, flush, backwards):
+        for box in [np.s_[::-1], np.s_[:, ::-1], np.s_[::2, ::3], np.s_[::-2, ::-1]]:
+            shape = np.empty((90, 95))[box].shape
+            used = self.run(word, flush, backwards, (90, 95), box, shape[::-1], ...)
+            assert len(used) == 1
+
+    def test_reversed_targets(self, word, flush, backwards):
+        for box in [np.s_[::-1], np.s_[:, ::-1], np.s_[::-1, ::-1]]:
+            self.run(word, flush, backwards, (64, 96), ..., (96, 64), box)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("itemsize", "cell", "flush"),
+    pairwise(
+        [*WORD_SIZES_BYTES, 3, 6, 12, 24],
+        [(16, 16), (33, 33), (2, 5), (20, 7)],
+        ["start", "end"],
+    ),
+)
+class TestCells:
+    """Batches of small matrices: a block moves several, the last one what is left."""
+
+    def test_a_batch(self, itemsize, cell, flush):
+        src = guarded_array("src", (150, *cell), itemsize, flush)
+        src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+        dst = guarded_array("dst", (150, *cell[::-1]), itemsize, flush)
+        word = itemsize & -itemsize
+        assert check(src, dst, ..., (0, 2, 1)) == [f"permute_cells_{word}"]
+
+    def test_anywhere_within_16_bytes(self, itemsize, cell, flush):
+        for shift in (itemsize, 3 * itemsize):
+            src = guarded_array("src", (40, *cell), itemsize, flush, shift)
+            src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+            dst = guarded_array("dst", (40, *cell[::-1]), itemsize, flush, shift)
+            assert "cells" in check(src, dst, ..., (0, 2, 1))[0]
+
+    def test_batches_of_batches(self, itemsize, cell, flush):
+        src = random_bits((5, 3, 16, *cell), f"V{itemsize}")
+        dst = np.empty((3, 5, 16, *cell[::-1]), f"V{itemsize}")
+        check(src, dst, ..., (1, 0, 2, 4, 3))
+
+    def test_no_cells_where_rows_are_longer(self, itemsize, cell, flush):
+        src = random_bits((20, cell[0], cell[1] + 1), f"V{itemsize}")[..., :-1]
+        dst = np.empty((20, *cell[::-1]), f"V{itemsize}")
+        assert "cells" not in check(src, dst, ..., (0, 2, 1))[0]
+
+
+@needs_compiler
+def test_cells_of_three_axes():
+    src = random_bits((500, 4, 5, 6), "f4")
+    dst = np.empty((500, 6, 5, 4), "f4")
+    assert check(src, dst, ..., (0, 3, 2, 1)) == ["permute_cells_4"]
+
+
+def in_turn(first, second, number):
+    """Cases of all values of two lists, each of the first with only a few of the second.
+
+    `test_any_boxes` draws from all pairs.
+    """
+    of_second = itertools.cycle(second)
+    return [(a, next(of_second)) for a in first for _ in range(number)]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("axes", "word"), in_turn(itertools.permutations(range(4)), WORD_SIZES_BYTES, 2)
+)
+def test_four_axes(axes, word):
+    src = guarded_array("src", (3, 18, 5, 32), word)
+    src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
+    dst = guarded_array("dst", [src.shape[a] for a in axes], word)
+    check(src, dst, ..., axes)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("itemsize", "axes"),
+    in_turn([3, 5, 6, 12, 20, 24, 32, 48], [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)], 2),
+)
+def test_items_that_are_no_words(itemsize, axes):
+    src = random_bits((20, 21, 34), f"V{itemsize}")
+    dst = guarded_array("dst", [src.shape[a] for a in axes], itemsize)
+    check(src, dst, ..., axes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shift", range(16))
+def test_addresses_at_any_byte(shift):
+    """Items at addresses that are no multiples of their size are moved as smaller words."""
+    data = random_bits((70 * 80 * 8 + 16,), "u1")
+    offset = shift - data.ctypes.data % 16 + 16
+    src = data[offset % 16 :][: 70 * 80 * 8].view("V8").reshape(70, 80)
+    assert (src.ctypes.data - shift) % 16 == 0
+    dst = guarded_array("dst", (80, 70), 8)
+    used = check(src, dst, ..., (1, 0))
+    assert used[0].startswith("permute_vector" if shift % 8 == 0 else "permute_copy")
+
+
+@needs_compiler
+def test_more_axes_than_a_kernel_takes():
+    shape = (2, 3) * 5
+    axes = (9, 7, 5, 3, 1, 8, 6, 4, 2, 0)
+    src = random_bits(shape, "f4")
+    dst = np.empty([shape[a] for a in axes], "f4")
+    used = check(src, dst, ..., axes)
+    assert len(used) > 1
+    assert len(shape) - 2 > MAX_OUTER
+
+
+@needs_compiler
+@pytest.mark.parametrize("max_grid", [1, 2, 5])
+@pytest.mark.parametrize("axes", [(0, 2, 1), (2, 0, 1), (1, 0, 2)])
+def test_more_tiles_than_a_grid_takes(axes, max_grid):
+    src = random_bits((3, 100, 68), "f4")
+    dst = np.empty([src.shape[a] for a in axes], "f4")
+    used = check(src, dst, ..., axes, max_grid=max_grid)
+    assert len(used) > 1 or max_grid == 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("base", [np.zeros((50, 1, 1), "f4"), np.ones((1, 40, 1)), np.ones(())])
+def test_broadcast_sources(base):
+    src = np.broadcast_to(base, (50, 40, 30))
+    for axes in itertools.permutations(range(3)):
+        check(src, np.empty([src.shape[a] for a in axes], src.dtype), ..., axes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (0,), (3, 0, 4), (5,), (1, 700, 1)])
+def test_least_shapes(shape):
+    src = random_bits(shape, "f8")
+    axes = tuple(reversed(range(len(shape))))
+    dst = np.empty(shape[::-1], "f8")
+    if dst.size:
+        check(src, dst, ..., axes)
+    else:
+        assert permute(dst, src, axes) == []
+
+
+@needs_compiler
+@settings(max_examples=150, deadline=None)
+@given(st.data(), permutations(min_side=1, max_side=40, max_ndim=4), st.integers(1, 17))
+def test_any_boxes(data, case, itemsize):
+    shape, axes = case
+    while np.prod(shape, dtype=int) > 30000:
+        shape = tuple(-(-extent // 2) for extent in shape)
+    outer, box = data.draw(boxes(shape))
+    dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
+    src = random_bits(outer, f"V{itemsize}")[(*box, ...)]
+    dst = np.empty(dst_outer, f"V{itemsize}")
+    check(src, dst, dst_box, axes, backwards=data.draw(st.booleans()))
+
+
+# ---- plans alone ----
+
+
+def strides(shape, itemsize):
+    return [itemsize * int(np.prod(shape[n + 1 :], dtype=int)) for n in range(len(shape))]
+
+
+@given(
+    st.lists(st.integers(1, 1 << 17), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.data(),
+)
+def test_tiles_cover_the_box_and_grids_keep_their_limits(shape, itemsize, data):
+    axes = data.draw(st.permutations(range(len(shape))))
+    src = strides(shape, itemsize)
+    dst_shape = [shape[a] for a in axes]
+    start = data.draw(st.integers(0, 3)) * itemsize
+    launches = plan_launches(
+        start, 0, dst_shape, itemsize, strides(dst_shape, itemsize), [src[a] for a in axes]
+    )
+    items = 0
+    for launch in launches:
+        if launch.entry == "memcpy":
+            items += launch.i.extent // itemsize
+            continue
+        assert launch.entry in ENTRIES
+        assert 0 < launch.grid <= MAX_GRID
+        assert np.prod(launch.threads) <= 1024
+        word = int(launch.entry.rpartition("_")[2])
+        for axis, head, step, tiles in zip(
+            (launch.k, launch.i), launch.head, launch.step[:2], launch.tiles, strict=True
+        ):
+            assert 0 <= head * word < 16
+            assert (tiles - 1) * step < axis.extent + head <= tiles * step
+        if "copy" in launch.entry:
+            assert np.prod(launch.step) <= COPY_WORDS
+        if launch.first_tile == 0:
+            steps = "copy" in launch.entry or "cells" in launch.entry  # of the first outer axis
+            outer = launch.outer[1:] if steps else launch.outer
+            extents = [a.extent for a in (launch.k, launch.i, launch.j, *outer)]
+            extents.append(launch.cells or 1)
+            items += int(np.prod(extents, dtype=object)) * word // itemsize
+    assert items == int(np.prod(shape, dtype=object))
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "axes", "entry"),
+    [
+        ((131072, 16384), 4, (1, 0), "permute_vector_4"),
+        ((131072, 16384), 8, (1, 0), "permute_vector_8"),
+        ((7, 1000, 512), 8, (0, 2, 1), "permute_vector_8"),
+        ((100, 200, 300), 16, (2, 1, 0), "permute_vector_16"),
+        ((1000, 1001), 4, (1, 0), "permute_tile_4"),
+        ((1000, 1000, 2), 8, (1, 0, 2), "permute_vector_16"),  # pairs move as one word
+        ((1000, 1000, 3), 1, (1, 0, 2), "permute_copy_1"),
+        ((1000, 1000, 3), 4, (2, 0, 1), "permute_copy_4"),
+        ((1000, 1000), 4, (0, 1), "memcpy"),
+    ],
+)
+def test_choices(shape, itemsize, axes, entry):
+    planned = launches(shape, itemsize, axes)
+    assert (planned[0].entry if planned else "none") == entry
+
+
+def test_no_launch_has_almost_idle_blocks():
+    """A million transposes of 2 x 2 items still fill the blocks."""
+    (launch,) = launches((1 << 20, 2, 2), 8, (0, 2, 1))
+    assert launch.grid < 1 << 14
+
+
+def test_offsets_have_64_bits():
+    rows, columns = 1 << 17, 1 << 17
+    (launch,) = plan_launches(
+        0x7F00_0000_0000, 0x7E00_0000_0000, (columns, rows), 16, (rows * 16, 16), (16, columns * 16)
+    )
+    (packed,) = launch.pack().view(WORK)
+    assert int(packed["k"]["dst_stride"]) * (columns - 1) > 1 << 37
+    assert int(packed["src"]) == 0x7E00_0000_0000
+    assert prod(launch.tiles) * prod(axis.extent for axis in launch.outer) == (1 << 12) ** 2
+
+
+def test_geometry_of_the_original_article():
+    """Slices of 1024 x 192 on four devices have tiles of 256 x 192; (192, 256) in NumPy's words."""
+    (vector,) = launches((192, 256), 4)
+    assert (vector.step[:2], vector.tiles, vector.grid) == ((64, 64), (4, 3), 12)
+    (plain,) = launches((192, 255), 4)
+    assert (plain.step[:2], plain.threads, plain.grid) == ((32, 32), (32, 8), 48)
+    assert launches((0, 5), 4) == []

@@ -1,0 +1,364 @@
+"""In which order parts go through a GPU, without one: every access after those before it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.backends.base import SLOTS
+from dask_p2p.backends.host.pinned import Pinned
+from dask_p2p.backends.pipelines import part_streams
+from dask_p2p.backends.pipelines.part_streams import PartStreams
+from dask_p2p.plans.parts import Input, Step, plan_parts, steps
+from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
+from tests.support import pairwise
+
+ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
+PARTS = 2 * SLOTS + 1
+NEVER = 2**60
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return emulated(monkeypatch)
+
+
+class Work:
+    """Twice an array, part by part, or the sum of its parts."""
+
+    def __init__(self, gpu, values, axis=0, is_reduced=False, in_place=False):
+        self.gpu, self.axis, self.in_place, self.is_reduced = gpu, axis, in_place, is_reduced
+        self.arrays = [values]
+        gpu.do(HOST, "the producer", writes=[values])
+        block = Input(values.shape, 8, axis)
+        row_bytes = block.row_bytes * (ROWS if is_reduced else 1)
+        length = values.shape[axis]
+        part_bytes = ROWS * block.row_bytes
+        self.plan = plan_parts([block], length, part_bytes, row_bytes, is_reduced)
+
+    def views(self, part):
+        (read,) = part.reads
+        yield self.arrays[0][(slice(None),) * self.axis + (slice(*read),)]
+
+    def output_slices(self, part):
+        return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.own),)
+
+    def call(self, part, inputs):
+        (given,) = inputs
+        name = self.gpu.current[-1].name
+        if self.in_place:
+            self.gpu.do(name, "the function", reads=[given], writes=[given])
+            given.values[...] *= 2
+            return given
+        made = self.gpu.empty(given.shape, given.dtype)
+        self.gpu.do(name, "the function", reads=[given], writes=[made])
+        made.values[...] = 2 * given.values
+        return made
+
+    def combined(self, part, made, result):
+        if made is None:
+            return result
+        name = self.gpu.current[-1].name
+        self.gpu.do(name, "reduce", reads=[made, result], writes=[result])
+        result.values[...] += made.values
+        return result
+
+    def expected(self):
+        if not self.is_reduced:
+            return 2 * self.arrays[0]
+        return 2 * self.arrays[0].reshape(-1, ROWS, COLUMNS).sum(0)
+
+
+def array(is_pinned=False, shape=(PARTS * ROWS, COLUMNS)):
+    size_bytes = 8 * shape[0] * shape[1]
+    memory = (
+        np.asarray(Pinned(size_bytes))[:size_bytes].view("f8") if is_pinned else np.empty(shape)
+    )
+    memory = memory.reshape(shape)
+    memory[...] = np.arange(memory.size).reshape(shape)
+    return memory
+
+
+def through(gpu, work, out, register_from_bytes=NEVER, said=None):
+    streams = PartStreams(register_from_bytes, lambda *words: said.append(words))
+    streams.run(work, out)
+    gpu.do(HOST, "whoever reads the output", reads=[out])
+    gpu.check()
+    np.testing.assert_array_equal(out, work.expected())
+    return streams.copied
+
+
+@pytest.mark.parametrize(
+    ("pinned_in", "pinned_out", "axis", "in_place"),
+    pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
+)
+def test_all_is_done_in_order(gpu, pinned_in, pinned_out, axis, in_place):
+    for _ in range(2):  # with slots that are used again
+        x, out = array(pinned_in is True), array(pinned_out)
+        work = Work(gpu, x, axis, in_place=in_place)
+        copied = through(gpu, work, out, 1 if pinned_in == "where it lies" else NEVER)
+        assert copied.up_bytes == copied.down_bytes == x.nbytes
+        strides_reach = axis == 0  # runs along the other axis are too short for copy engines
+        direct = strides_reach * (bool(pinned_in) + pinned_out)
+        assert copied.staged_bytes == (2 - direct) * x.nbytes
+        assert gpu.pageable_copies == 0
+        assert copied.run.groups == len(work.plan.parts)
+        del x, out, work
+    drop_host_slots()
+    assert gpu.pinned == {}
+    gpu.check()
+
+
+@given(
+    shape=st.tuples(st.integers(1, 30), st.sampled_from([1, 16, 40])),
+    axis=st.integers(0, 1),
+    rows=st.integers(1, 12),
+    pins=st.tuples(st.booleans(), st.booleans()),
+    in_place=st.booleans(),
+)
+def test_any_number_of_parts_of_any_size(shape, axis, rows, pins, in_place):
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = emulated(patch)
+        x, out = (array(is_pinned, shape) for is_pinned in pins)
+        work = Work(gpu, x, axis, in_place=in_place)
+        (block,) = work.plan.inputs
+        work.plan = plan_parts([block], shape[axis], rows * block.row_bytes, block.row_bytes)
+        assert len(work.plan.parts) == -(-shape[axis] // rows)
+        through(gpu, work, out)
+        assert gpu.most_bytes <= sum(work.plan.device_bytes(SLOTS)) + SLOTS * 512
+        assert gpu.pageable_copies == 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("pinned_in", [False, True])
+def test_results_of_parts_are_combined_in_order(gpu, pinned_in, in_place):
+    work = Work(gpu, array(pinned_in), is_reduced=True, in_place=in_place)
+    copied = through(gpu, work, np.empty((ROWS, COLUMNS)))
+    assert copied.down_bytes == 8 * ROWS * COLUMNS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_more_memory_is_taken_than_is_planned(gpu, in_place):
+    work = Work(gpu, array(), in_place=in_place)
+    through(gpu, work, array())
+    assert gpu.most_bytes <= sum(work.plan.device_bytes(SLOTS))
+
+
+def test_the_function_comes_after_what_the_null_stream_does(gpu):
+    weights = gpu.empty((1,), "f8")
+    gpu.do("null", "a task before", writes=[weights])
+    work = Work(gpu, array())
+    call = work.call
+
+    def with_weights(part, inputs):
+        gpu.do(gpu.current[-1].name, "the function", reads=[weights])
+        return call(part, inputs)
+
+    work.call = with_weights
+    through(gpu, work, array())
+
+
+def test_a_block_waits_for_its_own_parts_only(gpu, monkeypatch):
+    """So another one, which goes through the same streams, is under way while it ends."""
+    monkeypatch.setattr(Stream, "synchronize", lambda self: pytest.fail("of all blocks"))
+    through(gpu, Work(gpu, array()), array(True))
+
+
+def followed(gpu, first, then, before=lambda: None):
+    """Two blocks through the streams, of which the second begins as soon as it may."""
+    outs = [array(True), array(True)]
+
+    @contextmanager
+    def begin():
+        before()
+        through(gpu, then, outs[1])
+        begun.append(gpu.most_bytes)
+        yield
+
+    begun = []
+    PartStreams(NEVER, pytest.fail, on_issued=begin).run(first, outs[0])
+    gpu.do(HOST, "whoever reads the output", reads=[outs[0]])
+    gpu.check()
+    assert len(begun) == 1
+    for work, out in zip((first, then), outs, strict=True):
+        np.testing.assert_array_equal(out, work.expected())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("pins", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_next_block_begins_in_the_same_slots(gpu, pins, in_place):
+    first, then = (Work(gpu, array(is_pinned), in_place=in_place) for is_pinned in pins)
+    followed(gpu, first, then)
+    assert gpu.most_bytes <= sum(first.plan.device_bytes(SLOTS)), "slots for one block, not for two"
+    PartStreams.drop_slots()
+    assert gpu.live_bytes == 0, "and none of the results is left"
+
+
+@pytest.mark.parametrize(("where", "pinned_in"), [("device_slots", True), ("host_slots", False)])
+def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, where, pinned_in):
+    real = getattr(PartStreams, where)
+
+    def as_if_free(streams, *args):
+        slots = real(streams, *args)
+        for slot in slots:
+            slot.is_used = False
+        return slots
+
+    monkeypatch.setattr(PartStreams, where, as_if_free)
+    with pytest.raises(RaceError):
+        followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
+
+
+def test_slots_that_nobody_keeps_last_until_the_block_is_done(gpu):
+    """Another block that has no memory left may have them dropped."""
+    works = (Work(gpu, array(True)) for _ in range(2))
+    followed(gpu, *works, before=PartStreams.drop_slots)
+
+
+def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
+    work = Work(gpu, array())
+    taken = []
+
+    @contextmanager
+    def begin():
+        taken.extend(streams.device_slots(SLOTS, work.plan.slot_bytes))
+        yield
+        streams.keep(taken, [])
+
+    streams = PartStreams(NEVER, pytest.fail, on_issued=begin)
+    streams.run(work, array(True))
+    assert len(work.plan.parts) % SLOTS == 1
+    next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
+    assert last_down < next_up < then, "the last part lies in the slot that was the first one"
+
+
+def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
+    """However many a worker has: the next one begins when the one before is done."""
+    begun, ended = [], threading.Event()
+
+    @contextmanager
+    def begin():
+        begun.append(threading.current_thread())
+        if len(begun) == 1:
+            other.start()
+            assert not ended.wait(0.1)
+            assert len(begun) == 1
+        yield
+
+    def run():
+        PartStreams(NEVER, pytest.fail, on_issued=begin).run(Work(gpu, array()), array(True))
+
+    other = threading.Thread(target=lambda: (run(), ended.set()))
+    run()
+    assert ended.wait(60)
+    other.join()
+    assert begun == [threading.current_thread(), other]
+
+
+def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
+    streams = PartStreams(NEVER, pytest.fail, on_issued=lambda: pytest.fail("there is no need"))
+    streams.run(Work(gpu, array(True)), array())
+
+
+def test_without_pinned_memory_values_are_right(gpu, monkeypatch):
+    def refused(*args):
+        raise RuntimeError("cudaErrorMemoryAllocation")
+
+    monkeypatch.setattr(gpu, "pin", refused)
+    said = []
+    through(gpu, Work(gpu, array()), array(), register_from_bytes=1, said=said)
+    assert said == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
+    assert gpu.pageable_copies == 2 * PARTS
+
+
+def test_an_array_that_another_task_has_registered_goes_through_slots(gpu):
+    x, out = array(), array()
+    gpu.pin(x.ctypes.data, x.nbytes, 3)
+    copied = through(gpu, Work(gpu, x), out, register_from_bytes=1)
+    assert copied.staged_bytes == 2 * x.nbytes
+    gpu.unpin(x.ctypes.data)
+    gpu.check()
+
+
+def test_a_function_that_fails_leaves_nothing_behind(gpu):
+    work = Work(gpu, array(), in_place=True)
+    call, fifth = work.call, work.plan.parts[4]
+
+    def fails(part, inputs):
+        if part == fifth:
+            raise KeyError("of the user")
+        return call(part, inputs)
+
+    work.call = fails
+    out = array(True)
+    with pytest.raises(KeyError):
+        PartStreams(1, None).run(work, out)
+    gpu.do(HOST, "whoever gets the memory next", writes=[out, work.arrays[0]])
+    del out
+    PartStreams.drop_slots()
+    drop_host_slots()
+    gpu.check()
+    assert gpu.pinned == {}
+
+
+def test_without_memory_of_the_device_nothing_is_kept(gpu):
+    gpu.limit_bytes = 3 * 2048
+    work = Work(gpu, array())
+    with pytest.raises(MemoryError):
+        PartStreams(1, None).run(work, array())
+    assert gpu.pinned == {}
+
+
+def test_slots_that_are_kept_come_before_an_error(gpu):
+    small, large = Work(gpu, array()[: 2 * ROWS]), Work(gpu, array())
+    small.plan = plan_parts(small.plan.inputs, 2 * ROWS, ROWS * COLUMNS * 4, 8 * COLUMNS)
+    gpu.limit_bytes = sum(large.plan.device_bytes(SLOTS))
+    through(gpu, small, array()[: 2 * ROWS])
+    assert gpu.live_bytes > 0
+    through(gpu, large, array())
+
+
+@pytest.mark.parametrize(
+    ("left_out", "pinned_in", "pinned_out", "is_reduced"),
+    [
+        (("up", "fill"), False, True, False),
+        (("down", "up"), True, True, False),
+        (("run", "up"), True, False, True),
+        (("up", "run"), True, True, False),
+        (("run", "down"), True, True, False),
+        (("down", "empty"), True, False, False),
+        ("the end", True, True, False),
+        ("the threads", False, True, False),
+    ],
+    ids=str,
+)
+def test_without_an_event_a_race_is_found(
+    gpu, monkeypatch, left_out, pinned_in, pinned_out, is_reduced
+):
+    """So the tests above would fail if one of them were lost: slots would be overwritten."""
+
+    def fewer(*args):
+        for step in steps(*args):
+            after = tuple(each for each in step.after if (each[0], step.what) != left_out)
+            yield Step(step.what, step.part, after)
+
+    begin_copy = part_streams.begin_copy
+
+    def never_waited_for(to, of):
+        begin_copy(to, of)
+        return lambda: None
+
+    monkeypatch.setattr(part_streams, "steps", fewer)
+    if left_out == "the end":  # of which the host waits for nothing else
+        monkeypatch.setattr(Event, "synchronize", lambda self: None)
+    if left_out == "the threads":
+        monkeypatch.setattr(part_streams, "begin_copy", never_waited_for)
+    out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
+    work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
+    with pytest.raises(RaceError):
+        through(gpu, work, out)

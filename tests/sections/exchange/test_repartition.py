@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArrayError
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
+from dask_p2p.sections.exchange import regions
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from tests.sections.gangs import connections_of, run_gang
+
+DTYPES = [
+    "?", "i1", ">i4", "f2", "f8", "c8", "longdouble", "M8[s]", "m8[ms]", "S3", "U2", "V5", "S0",
+    np.dtype([("a", "i1"), ("b", "f8")], align=True),
+]  # fmt: skip
+
+
+def whole(shape, dtype):
+    """Return an array of which all bytes are set, each otherwise than its neighbours."""
+    raw = np.arange(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize) % 251
+    if np.dtype(dtype).kind in "?bU":
+        raw = raw.reshape(-1, max(1, np.dtype(dtype).itemsize)) % 2 * 0 + 1
+        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    return np.ndarray(shape, dtype, raw.astype("u1").tobytes()).copy()
+
+
+def raw(array):
+    array = np.ascontiguousarray(array)
+    return array.tolist() if array.dtype.names else array.tobytes()  # but for padding
+
+
+@st.composite
+def cases(draw):
+    sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
+    chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
+    ranks = RankGrid.at_most(chunks, draw(st.integers(1, 4)))
+    axes = st.lists(st.integers(-len(chunks), len(chunks) - 1), min_size=1, max_size=3)
+    partitions = [draw(axes | st.none()) for _ in range(2)]
+    return (
+        ranks,
+        partitions,
+        draw(st.permutations(range(len(chunks)))),
+        draw(st.sampled_from(DTYPES)),
+    )
+
+
+@pytest.mark.parametrize("least_bytes", [(2**16, 256), (0, 256), (0, 1)])
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(), strided=st.booleans(), permuted=st.booleans(), exchange=st.sampled_from(ORDERS)
+)
+def test_ranks_get_their_part_of_another_cut(least_bytes, case, strided, permuted, exchange):
+    """And come back from there, through memory that they give; by messages, and by reading."""
+    ranks, (partition, other), axes, dtype = case
+    x = whole(tuple(map(sum, ranks.chunks)), dtype)
+    y = x.transpose(axes) if permuted else x
+    order = {"axes": axes} if permuted else {}
+
+    def there_and_back(ctx):
+        a = x[box_slices(ctx.box_of(partition))]
+        a = np.repeat(a, 2, axis=-1)[..., ::2][::-1][::-1] if strided else a.copy()
+        before = a.copy()
+        b = ctx.redistribute(a, other or [0], partition, **order)
+        assert raw(b) == raw(y[box_slices(ctx.box_of(other or [0], y.shape))])
+        assert raw(a) == raw(before), "what is given stays as it is"
+        out = np.empty_like(b)
+        assert (
+            ctx.redistribute(a, other or [0], partition, **order, out=out, exchange=exchange) is out
+        )
+        assert raw(out) == raw(b)
+        back = {"axes": np.argsort(axes)} if permuted else {}
+        c = ctx.redistribute(b, partition, other or [0], **back, shape=y.shape)
+        assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(regions, "LEAST_BYTES", least_bytes[0])
+        patched.setattr(regions, "_LEAST_RUN_BYTES", least_bytes[1])
+        run_gang(ranks, there_and_back)
+
+
+X = np.arange(2.0**18).reshape(512, 512)
+SLABS = RankGrid(((256, 256), (512,)), (2, 1))
+
+
+def to_columns(ctx):
+    found = ctx.redistribute(X[box_slices(ctx.box)], (1,))
+    assert np.array_equal(found, X[box_slices(ctx.box_of((1,)))])
+
+
+def bytes_sent(monkeypatch):
+    """Return the list to which messages of redistributions are added."""
+    begin, sent = Connections.begin, []
+
+    def counting(connections, call, sends, receives, in_background=False):
+        if call.endswith("float64"):
+            sent.extend(map(len, sends.values()))
+        return begin(connections, call, sends, receives, in_background)
+
+    monkeypatch.setattr(Connections, "begin", counting)
+    return sent
+
+
+def test_large_parts_are_read(monkeypatch):
+    """And counted as bytes that have come."""
+
+    def counted(ctx):
+        before = connections_of(ctx).received
+        to_columns(ctx)
+        (_, count, _), *_ = connections_of(ctx).received
+        assert not before
+        assert count > 256 * 256 * 8
+
+    sent = bytes_sent(monkeypatch)
+    run_gang(SLABS, counted)
+    assert sent == [0, 0]
+
+
+def test_who_cannot_read_gets_messages(monkeypatch):
+    """As where the process of that number is another one, and where nobody is to read."""
+    holds = regions.process_memory.holds
+    monkeypatch.setattr(
+        regions.process_memory,
+        "holds",
+        lambda pid, address, token: holds(pid, address, bytes([*token[:-1], token[-1] ^ 1])),
+    )
+    sent = bytes_sent(monkeypatch)
+    run_gang(SLABS, to_columns)
+    assert sent == [256 * 256 * 8] * 2
+    monkeypatch.setattr(regions.process_memory, "holds", holds)
+    run_gang(SLABS, to_columns, reads_memory=False)
+    assert sent == [256 * 256 * 8] * 4
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
+    run_gang(SLABS, to_columns)
+    assert sent == [256 * 256 * 8] * 6
+
+
+def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
+    def gone(*args):
+        raise OSError("no such process")
+
+    monkeypatch.setattr(regions.process_memory, "read_into", gone)
+    with pytest.raises(AttemptEndedError, match=r"memory of rank \d cannot be read"):
+        run_gang(SLABS, to_columns)
+
+
+def test_memory_stays_until_it_is_read(monkeypatch):
+    """A rank does not go on before the others have read from it."""
+    read, slept = regions.Reads.read, []
+
+    def slowly(own, holder, *args):
+        if holder == 1:
+            slept.append(time.sleep(0.1))
+        return read(own, holder, *args)
+
+    monkeypatch.setattr(regions.Reads, "read", slowly)
+
+    def overwriting(ctx):
+        rows = X[box_slices(ctx.box)].copy()
+        found = ctx.redistribute(rows, (1,))
+        rows[:] = -1
+        assert np.array_equal(found, X[box_slices(ctx.box_of((1,)))])
+
+    run_gang(SLABS, overwriting)
+    assert slept
+
+
+def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
+    """Whatever the order of axes was between, and in the places where blocks are cut."""
+    ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
+    x = np.arange(63.0).reshape(7, 9)
+
+    def transposed(ctx):
+        a = x[box_slices(ctx.box)]
+        b = ctx.redistribute(a, (0,), axes=(1, 0))
+        assert np.array_equal(b, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
+        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(1, 0)), a)
+        c = ctx.redistribute(a, axes=(1, 0))
+        assert np.array_equal(c, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
+        longer = np.full((3, 2 * (ctx.rank < 2) + (ctx.rank == 2)), ctx.rank)
+        d = ctx.redistribute(longer, (0,), (1,), shape=(3, 5))
+        assert d.tolist() == [[0, 0, 1, 1, 2]]
+
+    run_gang(ranks, transposed)
+
+
+def test_a_rank_alone_permutes():
+    ctx = Context(RankGrid(((2, 2), (3,)), (1, 1)))
+    x = np.arange(12).reshape(4, 3)
+    assert np.array_equal(ctx.redistribute(x, (1,), axes=(1, 0)), x.T)
+    assert ctx.redistribute(x, (1,)) is not x
+    assert ctx.box_of((1,)) == ((0, 4), (0, 3))
+    assert Context(RankGrid((), ())).redistribute(np.array(3)) == 3
+
+
+def test_a_loop_allocates_nothing():
+    ranks = RankGrid(((512, 512), (1024,)), (2, 1))
+
+    def loop(ctx):
+        rows, columns = np.ones((512, 1024)), np.empty((1024, 512))
+        for number in range(6):
+            if number == 2 and ctx.rank == 0:
+                tracemalloc.start()
+            ctx.redistribute(rows, (1,), out=columns)
+            ctx.redistribute(columns, from_partition=(1,), out=rows)
+        return tracemalloc.get_traced_memory()[1] if ctx.rank == 0 else 0
+
+    try:
+        peak_bytes, _ = run_gang(ranks, loop)
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**19  # one part has 2 MiB
+
+
+def test_what_is_wrong_is_named():
+    ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
+    x = np.ones((4, 3))
+    for wrong, match in (
+        (
+            {"partition": (2,)},
+            r"partition: expected a sequence of axes of an array of 2 dimensions, got \(2,",
+        ),
+        ({"partition": 1}, "partition: expected a sequence of axes"),
+        ({"partition": "a"}, "partition: expected a sequence of axes"),
+        ({"from_partition": (0.5,)}, "from_partition: expected a sequence of axes"),
+        ({"axes": (0, 0)}, "axes: expected a permutation of 2 axes"),
+    ):
+        with pytest.raises(AxesError, match=match):
+            ctx.redistribute(x, **wrong)
+    for wrong, match in (
+        ({"shape": (4, -3)}, "shape: expected lengths of axes"),
+        ({"exchange": "ring"}, "exchange: expected one of auto, diagonal, left-right, pairwise"),
+        ({"shape": 4}, "shape: expected lengths of axes"),
+        ({"shape": (3, 4)}, r"a: expected an array of shape \(3, 4\), .*got one of shape \(4, 3\)"),
+        ({"out": np.empty((3, 4))}, r"out: expected an array of shape \(4, 3\) and dtype float64"),
+        ({"out": np.empty((4, 3), "f4")}, "out: .*got \\(4, 3\\) and float32"),
+        ({"out": [1]}, "out: .*got list and no dtype"),
+        ({"out": x}, "out: expected a writable array that shares no memory"),
+        ({"out": np.broadcast_to(1.0, (4, 3))}, "out: expected a writable array"),
+    ):
+        with pytest.raises(InputError, match=match):
+            ctx.redistribute(x, **wrong)
+    with pytest.raises(InputError, match=r"a: .*cannot exchange Python objects"):
+        ctx.redistribute(x.astype(object))
+    with pytest.raises(UnsupportedArrayError, match=r"a: Expected a plain numpy\.ndarray"):
+        ctx.redistribute(np.ma.masked_equal(x, 1))
+
+
+@pytest.mark.parametrize(
+    ("calls", "match"),
+    [
+        (
+            [{"partition": (0,)}, {"partition": (1,)}],
+            r"redistribute\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)",
+        ),
+        (
+            [{"partition": (1,)}, {"partition": (1,), "exchange": "pairwise"}],
+            "float64, pairwise as number 1",
+        ),
+        ([{"partition": (1,)}, {"partition": (1,), "axes": (1, 0)}], r"axes \(0, 1\)"),
+    ],
+)
+def test_calls_that_differ_are_an_error(calls, match):
+    def differing(ctx):
+        ctx.redistribute(np.ones((2, 4)), **calls[ctx.rank])
+
+    with pytest.raises(SectionError, match=match):
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)
+
+
+def test_dtypes_that_differ_are_an_error():
+    def differing(ctx):
+        ctx.redistribute(np.ones((2, 4), ["i8", "f8"][ctx.rank]), (1,))
+
+    with pytest.raises(SectionError, match=r"axes \(0, 1\), (int|float)64"):
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)
+
+
+def test_several_ranks_need_an_axis_that_is_divided():
+    def undivided(ctx):
+        ctx.redistribute(np.ones((2, 4)), ())
+
+    with pytest.raises(AxesError, match="partition: expected at least one axis that is divided"):
+        run_gang(RankGrid(((2, 2), (4,)), (2, 1)), undivided)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.gang import checkpoints as module
+from dask_p2p.sections.gang.checkpoints import (
+    Checkpoints,
+    Period,
+    SavedStates,
+    States,
+    checked_period,
+    replica_ranks,
+)
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from tests.sections.wire.test_connections import BOUND_S, Gang
+
+
+def test_buddies_are_on_other_workers():
+    assert replica_ranks(["a", "a"]) == [None, None]
+    assert replica_ranks(["a", "b", "a", "b"]) == [1, 2, 3, 0]
+    assert replica_ranks(["a", "a", "a", "b"]) == [3, 3, 3, 0]
+
+
+def test_two_generations_are_kept():
+    saved = SavedStates()
+    assert (saved.steps("x"), saved.get("x", 1, 30), saved.gangs) == ([], None, [])
+    kept = saved.open("x")
+    for step in (10, 20, 30):
+        saved.add(kept, 1, step, [memoryview(b"%d" % step)])
+    saved.add(saved.open("x"), 0, 10, [])
+    assert dict(saved.steps("x")) == {1: [20, 30], 0: [10]}
+    assert saved.get("x", 1, 30) == [b"30"]
+    assert saved.get("x", 1, 10) is None
+
+
+def test_what_is_added_after_states_were_dropped_is_not_kept():
+    """By a rank that does not know yet that it was cancelled."""
+    saved = SavedStates()
+    kept = saved.open("x")
+    saved.drop("x")
+    saved.add(kept, 1, 10, [])
+    assert (saved.steps("x"), saved.gangs) == ([], [])
+
+
+def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
+    """Of step 7 one rank has a state: its attempt ended before the others had theirs.
+
+    Another attempt goes on at 3, and comes to step 5. If that ended in the middle, and 3 was gone,
+    all would begin at the start.
+    """
+    kept = [SavedStates() for _ in range(2)]
+    for step, of in ((2, kept), (3, kept), (7, kept[1:])):
+        for saved in of:
+            saved.add(saved.open("x"), 1, step, [memoryview(b"%d" % step)])
+    seen = []
+
+    class Watched(SavedStates):
+        def add(self, to, rank, step, state):
+            seen.append({step for states in to.values() for step in states})
+            super().add(to, rank, step, state)
+
+    for saved in kept:
+        saved.__class__ = Watched
+
+    def save(rank, connections):
+        own = States(kept[rank], "x", 3, (0, 1), lambda: None)
+        checkpoints = Checkpoints(rank, ["a", "b"], connections, own)
+        checkpoints.save(5, [np.zeros(1)])
+        checkpoints.save(6, [np.zeros(1)])
+
+    with Gang(2) as gang:
+        gang.run(save)
+    assert [steps - {5, 6} for steps in seen[:4]] == [{3}] * 4
+    assert all(len(steps - {6}) < 2 for steps in seen[4:]), (
+        "with the one that is made there are two"
+    )
+    assert [set(dict(saved.steps("x"))[1]) for saved in kept] == [{5, 6}] * 2
+
+
+def states(gang, rank):
+    return [np.full(3, gang * 10.0 + rank), np.arange(rank, dtype="i2")]
+
+
+def test_states_are_kept_here_and_there_and_come_back():
+    """Of three workers the second one is lost, and its rank runs beside the first one."""
+    workers, kept, told = ["a", "b", "c"], [SavedStates() for _ in range(3)], []
+
+    def save(rank, connections):
+        def tell():
+            assert kept[rank].gangs == ["x"], "or they might be dropped before they are there"
+            told.append(rank)
+
+        own = States(kept[rank], "x", None, (), tell)
+        checkpoints = Checkpoints(rank, workers, connections, own)
+        arrays = states(0, rank)
+        assert checkpoints.restore(arrays) == 0
+        for step in (5, 10):
+            for array in arrays:
+                array += 1
+            checkpoints.save(step, arrays)
+
+    with Gang(3) as gang:
+        gang.run(save)
+    assert sorted(told) == [0, 1, 2], "once each"
+    assert [dict(each.steps("x")) for each in kept] == [
+        {rank: [5, 10] for rank in ranks} for ranks in ((0, 2), (1, 0), (2, 1))
+    ]
+    kept[1] = kept[0]  # its own states are gone
+
+    def restore(rank, connections):
+        own = States(kept[rank], "x", 10, (0, 2, 2), lambda: None)
+        arrays = [np.zeros(3), np.zeros(rank, "i2")]
+        checkpoints = Checkpoints(rank, ["a", "a", "c"], connections, own)
+        assert checkpoints.restore(arrays) == 10
+        assert checkpoints.restore(arrays) == 0, "once"
+        for array, before in zip(arrays, states(0, rank), strict=True):
+            assert np.array_equal(array, before + 2)
+
+    with Gang(3) as gang:
+        gang.run(restore)
+
+
+def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
+    def restore(rank, connections):
+        own = States(SavedStates(), "x", 10, (0, 1, 2), lambda: None)
+        Checkpoints(rank, "abc", connections, own).restore([np.zeros(3)])
+
+    with Gang(3) as gang:
+        for future in gang.begin(restore):
+            assert isinstance(future.exception(BOUND_S), AttemptEndedError)
+
+
+def test_no_state_goes_before_a_newer_one_is_whole():
+    """One rank lags behind: the others keep the states that it has, too."""
+    kept = [SavedStates() for _ in range(5)]
+
+    def save(rank, connections):
+        own = States(kept[rank], "x", None, (), lambda: None)
+        checkpoints = Checkpoints(rank, "abcde", connections, own)
+        for step in (5,) if rank == 4 else (5, 10, 15, 20):
+            checkpoints.save(step, [np.zeros(3)])
+
+    with Gang(5) as gang:
+        futures = gang.begin(save)
+        futures[4].result(BOUND_S)
+        assert not wait(futures[:4], 0.3).done
+    assert all(5 in dict(each.steps("x"))[rank] for rank, each in enumerate(kept))
+
+
+def due(period, steps, clock=None, step_s=0.0):
+    found = []
+    for step in range(1, steps + 1):
+        if clock is not None:
+            clock.now_s += step_s
+        if period.is_due(step, lambda own: own):
+            found.append(step)
+    return found
+
+
+def test_checkpoints_are_due_after_steps():
+    assert due(Period(7), 20) == [7, 14]
+    assert due(Period(None), 20) == []
+
+
+class Clock:
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.3, 4.0, 50.0])
+def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
+    """Not much later than asked for; and time is seldom compared."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    looks = []
+    period, found = Period("30 s"), []
+    for step in range(1, 1 + int(200 / step_s)):
+        clock.now_s += step_s
+        if period.is_due(step, lambda own: looks.append(1) or own):
+            found.append(clock.now_s)
+    assert all(30 <= b - a <= 30 + 2 * step_s for a, b in zip([0.0, *found], found, strict=False))
+    assert len(found) >= 200 // (30 + 2 * step_s)
+    assert len(looks) <= 30
+
+
+@pytest.mark.parametrize("every", [5, np.int64(5), np.uint8(5), np.array(5)])
+def test_numbers_of_steps_of_numpy_are_integers_of_python(every):
+    assert type(checked_period(every)) is int
+    assert due(Period(every), 11) == [5, 10]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, np.True_, np.int64(0), "soon", 2.5, "-1 s"])
+def test_wrong_periods_are_refused(wrong):
+    with pytest.raises(
+        InputError, match="expected a number of steps, a time like '30 s' or None"
+    ) as caught:
+        checked_period(wrong)
+    assert "Give an integer of at least 1, a time, or None" in str(caught.value)

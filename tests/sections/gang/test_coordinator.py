@@ -1,0 +1,351 @@
+"""The coordinator in any order of events: joins, leaves, deaths, cancels, lost outputs.
+
+The model is Dask's scheduler as the coordinator's adapter sees it: each rank's task is absent, in
+process on a worker, in memory there, or erred; it is told of each change, and releases outputs that
+no longer count.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dask_p2p.sections.gang.coordinator import Coordinator, Order
+
+WORKERS = ("a", "b", "c")
+SIZES = {"x": 1, "y": 2, "z": 3}
+MOST = 4
+gangs = st.sampled_from(sorted(SIZES))
+whiches = st.integers(0, 5)  # of those that there are
+workers = st.sampled_from(WORKERS)
+
+
+class Task:
+    """A rank's task, as the scheduler has it, and its thread on a worker."""
+
+    def __init__(self):
+        self.state, self.worker, self.token = "waiting", None, None
+        self.attempt = 0  # whose output it is
+
+
+class Gangs(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.coordinator = Coordinator(MOST)
+        self.tokens = itertools.count()
+        self.commits = {}  # attempts that outputs were handed on of, by gang, since the last loss
+        self.tasks = {}
+        for gang in SIZES:
+            self.submit(gang)
+
+    def submit(self, gang):
+        self.tasks |= {(gang, rank): Task() for rank in range(SIZES[gang])}
+        self.commits[gang] = set()
+
+    def of(self, gang):
+        return [self.tasks[gang, rank] for rank in range(SIZES[gang])]
+
+    def order(self, gang, rank):
+        return self.coordinator.order(gang, rank, self.tasks[gang, rank].token)
+
+    # --- what the scheduler does with a task
+
+    def release(self, gang, rank, cause):
+        task = self.tasks[gang, rank]
+        was, task.state, task.token = task.state, "waiting", None
+        if was == "processing":
+            self.coordinator.drop(gang, rank, cause)
+
+    def err(self, gang, rank):
+        """Dask releases the siblings: all that would read of them has failed as well."""
+        self.release(gang, rank, "erred")
+        self.tasks[gang, rank].state = "erred"
+        for other in range(SIZES[gang]):
+            if self.tasks[gang, other].state == "processing":
+                self.release(gang, other, "a sibling failed")
+
+    def run_again(self, gang, others):
+        self.commits[gang].clear()
+        for rank in others:
+            if self.tasks[gang, rank].state == "memory":
+                self.release(gang, rank, "does not count")
+
+    def start(self, gang, rank, worker):
+        task = self.tasks[gang, rank]
+        if task.state != "waiting" or any(other.state == "erred" for other in self.of(gang)):
+            return
+        task.state, task.worker, task.token = "processing", worker, str(next(self.tokens))
+        again = self.coordinator.join(gang, SIZES[gang], rank, task.token, worker)
+        self.run_again(gang, again)
+
+    def follow(self, gang, rank):
+        """Have a rank's thread do what it is told; return whether anything has happened."""
+        task = self.tasks[gang, rank]
+        if task.state != "processing":
+            return False
+        order = self.order(gang, rank)
+        if order.state == "committed":
+            task.state, task.attempt = "memory", order.attempt
+            if not self.coordinator.is_committed(gang):
+                self.release(gang, rank, "does not count")
+            else:
+                self.commits[gang].add(order.attempt)
+        elif order.state == "stopped" and (order.error or order.reason):
+            self.err(gang, rank)
+        elif order.state == "stopped":
+            self.release(gang, rank, "rescheduled")
+        return order.state in ("committed", "stopped")
+
+    # --- events
+
+    def pick(self, which, *states):
+        """One of the ranks whose tasks are in these states; none if there is none."""
+        those = [each for each, task in self.tasks.items() if task.state in states]
+        return [those[which % len(those)]] if those else []
+
+    @rule(which=whiches, worker=workers)
+    def a_task_starts(self, which, worker):
+        for gang, rank in self.pick(which, "waiting"):
+            self.start(gang, rank, worker)
+
+    @rule(which=whiches)
+    def a_request_is_repeated(self, which):
+        for gang, rank in self.pick(which, "processing"):
+            before, task = self.order(gang, rank), self.tasks[gang, rank]
+            again = self.coordinator.join(gang, SIZES[gang], rank, task.token, task.worker)
+            assert again == []
+            assert self.order(gang, rank) == before
+
+    @rule(which=whiches)
+    def a_rank_follows(self, which):
+        for gang, rank in self.pick(which, "processing"):
+            self.follow(gang, rank)
+
+    @rule(which=whiches, how=st.sampled_from(["", "loses a peer", "raises"]))
+    def a_function_ends(self, which, how):
+        """It may end when its attempt has ended already: then that says nothing."""
+        for gang, rank in self.pick(which, "processing"):
+            before = self.order(gang, rank)
+            if before.state != "waiting":
+                error = b"error" if how == "raises" else None
+                self.coordinator.leave(gang, rank, self.tasks[gang, rank].token, how, error)
+                assert before.state == "running" or self.order(gang, rank) == before
+
+    @rule(which=whiches, error=st.none() | st.just(b"error"))
+    def an_old_run_speaks(self, which, error):
+        for gang, rank in self.pick(which, "waiting", "processing", "memory", "erred"):
+            before = self.order(gang, rank)
+            self.coordinator.leave(gang, rank, "old", "it was stopped long ago", error)
+            assert self.coordinator.order(gang, rank, "old") == Order("stopped")
+            assert self.order(gang, rank) == before
+
+    @rule(worker=workers)
+    def a_worker_dies(self, worker):
+        for (gang, rank), task in self.tasks.items():
+            if task.worker == worker and task.state in ("processing", "memory"):
+                self.release(gang, rank, "lost")
+
+    @rule(which=whiches)
+    def a_task_is_taken_back(self, which):
+        for gang, rank in self.pick(which, "processing", "memory"):
+            self.release(gang, rank, "moved")
+
+    @rule(which=whiches)
+    def an_input_fails(self, which):
+        for gang, rank in self.pick(which, "waiting"):
+            self.err(gang, rank)
+
+    @rule(gang=gangs)
+    def the_user_cancels(self, gang):
+        for rank in range(SIZES[gang]):
+            self.release(gang, rank, "cancelled")
+        self.coordinator.forget(gang)
+        self.submit(gang)
+
+    # --- what holds at any time
+
+    @invariant()
+    def attempts_are_whole_and_alone(self):
+        busy = {}
+        for gang in SIZES:
+            orders = [self.order(gang, rank) for rank in range(SIZES[gang])]
+            taking_part = [order for order in orders if order.state == "running"]
+            assert len(taking_part) in (0, SIZES[gang]), "some ranks run, others do not"
+            if taking_part:
+                for worker in {task.worker for task in self.of(gang)}:
+                    assert busy.setdefault(worker, gang) == gang, "two gangs on a worker"
+
+    @invariant()
+    def one_attempt_commits(self):
+        for gang, attempts in self.commits.items():
+            assert len(attempts) <= 1
+            if attempts:
+                assert all(t.attempt in attempts for t in self.of(gang) if t.state == "memory")
+
+    @invariant()
+    def nothing_is_kept(self):
+        known = {gang for gang in SIZES if self.coordinator.size(gang) is not None}
+        gangs, queue = self.kept()
+        assert set(gangs) == known
+        assert set(queue) <= known
+        for gang in known:
+            assert set(gangs[gang].ranks) <= set(range(SIZES[gang]))
+
+    def kept(self):
+        """Gangs by name, and the names of those that wait for workers."""
+        return self.coordinator._gangs, self.coordinator._queue
+
+    def teardown(self):
+        """From here on nothing goes wrong: everything ends, and nothing is left."""
+        for _ in range(100):
+            moved = False
+            for gang, size in SIZES.items():
+                for rank in range(size):
+                    moved |= self.follow(gang, rank)
+                    task = self.tasks[gang, rank]
+                    # Dask runs a task again while an output is missing, unless one has failed.
+                    failed = any(t.state == "erred" for t in self.of(gang))
+                    if task.state == "waiting" and not failed:
+                        self.start(gang, rank, WORKERS[rank])
+                        moved = True
+                    if task.state == "processing" and self.order(gang, rank).state == "running":
+                        self.coordinator.leave(gang, rank, task.token)
+                        moved = True
+            if not moved:
+                break
+        for gang in SIZES:
+            states = [task.state for task in self.of(gang)]
+            assert "processing" not in states, "a rank waits for ever"
+            assert "erred" in states or set(states) == {"memory"}
+            self.coordinator.forget(gang)
+        assert self.kept() == ({}, [])
+
+
+TestGangs = Gangs.TestCase
+TestGangs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def joined(coordinator, gang, *on, size=None):
+    for rank, worker in enumerate(on):
+        coordinator.join(gang, size or len(on), rank, f"{gang}{rank}", worker, f"of {gang}{rank}")
+
+
+def states(coordinator, gang):
+    size = coordinator.size(gang)
+    return [coordinator.order(gang, rank, f"{gang}{rank}").state for rank in range(size)]
+
+
+def test_a_gang_starts_when_its_last_rank_has_come():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", size=2)
+    assert states(coordinator, "x") == ["waiting", "stopped"]
+    coordinator.join("x", 2, 1, "x1", "b", "of x1")
+    order = coordinator.order("x", 1, "x1")
+    assert (order.state, order.attempt) == ("running", 1)
+    assert order.peers == (("a", "x0", "of x0"), ("b", "x1", "of x1"))
+
+
+def test_a_gang_that_waits_is_not_overtaken():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "first", "a")
+    joined(coordinator, "wide", "a", "b")
+    joined(coordinator, "narrow", "b")
+    joined(coordinator, "elsewhere", "c")
+    assert states(coordinator, "wide") == ["waiting"] * 2
+    assert states(coordinator, "narrow") == ["waiting"], "b is free, but reserved"
+    assert states(coordinator, "elsewhere") == ["running"]
+    coordinator.leave("first", 0, "first0")
+    assert states(coordinator, "wide") == ["running"] * 2
+    for rank in range(2):
+        coordinator.leave("wide", rank, f"wide{rank}")
+    assert states(coordinator, "narrow") == ["running"]
+
+
+def test_a_failure_ends_the_attempt_for_all():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", "b")
+    coordinator.leave("x", 0, "x0")
+    coordinator.leave("x", 1, "x1", "it raised", b"error")
+    for rank in range(2):
+        assert coordinator.order("x", rank, f"x{rank}") == Order("stopped", 1, error=b"error")
+
+
+def test_a_lost_output_brings_all_again():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", "b", "c")
+    for rank in range(3):
+        coordinator.leave("x", rank, f"x{rank}")
+    assert coordinator.is_committed("x")
+    assert coordinator.join("x", 3, 1, "again", "b") == [0, 2]
+    assert not coordinator.is_committed("x")
+
+
+def test_attempts_are_bounded():
+    coordinator = Coordinator(2)
+    for attempt in range(2):
+        coordinator.join("x", 1, 0, f"{attempt}", "a")
+        assert coordinator.order("x", 0, f"{attempt}").attempt == attempt + 1
+        coordinator.leave("x", 0, f"{attempt}", "a link broke")
+    order = coordinator.order("x", 0, "1")
+    assert order.state == "stopped"
+    assert order.reason == "2 attempts ended early, the last one because a link broke"
+
+
+def test_ranks_agree_on_the_size():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", size=2)
+    with pytest.raises(ValueError, match="expected a rank of 2, got 2 of 3"):
+        coordinator.join("x", 3, 2, "x2", "b")
+
+
+def test_a_rank_that_comes_again_ends_the_attempt():
+    """Though the scheduler says before that its task was taken back."""
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", "b")
+    coordinator.join("x", 2, 0, "again", "c")
+    assert states(coordinator, "x") == ["stopped", "stopped"]
+    assert coordinator.order("x", 0, "again").state == "waiting"
+
+
+def test_a_gang_that_loses_a_waiting_rank_is_not_whole():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "first", "a")
+    joined(coordinator, "x", "a", "b")
+    coordinator.drop("x", 0, "cancelled")
+    assert states(coordinator, "x") == ["stopped", "waiting"]
+    coordinator.leave("first", 0, "first0")
+    assert states(coordinator, "x") == ["stopped", "waiting"]
+
+
+def resumed(coordinator, states, attempt):
+    """Where a gang of three begins, whose ranks' workers have these states."""
+    for rank, (worker, saved) in enumerate(zip("abc", states, strict=True)):
+        coordinator.join("x", 3, rank, f"{attempt}{rank}", worker, "", saved)
+    order = coordinator.order("x", 0, f"{attempt}0")
+    coordinator.leave("x", 0, f"{attempt}0", "a link broke")
+    return order.resume, order.holders
+
+
+def test_an_attempt_begins_at_the_newest_step_whose_states_are_all_there():
+    coordinator = Coordinator(MOST)
+    assert resumed(coordinator, [{}, {}, {}], 1) == (None, ())
+    whole = [{0: [5, 10], 2: [5]}, {1: [5, 10], 0: [5, 10]}, {2: [5], 1: [5, 10]}]
+    assert resumed(coordinator, whole, 2) == (5, (0, 1, 2))
+    moved = [{}, {1: [10], 0: [5, 10]}, {2: [5, 10], 1: [5]}]
+    assert resumed(coordinator, moved, 3) == (10, (1, 1, 2))
+    assert resumed(coordinator, [{0: [10]}, {}, {1: [10]}], 4) == (None, ())
+
+
+def test_attempts_that_get_further_are_not_counted():
+    coordinator = Coordinator(2)
+    for attempt in range(1, 6):
+        assert resumed(coordinator, [{0: [attempt], 1: [attempt]}, {}, {2: [attempt]}], attempt)
+        assert coordinator.order("x", 0, f"{attempt}0").failures == 1
+    resumed(coordinator, [{0: [5], 1: [5]}, {}, {2: [5]}], 6)
+    assert coordinator.order("x", 0, "60").reason == (
+        "2 attempts ended early, the last one because a link broke"
+    )

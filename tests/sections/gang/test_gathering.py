@@ -1,0 +1,342 @@
+"""Gangs that wait for what never comes, and ranks that wait behind long tasks."""
+
+from __future__ import annotations
+
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Nanny, SpecCluster, wait
+from distributed import Scheduler as DaskScheduler
+
+from dask_p2p import iterate, spmd
+from dask_p2p.errors import SectionError
+from dask_p2p.plugins.registration import workers_of
+from dask_p2p.sections.gang.coordinator import Coordinator
+from dask_p2p.sections.gang.gathering import Gathering
+from tests.sections.schedulers import Scheduler, Task
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+
+GPU = {"GPU": 1}
+
+
+class Nesting:
+    """Which gangs are computed by others, as a test says."""
+
+    def __init__(self, outer=(), unknown=()):
+        self._outer, self._unknown = outer, unknown
+
+    def outer(self, gang):
+        return iter(self._outer)
+
+    def may_be_inner(self, gang):
+        return gang in self._unknown
+
+
+class Looks:
+    """One who looks at gangs when a test says so, by the test's clock."""
+
+    def __init__(self, scheduler, nesting=None):
+        self.now_s, self.scheduler, self.coordinator = 1000.0, scheduler, Coordinator(8)
+        self.gathering = Gathering(
+            scheduler, self.coordinator, nesting or Nesting(), 10.0, lambda: self.now_s
+        )
+        self.gathering._look_later = lambda: None
+        self.gathering.add(scheduler.tasks)
+
+    def after(self, seconds):
+        """Look twice a second for so long; return the errors that have come."""
+        for _ in range(int(2 * seconds) + 1):
+            self.gathering.look()
+            self.now_s += 0.5
+        self.now_s -= 0.5
+        return [*self.scheduler.ended.values()]
+
+
+def short():
+    scheduler = Scheduler(GPU, GPU)
+    scheduler.gang(*(Task(("x", rank), GPU) for rank in range(3)))
+    return scheduler
+
+
+def test_a_gang_that_never_can_run_is_ended():
+    looks = Looks(short())
+    assert looks.after(0.5) == []
+    (error,) = looks.after(1.0)
+    assert type(error) is SectionError
+    assert "3 ranks, which run at the same time. 3 of them need 1 unit" in str(error)
+    assert looks.after(60.0) == [error], "once"
+
+
+def test_while_workers_join_more_may_come():
+    looks = Looks(short())
+    for _ in range(10):
+        looks.gathering.record_joined()
+        assert looks.after(0.5) == []
+    assert len(looks.after(1.5)) == 1
+
+
+def test_a_worker_that_was_lost_may_come_back():
+    looks = Looks(short())
+    looks.gathering.record_lost()
+    assert looks.after(25.0) == []
+    assert len(looks.scheduler.told) == 1, "a warning names the lack"
+    assert "enough for 2 ranks" in looks.scheduler.told[0]
+    looks.scheduler.add_worker("c", GPU)
+    assert looks.after(600.0) == []
+    looks = Looks(short())
+    looks.gathering.record_lost()
+    assert len(looks.after(31.0)) == 1
+    looks = Looks(short())
+    looks.gathering.record_lost()
+    looks.gathering.record_joined()
+    assert len(looks.after(2.0)) == 1, "another one is in its place"
+
+
+def test_a_gang_that_could_run_waits_for_long():
+    looks = Looks(short())
+    looks.scheduler.add_worker("c", GPU)
+    assert looks.after(10.0) == []
+    del looks.scheduler.workers["c"]
+    assert looks.after(60.0) == []
+    assert len(looks.after(300.0)) == 1
+
+
+def test_an_adaptive_cluster_may_get_more_workers():
+    looks = Looks(short())
+    for _ in range(600):
+        looks.gathering.record_target()
+        assert looks.after(1.0) == []
+    assert len(looks.scheduler.told) == 1
+    assert len(looks.after(31.0)) == 1, "it is adaptive no more"
+
+
+def test_a_cluster_without_workers_may_get_some():
+    looks = Looks(short())
+    looks.scheduler.workers.clear()
+    assert looks.after(600.0) == []
+
+
+def test_gangs_are_not_looked_at_when_they_run_or_have_ended():
+    looks = Looks(short())
+    for rank in range(3):
+        looks.coordinator.join("x", 3, rank, str(rank), "a")
+    assert looks.after(60.0) == []
+    looks.coordinator.drop("x", 0, "a worker died")
+    assert looks.after(60.0) == [], "it has run, and may again"
+    looks.scheduler.tasks["x", "commit"].state = "memory"
+    assert looks.after(600.0) == []
+    looks.gathering.forget(("x", "commit"))
+    del looks.scheduler.tasks["x", "commit"]
+    assert looks.after(1.0) == []
+
+
+def placed(needs=None, name="x"):
+    """A gang with a rank on each of two workers."""
+    scheduler = Scheduler(GPU, GPU, GPU)
+    tasks = [Task((name, rank), needs) for rank in range(2)]
+    for task, worker in zip(tasks, "ab", strict=True):
+        task.state, task.processing_on = "processing", scheduler.workers[worker]
+    scheduler.gang(*tasks, name=name)
+    return scheduler
+
+
+def test_an_inner_gang_is_ended_once_its_outer_one_holds_its_workers():
+    looks = Looks(placed(), Nesting(["outer"]))
+    assert looks.after(60.0) == [], "the outer one does not run"
+    for rank, worker in enumerate("bc"):
+        looks.coordinator.join("outer", 2, rank, str(rank), worker)
+    assert looks.after(0.5) == []
+    (error,) = looks.after(1.0)
+    text = "x is computed by the function of outer, and needs workers that outer occupies"
+    assert text in str(error)
+
+
+def test_an_inner_gang_runs_on_workers_that_its_outer_one_does_not_have():
+    looks = Looks(placed(), Nesting(["outer"]))
+    looks.coordinator.join("outer", 1, 0, "t", "c")
+    assert looks.after(600.0) == []
+
+
+@pytest.mark.parametrize("unknown", [[], ["x"]])
+def test_a_gang_of_some_thread_of_a_worker_is_ended_after_a_time(unknown):
+    looks = Looks(placed(), Nesting(unknown=unknown))
+    looks.coordinator.join("outer", 1, 0, "t", "b")
+    assert looks.after(59.0) == []
+    errors = looks.after(2.0)
+    assert len(errors) == len(unknown)
+    assert all("x was computed by a thread of a worker" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("needs", [None, GPU])
+def test_ranks_behind_long_tasks_go_elsewhere(needs):
+    looks = Looks(placed(needs))
+    busy = Task("busy", needs, is_rank=False)
+    looks.scheduler.workers["a"].executes(busy, 2.0)
+    looks.after(2.0)
+    assert looks.scheduler.moved == [], "it may end soon"
+    looks.scheduler.workers["a"].executes(busy, 4.0)
+    looks.scheduler.tasks["x", 1].state = "waiting"
+    looks.after(2.0)
+    assert looks.scheduler.moved == [], "while inputs are made it may end"
+    looks.scheduler.tasks["x", 1].state = "processing"
+    looks.after(0.0)
+    assert looks.scheduler.moved == [("x", 0)]
+
+
+@pytest.mark.parametrize("case", ["all are full", "restricted", "has joined", "behind a member"])
+def test_ranks_stay_where_nothing_is_gained(case):
+    looks = Looks(placed(GPU))
+    workers = looks.scheduler.workers
+    busy = Task("busy", GPU, is_rank=case == "behind a member")
+    for worker in workers.values() if case == "all are full" else [workers["a"]]:
+        worker.executes(busy, 60.0)
+    if case == "restricted":
+        looks.scheduler.tasks["x", 0].worker_restrictions = {"a"}
+    if case == "has joined":
+        looks.coordinator.join("x", 2, 0, "t", "a")
+    looks.after(10.0)
+    assert looks.scheduler.moved == []
+    assert not looks.scheduler.ended
+
+
+# --- on a cluster as users have it: two workers with a GPU each, and one without
+
+
+@pytest.fixture(scope="module")
+def client():
+    units = ({"GPU": 1}, {"GPU": 1}, {})
+    workers = {
+        number: {"cls": Nanny, "options": {"nthreads": 2, "resources": each}}
+        for number, each in enumerate(units)
+    }
+    scheduler = {"cls": DaskScheduler, "options": {"dashboard_address": ":0"}}
+    with SpecCluster(scheduler=scheduler, workers=workers) as cluster, Client(cluster) as client:
+        client.wait_for_workers(3, timeout=60)
+        yield client
+
+
+def addresses(client):
+    return {each["name"]: address for address, each in workers_of(client).items()}
+
+
+def summed(ctx, x, of):
+    """Is another one for each test, so that none gets what another one has computed."""
+    return x + ctx.allreduce(1.0)
+
+
+def array(chunks=2):
+    return da.ones(12, chunks=chunks)
+
+
+def annotated(y):
+    with dask.annotate(resources=GPU):
+        return y.compute()
+
+
+HOW = {
+    "compute": lambda y: y.compute(resources=GPU),
+    "persist": lambda y: y.persist(resources=GPU).compute(),
+    "annotate": annotated,
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", HOW)
+def test_ranks_that_lack_units_are_refused_by_name(client, how):
+    y = spmd(summed, array(), ranks=3, of=how)
+    match = r"3 ranks.* need 1 unit of resource 'GPU' each, .* have 2 units.* Give ranks=2"
+    with pytest.raises(SectionError, match=match):
+        HOW[how](y)
+    del y
+    nothing_is_left(client)
+
+
+@pytest.mark.cluster
+def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
+    def size(ctx, x):
+        return np.full_like(x, ctx.size)
+
+    with dask.annotate(resources=GPU):
+        assert (spmd(size, array()).compute() == 2).all()
+        y = iterate(lambda u: u[1:-1], array(), {0: 1}, 3)
+        assert np.array_equal(y.compute(), np.ones(12))
+    assert (spmd(size, array()).compute() == 3).all()
+
+
+@pytest.mark.cluster
+def test_ranks_that_have_no_worker_are_refused_by_name(client):
+    nowhere, (gpu, _, other) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
+    refused = (
+        ({"workers": [nowhere]}, "2 of them are restricted .*tcp://127.0.0.1:1"),
+        ({"workers": [nowhere], "allow_other_workers": False}, "2 of them are restricted"),
+        ({"workers": [other], "resources": GPU}, r"have 0 units in all"),
+        ({"workers": [gpu], "resources": GPU}, r"have 1 unit in all, enough for 1 rank"),
+    )
+    for number, (kwargs, match) in enumerate(refused):
+        y = spmd(summed, array(), ranks=2, of=f"refused {number}")
+        with pytest.raises(SectionError, match=match):
+            y.compute(**kwargs)
+    y = spmd(summed, array(), ranks=2, of="workers")
+    for kwargs in (
+        {"workers": [nowhere], "allow_other_workers": True},
+        {"workers": [other]},
+        {"workers": [gpu, nowhere]},
+    ):
+        assert np.array_equal(result_of(client, client.compute(y, **kwargs)), np.full(12, 3.0))
+    del y
+    nothing_is_left(client)
+
+
+def slow(block):
+    time.sleep(0.1)
+    return block + 1
+
+
+def free_units(dask_worker):
+    return dask_worker.state.available_resources.get("GPU")
+
+
+@pytest.mark.cluster
+def test_a_rank_that_waits_lends_its_units(client):
+    """To the inputs of others, and to other gangs. Else all would wait for each other."""
+    y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
+    assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 4.0))
+    gangs = [
+        spmd(summed, (array(1) * number).map_blocks(slow), ranks=2, of="gangs")
+        for number in range(6)
+    ]
+    others = client.map(time.sleep, [0.05] * 20, resources=GPU, pure=False)
+    made = [client.compute(each, resources=GPU) for each in gangs]
+    for number, future in enumerate(made):
+        assert np.array_equal(result_of(client, future), np.full(12, number + 3.0))
+    del future, made, others, gangs, y
+    nothing_is_left(client)
+    wait(client.submit(time.sleep, 0.1, resources=GPU, pure=False))
+    free = client.run(free_units)
+    assert sorted(free.values(), key=str) == [1, 1, None]
+
+
+@pytest.mark.cluster
+def test_units_that_others_have_are_waited_for(client):
+    gpu = addresses(client)[0]
+    blocking = client.submit(time.sleep, 2.0, workers=[gpu], resources=GPU, pure=False)
+    y = spmd(summed, array(), ranks=2, of="taken")
+    assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 3.0))
+    assert blocking.done()
+
+
+@pytest.mark.cluster
+def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
+    busy = addresses(client)[2]
+    blocking = client.map(time.sleep, [50.0, 51.0], workers=[busy], pure=False)
+    y = spmd(summed, array(), ranks=3, of="full")
+    z = iterate(lambda u: u[1:-1], array(), {0: 1}, 3, ranks=3)
+    for future, value in ((client.compute(y), 4.0), (client.compute(z), 1.0)):
+        assert np.array_equal(result_of(client, future, 40), np.full(12, value))
+    assert not any(each.done() for each in blocking)
+    client.cancel(blocking)
+    client.restart_workers([busy])

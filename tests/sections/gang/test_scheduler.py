@@ -1,0 +1,291 @@
+"""The scheduler's side of gangs, beside a scheduler that is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.sections.gang import scheduler as module
+from dask_p2p.sections.gang.scheduler import (
+    FORGET,
+    JOIN,
+    LEAVE,
+    ORDER,
+    SAVES,
+    SectionsSchedulerPlugin,
+)
+from dask_p2p.sections.gang.waiting import Waiting
+from tests.clock import run_clocked
+from tests.sections.support import coordinator_of
+
+GOOD = {"gang": "x", "rank": 0, "token": "t0"}
+JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
+
+
+class Scheduler:
+    """Has the ranks of one gang in process on a worker each."""
+
+    def __init__(self, **workers):
+        self.handlers, self.workers, self.plugins = {}, {"a", "b"}, {}
+        self.released, self.forgotten = [], []
+        self.tasks = {("x", rank): self.task(worker) for rank, worker in enumerate("ab")}
+        self.tasks["x", "commit"] = self.task(None, "waiting")
+        self.handlers["adaptive_target"] = lambda target_duration=None: 3
+
+    def _create_taskstate_from_graph(self, *, submitting_task):
+        """As Dask's: the plugins are called while it runs."""
+        raise NotImplementedError
+
+    def add_plugin(self, plugin, name):
+        self.plugins[name] = plugin
+
+    def task(self, worker, state="processing"):
+        on = SimpleNamespace(address=worker)
+        return SimpleNamespace(
+            state=state,
+            processing_on=on,
+            exception_text="",
+            suspicious=0,
+            resource_restrictions=None,
+        )
+
+    def rpc(self, worker):
+        async def forget(gang):
+            self.forgotten.append((worker, gang))
+            raise OSError("it has gone")
+
+        return SimpleNamespace(**{FORGET: forget})
+
+    def transitions(self, recommendations, stimulus_id):
+        self.released += recommendations
+
+
+def running(main):
+    async def run():
+        scheduler, plugin = Scheduler(), SectionsSchedulerPlugin()
+        await plugin.start(scheduler)
+        scheduler.add_plugin(plugin, plugin.name)
+        return await main(scheduler, plugin)
+
+    return run_clocked(run())
+
+
+def whole(plugin):
+    return asyncio.gather(
+        plugin.join(**JOINING),
+        plugin.join(**JOINING | {"rank": 1, "token": "t1", "worker": "b", "endpoint": "of b"}),
+    )
+
+
+def test_ranks_start_together_and_commit_together():
+    async def main(scheduler, plugin):
+        orders = await whole(plugin)
+        assert {order["state"] for order in orders} == {"running"}
+        assert orders[0]["peers"] == (("a", "t0", "of a"), ("b", "t1", "of b"))
+        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="running"))
+        await plugin.leave(**GOOD)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await plugin.leave(gang="x", rank=1, token="t1")
+        assert (await waiting)["state"] == "committed"
+
+    running(main)
+
+
+def test_nobody_joins_whose_task_is_not_in_process_there():
+    async def main(scheduler, plugin):
+        assert (await plugin.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
+        del scheduler.tasks["x", 0]
+        assert (await plugin.join(**JOINING))["state"] == "stopped"
+        assert coordinator_of(plugin).size("x") is None
+
+    running(main)
+
+
+@pytest.mark.parametrize(("saved", "counted"), [([], 3), ([5], 3), ([5, 7], 0)])
+def test_deaths_before_a_newer_state_do_not_count(saved, counted):
+    """An attempt began at step 5; the next one begins there too, or later."""
+
+    async def main(scheduler, plugin):
+        await whole_with(plugin, [5] if saved else [], "")
+        plugin.transition(("x", 0), "processing", "released")
+        for rank in range(2):
+            scheduler.tasks["x", rank].suspicious = 3
+        await whole_with(plugin, saved, "again")
+        assert {scheduler.tasks["x", rank].suspicious for rank in range(2)} == {counted}
+
+    running(main)
+
+
+def whole_with(plugin, steps, token):
+    """Both ranks join, and each has states of steps."""
+    joining = [
+        JOINING | {"rank": rank, "token": f"{token}{rank}", "worker": worker}
+        for rank, worker in enumerate("ab")
+    ]
+    saved = [(rank, steps) for rank in range(2)]
+    return asyncio.gather(*(plugin.join(**each | {"saved": saved}) for each in joining))
+
+
+def test_a_poll_is_answered_in_time_without_news():
+
+    async def main(scheduler, plugin):
+        began_s = asyncio.get_running_loop().time()
+        answer = await plugin.join(**JOINING)
+        return answer["state"], asyncio.get_running_loop().time() - began_s
+
+    assert running(main) == ("waiting", module._POLL_S)
+
+
+def test_outputs_are_released_when_one_is_lost():
+    async def main(scheduler, plugin):
+        await whole(plugin)
+        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
+        scheduler.tasks["x", 1].state = scheduler.tasks["x", "commit"].state = "memory"
+        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
+        await asyncio.sleep(0.01)
+        again.cancel()
+        return scheduler.released
+
+    assert set(running(main)) == {("x", 1), ("x", "commit")}
+
+
+def test_an_output_that_comes_after_another_was_lost_is_released():
+    async def main(scheduler, plugin):
+        await whole(plugin)
+        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
+        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
+        await asyncio.sleep(0.01)
+        assert scheduler.released == []
+        scheduler.tasks["x", 1].state = "memory"
+        plugin.transition(("x", 1), "processing", "memory")
+        await asyncio.sleep(0.01)
+        again.cancel()
+        return scheduler.released
+
+    assert set(running(main)) == {("x", 1)}
+
+
+@pytest.mark.parametrize("end", ["commit", "error", "error before", "cancel", "cancelled before"])
+def test_workers_forget_states_with_the_gang(end):
+    async def main(scheduler, plugin):
+        saving = [{**GOOD, "worker": "a"}, {**GOOD, "worker": "b"}, {**GOOD, "worker": "gone"}]
+        if end != "cancelled before":
+            await whole(plugin)
+        if end == "error before":
+            scheduler.tasks["x", 0].state = "erred"
+        for request in saving:
+            assert await plugin.saves(**request) == {"status": "ok"}
+        await plugin.leave(**GOOD)
+        await asyncio.sleep(0)
+        if end == "commit":
+            assert scheduler.forgotten == []
+            await plugin.leave(gang="x", rank=1, token="t1")
+        elif end == "error":  # whose task stays as long as someone has its future
+            plugin.transition(("x", 0), "processing", "erred")
+        elif end == "cancel":
+            for rank in range(2):
+                plugin.transition(("x", rank), "released", "forgotten")
+                del scheduler.tasks["x", rank]
+        await asyncio.sleep(0.01)
+        assert sorted(scheduler.forgotten) == [("a", "x"), ("b", "x")]
+        assert not plugin._keepers
+        assert not plugin._telling
+
+    running(main)
+
+
+@pytest.mark.parametrize(
+    "saved", [[(0,)], [(0, 5)], [(2, [5])], [(0, [-1])], [(0, ["5"])], {0: [5]}, [5]]
+)
+def test_states_that_no_rank_has_are_refused(saved):
+    async def main(scheduler, plugin):
+        answer = await plugin.join(**JOINING | {"saved": saved})
+        assert answer["status"] == "error"
+        assert "expected" in answer["message"]
+
+    running(main)
+
+
+@pytest.mark.parametrize("taken", ["off", "by another"])
+def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
+    """It has not heard what became of their tasks meanwhile."""
+
+    async def main(scheduler, plugin):
+        await whole(plugin)
+        await plugin.saves(**GOOD, worker="a")
+        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="running"))
+        await asyncio.sleep(0)
+        scheduler.plugins[plugin.name] = other = object()
+        if taken == "off":
+            scheduler.plugins.clear()
+        assert (await waiting)["state"] == "stopped"
+        await plugin.leave(**GOOD)
+        await plugin.leave(gang="x", rank=1, token="t1")
+        assert not coordinator_of(plugin).is_committed("x")
+        assert scheduler.forgotten == [("a", "x")]
+        assert scheduler.plugins == {plugin.name: other if taken == "by another" else plugin}
+
+    running(main)
+
+
+def test_outputs_of_a_gang_that_nobody_knows_are_released():
+    """The plugin was taken off after it had committed; then another output was lost."""
+
+    async def main(scheduler, plugin):
+        scheduler.tasks["x", 1].state = "memory"
+        again = asyncio.ensure_future(plugin.join(**JOINING))
+        await asyncio.sleep(0.01)
+        again.cancel()
+        return scheduler.released
+
+    assert running(main) == [("x", 1)]
+
+
+def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(Waiting, "forget", lambda waiting, gang: forgotten.append(gang))
+
+    async def main(scheduler, plugin):
+        await whole(plugin)
+        for rank in range(2):
+            assert coordinator_of(plugin).size("x") == 2
+            plugin.transition(("x", rank), "released", "forgotten")
+            del scheduler.tasks["x", rank]
+        assert coordinator_of(plugin).size("x") is None
+        assert forgotten == ["x"]  # another one of this name has not waited yet
+
+    running(main)
+
+
+junk = st.one_of(
+    st.none(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.integers())
+)
+
+
+@pytest.mark.parametrize("op", [JOIN, LEAVE, ORDER, SAVES])
+@given(data=st.data())
+def test_requests_that_no_rank_sends_are_refused(op, data):
+    good = {
+        JOIN: JOINING,
+        LEAVE: {**GOOD, "cause": "", "error": None},
+        ORDER: {**GOOD, "known": ""},
+        SAVES: {**GOOD, "worker": "a"},
+    }
+    name = data.draw(st.sampled_from(sorted(good[op])))
+    wrong = data.draw(junk.filter(lambda value: type(value) is not type(good[op][name])))
+    if name == "error" and type(wrong) is bytes:
+        return
+
+    async def main(scheduler, plugin):
+        answer = await scheduler.handlers[op](**good[op] | {name: wrong})
+        assert answer["status"] == "error"
+        assert "expected" in answer["message"]
+        assert coordinator_of(plugin).size("x") is None
+        assert (await scheduler.handlers[op](**good[op], other=1))["status"] == "error"
+
+    running(main)

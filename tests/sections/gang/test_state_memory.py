@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError, UnsuitableError
+from dask_p2p.interprocess.segments import Segment
+from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from dask_p2p.sections.gang.state_memory import StateMemory, copied_from, copied_into, size_of
+from tests.sections.wire.test_connections import Gang
+
+
+def arrays(start=0.0):
+    """Of sizes after which the next one does not lie where its elements should."""
+    return [
+        np.arange(3, dtype="u1") + np.uint8(start),
+        (np.arange(12.0) + start).reshape(3, 4)[:, ::2],
+        np.full((), start, "c16"),
+        np.zeros((0, 3)),
+    ]
+
+
+def test_a_state_is_the_bytes_of_its_arrays():
+    given, found = arrays(7), arrays()
+    state = memoryview(bytearray(size_of(given)))
+    copied_into(state, given)
+    copied_from(state, found)
+    for a, b in zip(given, found, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_a_buddy_sees_what_is_written():
+    mine, buddys = StateMemory(), StateMemory()
+    mine.record_reply(buddys.take(4, mine.make(100, has_replica=True)))
+    assert mine.is_seen
+    assert buddys.receive_buffers() == {4: b""}
+    mine.own[7:9] = b"ab"
+    assert buddys.theirs[4][7:9] == b"ab"
+    del mine
+    assert buddys.theirs[4][7:9] == b"ab", "when the rank is gone, too"
+
+
+def refused(*_):
+    raise UnsuitableError("they run on different hosts")
+
+
+def none_left(_):
+    raise OSError(12, "no memory")
+
+
+@pytest.mark.parametrize(("method", "instead"), [("open", refused), ("make", none_left)])
+def test_a_buddy_that_does_not_see_it_gets_the_bytes(method, instead, monkeypatch):
+    monkeypatch.setattr(Segment, method, instead)
+    mine, buddys = StateMemory(), StateMemory()
+    mine.record_reply(buddys.take(4, mine.make(100, has_replica=True)))
+    assert not mine.is_seen
+    assert len(buddys.receive_buffers()[4]) == len(mine.own) == 100
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_states_come_back(is_seen, monkeypatch):
+    """Those of the other worker's rank, after states of other sizes and of none."""
+    if not is_seen:
+        monkeypatch.setattr(Segment, "open", refused)
+    kept = [SavedStates() for _ in range(2)]
+    owns = [set(), set()]
+
+    def save(rank, connections):
+        checkpoints = Checkpoints(rank, "ab", connections, States(kept[rank], "x", None, (), none))
+        for step in range(1, 9):
+            checkpoints.save(step, arrays(step + rank))
+            owns[rank].add(kept[rank].get("x", rank, step).obj.ctypes.data)
+        checkpoints.save(9, [])
+        checkpoints.save(10, [np.zeros(rank)])
+        checkpoints.save(11, arrays(11 + rank))
+        checkpoints.close()
+
+    def restore(rank, connections):
+        found = arrays()
+        states = States(kept[rank], "x", 11, (1, 0), none)  # each has the other's
+        assert Checkpoints(rank, "ab", connections, states).restore(found) == 11
+        for a, b in zip(found, arrays(11 + rank), strict=True):
+            assert np.array_equal(a, b)
+
+    with Gang(2) as gang:
+        gang.run(save)
+    assert all(len(of) == 2 for of in owns), "memory is used again"
+    with Gang(2) as gang:
+        gang.run(restore)
+
+
+def none():
+    pass
+
+
+def test_arrays_that_were_not_kept():
+    kept = SavedStates()
+
+    def run(rank, connections):
+        Checkpoints(0, "a", connections, States(kept, "x", None, (), none)).save(5, [np.zeros(3)])
+        states = States(kept, "x", 5, (0,), none)
+        with pytest.raises(InputError, match=r"of 24 bytes, got arrays of 16 .*the same arrays"):
+            Checkpoints(0, "a", connections, states).restore([np.zeros(2)])
+
+    with Gang(1) as gang:
+        gang.run(run)

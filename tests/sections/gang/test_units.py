@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dask_p2p.sections.gang.units import Units
+
+
+class Worker:
+    """Has two units of a resource, one of which a task has; its loop runs at once, or later."""
+
+    def __init__(self, needs):
+        self.state = SimpleNamespace(
+            tasks={"x": SimpleNamespace(resource_restrictions=needs)},
+            available_resources={"GPU": 1.0},
+        )
+        self.loop = self
+
+    def add_callback(self, callback, *args):
+        callback(*args)
+
+    @property
+    def free(self):
+        return self.state.available_resources["GPU"]
+
+
+def test_units_are_lent_once_and_taken_back():
+    worker = Worker({"GPU": 1})
+    units = Units(worker, "x")
+    units.lend()
+    units.lend()
+    assert worker.free == 2
+    units.take(lambda: False)
+    units.take(lambda: False)
+    units.close()
+    assert worker.free == 1
+
+
+def test_units_that_others_have_are_waited_for():
+    """And reserved at once, so that no other task gets them first."""
+    worker = Worker({"GPU": 1})
+    units, seen = Units(worker, "x"), []
+    units.lend()
+    worker.state.available_resources["GPU"] -= 2  # by two tasks
+
+    def wait():
+        seen.append(worker.free)
+        worker.state.available_resources["GPU"] += len(seen) > 1
+        return True
+
+    units.take(wait)
+    assert seen == [-1, -1]
+    assert worker.free == 0
+
+
+def test_a_rank_that_is_stopped_waits_for_no_units():
+    worker = Worker({"GPU": 1})
+    units = Units(worker, "x")
+    units.lend()
+    worker.state.available_resources["GPU"] -= 2
+    units.close()
+    assert worker.free == -1, "Dask adds one when the task ends"
+
+
+@pytest.mark.parametrize("needs", [None, {}])
+def test_without_needs_nothing_changes(needs):
+    worker = Worker(needs)
+    units = Units(worker, "x")
+    units.lend()
+    units.take(pytest.fail)
+    units.close()
+    assert worker.free == 1
+    Units(worker, "a task that has gone").lend()

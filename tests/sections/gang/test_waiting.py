@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import warnings
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import pytest
+
+from dask_p2p import spmd
+from dask_p2p.errors import P2PWarning
+from dask_p2p.sections.gang import waiting as module
+from dask_p2p.sections.gang.coordinator import Coordinator, Wait
+from dask_p2p.sections.gang.waiting import Waiting
+from tests.clock import run_clocked
+from tests.support import in_process
+
+AFTER_S = 1.0
+
+
+def worker(status="running", tasks=1, seceded=0):
+    return SimpleNamespace(
+        address="tcp://a:1",
+        status=SimpleNamespace(name=status),
+        processing=[*range(tasks)],
+        long_running=[*range(seceded)],
+        nthreads=2,
+        resources={"GPU": 1},
+    )
+
+
+def task(state, on=None, needs=(), resources=None):
+    waiting_on = [SimpleNamespace(key=key) for key in needs]
+    return SimpleNamespace(
+        state=state, processing_on=on, waiting_on=waiting_on, resource_restrictions=resources
+    )
+
+
+class Scheduler:
+    """What a gang's tasks are, and what clients were told."""
+
+    def __init__(self, tasks):
+        self.tasks = {("x", rank): each for rank, each in enumerate(tasks)}
+        self.told = []
+
+    def log_event(self, topic, event):
+        assert topic == "warn"
+        assert pickle.loads(event["category"]) is P2PWarning
+        self.told.append(pickle.loads(event["message"]))
+
+
+def no_timer_is_left():
+    return not asyncio.get_running_loop().has_timers()
+
+
+def told(scheduler):
+    """Have the first rank wait, and no other."""
+
+    async def main():
+        coordinator = Coordinator(8)
+        waiting = Waiting(scheduler, coordinator, AFTER_S)
+        coordinator.join("x", len(scheduler.tasks), 0, "t0", "a")
+        waiting.watch("x")
+        waiting.watch("x")  # once for each that joins
+        await asyncio.sleep(1.5 * AFTER_S)
+        waiting.close()
+        assert no_timer_is_left()
+        return scheduler.told
+
+    return run_clocked(main())
+
+
+def test_a_gang_of_the_same_name_has_not_waited_as_long():
+    """Users compute the same again and again: one of these gangs may wait at any time."""
+    scheduler = Scheduler([task("processing"), task("processing", worker())])
+
+    async def main():
+        coordinator = Coordinator(8)
+        waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
+        for token in range(40):
+            coordinator.join("x", 2, 0, str(token), "a")
+            waiting.watch("x")
+            await asyncio.sleep(AFTER_S)
+            coordinator.forget("x")
+            waiting.forget("x")
+        assert no_timer_is_left()
+        waiting.forget("x")
+
+    run_clocked(main())
+    assert not scheduler.told
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        (task("processing", worker("paused")), "processing on tcp://a:1, which is paused"),
+        (
+            task("processing", worker(tasks=9, seceded=1)),
+            "processing on tcp://a:1, with 8 tasks for 2 threads",
+        ),
+        (task("processing", worker()), "processing on tcp://a:1"),
+        (task("queued"), "queued: no worker can take it now"),
+        (task("no-worker"), "no-worker: no worker can take it now"),
+        (task("erred"), "erred"),
+    ],
+)
+def test_clients_are_told_who_is_missing_and_where(caplog, missing, why):
+    text = (
+        "dask_p2p: x has waited for 1 s: of its 2 ranks, these are missing: rank 1, whose task is "
+        f"{why}."
+    )
+    assert told(Scheduler([task("processing"), missing])) == [text]
+    assert caplog.messages == [text]
+
+
+def test_while_inputs_are_made_only_the_log_tells(caplog):
+    assert told(Scheduler([task("processing"), task("waiting", needs=["b", "a"])])) == []
+    assert caplog.messages[0].endswith("task is waiting for 2 tasks, such as a.")
+
+
+def test_the_first_ones_are_named():
+    (text,) = told(Scheduler([task("processing"), *[task("queued")] * 6]))
+    assert "rank 4" in text
+    assert "rank 5" not in text
+    assert text.endswith("; and 2 more.")
+
+
+def test_they_are_told_again_until_it_begins(monkeypatch):
+    monkeypatch.setattr(module, "_AGAIN_S", AFTER_S)
+    scheduler = Scheduler([task("processing"), task("queued")])
+
+    async def main():
+        coordinator = Coordinator(8)
+        waiting = Waiting(scheduler, coordinator, AFTER_S)
+        coordinator.join("x", 2, 0, "t0", "a")
+        waiting.watch("x")
+        while len(scheduler.told) < 3:
+            await asyncio.sleep(AFTER_S)
+        coordinator.join("x", 2, 1, "t1", "b")
+        count = len(scheduler.told)
+        await asyncio.sleep(5 * AFTER_S)
+        assert len(scheduler.told) == count
+        assert no_timer_is_left()
+
+    run_clocked(main())
+
+
+def test_a_gang_that_runs_in_time_is_not_told_of():
+    scheduler = Scheduler([task("processing"), task("queued")])
+
+    async def main():
+        coordinator = Coordinator(8)
+        waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
+        coordinator.join("x", 2, 0, "t0", "a")
+        waiting.watch("x")
+        coordinator.join("x", 2, 1, "t1", "b")
+        coordinator.drop("x", 0, "taken back")  # it has waited, but not since it ran
+        coordinator.join("x", 2, 0, "again", "a")
+        await asyncio.sleep(15 * AFTER_S)
+        assert scheduler.told == []
+        await asyncio.sleep(20 * AFTER_S)
+        assert len(scheduler.told) == 1
+
+    run_clocked(main())
+
+
+is_over = threading.Event()
+
+
+def holding(ctx, x, number):
+    is_over.wait(60)
+    return x + ctx.allreduce(1)
+
+
+def test_clients_see_it_as_a_warning():
+    """Of two gangs on one worker one waits for the other."""
+
+    async def main():
+        x = da.ones((2, 2), chunks=(1, 2))
+        async with in_process(1, threads_per_worker=4) as (_, client):
+            futures = [client.compute(spmd(holding, x, ranks=2, number=n)) for n in range(2)]
+            while not seen:
+                await asyncio.sleep(0.02)
+            is_over.set()
+            for future in futures:
+                assert (await future == 3).all()
+
+    with (
+        dask.config.set({"p2p.sections.warn-after": "100 ms"}),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always", P2PWarning)
+        asyncio.run(main())
+    assert "dask_p2p: p2p-spmd-ranks-" in str(seen[0].message)
+
+
+def test_what_a_gang_waits_for():
+    coordinator = Coordinator(8)
+    assert coordinator.wait("x") is None
+    coordinator.join("x", 2, 1, "x1", "a")
+    assert coordinator.wait("x") == Wait(size=2, attempt=0, missing=[0], gangs=[])
+    coordinator.join("x", 2, 0, "x0", "b")
+    assert coordinator.wait("x") is None, "it runs"
+    for gang, worker in (("y", "b"), ("z", "b"), ("w", "c")):
+        coordinator.join(gang, 1, 0, gang, worker)
+    assert coordinator.wait("y") == Wait(1, 0, [], ["x"])
+    assert coordinator.wait("z") == Wait(1, 0, [], ["x", "y"])
+    assert coordinator.wait("w") is None
+    coordinator.leave("x", 0, "x0", "raised", b"error")
+    assert coordinator.wait("x") is None, "its ranks have been stopped"

@@ -1,0 +1,141 @@
+"""Ranks on workers of this process: the end of a worker, and messages that no rank sends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import pytest
+from distributed import Reschedule
+from distributed.protocol.pickle import loads
+
+from dask_p2p import spmd
+from dask_p2p.config import options
+from dask_p2p.engine.attempts import pause_s
+from dask_p2p.sections.gang import rank
+from dask_p2p.sections.gang.coordinator import Order
+from dask_p2p.sections.gang.worker import SectionsPlugin, plugin_on
+from tests.sections.support import be_on_hosts, members_that_run
+from tests.support import in_process, tls_client
+from tests.transports.loopback import wait_until
+
+
+def endless(ctx, x):
+    while True:
+        ctx.barrier()
+
+
+def test_no_thread_outlives_its_worker():
+    async def main():
+        async with in_process(2) as (cluster, client):
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
+            future = client.compute(y)
+            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            for worker in list(cluster.workers.values()):
+                await worker.close(nanny=False)
+            await asyncio.to_thread(wait_until, lambda: members_that_run() == 0)
+            assert not future.done()
+
+    asyncio.run(main())
+
+
+def test_ranks_pause_before_they_come_again(monkeypatch):
+    """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
+    pauses = []
+    monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=pauses.append))
+    for failures in (0, 1, 3):
+        with pytest.raises(Reschedule):
+            rank._raise_end(Order("stopped", failures=failures), options())
+    assert pauses == [pause_s(options(), 1), pause_s(options(), 3)]
+    assert sum(pause_s(options(), 1 + n) for n in range(options().attempts)) > 5
+
+
+def test_all_raise_the_exception_of_one(monkeypatch):
+    def failing(ctx, x):
+        if ctx.rank == 1:
+            raise ZeroDivisionError("of rank 1")
+        ctx.barrier()
+
+    raised = []
+
+    def raise_end(order, options):
+        raised.append(loads(order.error))
+        original(order, options)
+
+    original = rank._raise_end
+    monkeypatch.setattr(rank, "_raise_end", raise_end)
+
+    async def main():
+        async with in_process(2) as (_, client):
+            future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), ranks=4))
+            with pytest.raises(ZeroDivisionError, match="of rank 1"):
+                await future
+            await asyncio.to_thread(wait_until, lambda: len(raised) == 3)
+
+    asyncio.run(main())
+    assert [str(each) for each in raised] == ["of rank 1"] * 3
+    assert "in failing" in raised[0].__notes__[0], "with the traceback"
+
+
+def test_encrypted_clusters_have_encrypted_links():
+    """Ranks of one host exchange by Unix sockets, which do not leave it; so they are told."""
+
+    def think_of_hosts(dask_worker):
+        be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
+
+    x = da.ones((4, 2), chunks=(1, 2))
+    with tls_client() as client:
+        for _ in range(2):
+            y = spmd(lambda ctx, x: x * ctx.allreduce(1), x, ranks=4)
+            assert (y.compute() == 4).all()
+            reached = client.run(protocol)
+            assert {*reached.values()} == {"tls"}
+            client.run(think_of_hosts)
+            x = x + 1 - 1
+
+
+def protocol(dask_worker):
+    return dask_worker.plugins[SectionsPlugin.name].reach.protocol
+
+
+def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
+    """Or nobody would have them dropped."""
+
+    async def main():
+        async with in_process(1) as (cluster, _):
+            plugin, told = await plugin_on(cluster.workers[0]), asyncio.Event()
+
+            async def call(op, **kwargs):
+                await asyncio.sleep(0.1)
+                told.set()
+
+            with plugin.rank_attempt("x", 0, 2) as own:
+                monkeypatch.setattr(own, "_call", call)
+                own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
+                await asyncio.sleep(0.02)  # it has begun
+            await asyncio.wait_for(told.wait(), 60)
+
+    asyncio.run(main())
+
+
+def test_dask_takes_fewer_samples_while_there_are_ranks():
+    def sampled_ms(worker):
+        return worker.periodic_callbacks["profile"].callback_time
+
+    async def main():
+        async with in_process(2) as (cluster, client):
+            workers = list(cluster.workers.values())
+            workers[1].periodic_callbacks["profile"].callback_time = 250
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
+            future = client.compute(y)
+            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            assert [sampled_ms(worker) for worker in workers] == [100, 250]
+            await future.cancel()
+            await asyncio.to_thread(wait_until, lambda: sampled_ms(workers[0]) == 10)
+            assert sampled_ms(workers[1]) == 250
+
+    with dask.config.set({"distributed.worker.profile.enabled": True}):
+        asyncio.run(main())

@@ -1,0 +1,325 @@
+"""Steps that are captured: values, the order of all accesses, and that hosts have nothing to do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.devices import Gpu
+from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu.halo_windows import HaloWindows
+from dask_p2p.sections.gpu.windows import DeviceBarrier
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from tests.sections.emulated import kernel, on_gpu, run_section
+from tests.sections.iterate.test_iterate import reference, star
+from tests.simulation.streams import Meet, Pool, RaceError, Stream
+
+X = np.random.default_rng(0).normal(size=(12, 10))
+CHUNKS = ((3, 4, 5), (6, 4))
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """How often graphs were, by ranks."""
+    found, original = [], Stream.end_capture
+
+    def noted(stream):
+        graph = original(stream)
+        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
+
+    monkeypatch.setattr(Stream, "end_capture", noted)
+    return found
+
+
+def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=Gpu, **kwargs):
+    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
+    y = iterate(
+        kernel(gpu, function), a, depth, steps, boundary=boundary, ranks=ranks,
+        capture=True, **kwargs,
+    )  # fmt: skip
+    (got,) = run_section(gpu, y, [x], device=device)
+    assert np.array_equal(got, reference(function, [x], depth, steps, boundary)[0])
+    gc.collect()
+    gpu.check()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_steps(gpu, replayed, ranks, steps):
+    check(gpu, star, X, 1, steps, ranks=ranks)
+    # The first four are done one by one, and the last one has no exchange behind it. A graph is
+    # tried when it is made.
+    assert len(replayed) == (ranks * (1 + (steps - 5) // 2) if steps > 6 else 0)
+
+
+@pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
+def test_boundaries(gpu, replayed, boundary):
+    check(gpu, star, X, 1, 7, boundary)
+    assert len(replayed) == 8
+
+
+def test_ranks_without_halos_meet_nobody(gpu, replayed):
+    check(gpu, lambda u, out: np.negative(u, out=out), X, 0, 7)
+    assert len(replayed) == 8
+
+
+def test_a_function_that_allocates(gpu, replayed):
+    """What it takes in a graph stays: nothing else may have that memory between replays."""
+    held = []
+
+    def run(u):
+        return u.made(lambda values: values * 2.0).made(lambda v: (v[:-2] + v[2:]) / 2), 0.0
+
+    def until(number):
+        for _ in range(4):
+            held.append(gpu.empty((5, 10), "f8"))
+            held[-1][...] = 7.0
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(run, a, {0: 1}, 19, ranks=4, check_every=5, until=until, capture=True)
+    (got,) = run_section(gpu, y, [X])
+    wanted = X
+    for _ in range(19):
+        wanted = np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)
+    np.testing.assert_allclose(got, wanted)
+    assert all((each.values == 7).all() for each in held)
+    assert len(replayed) > 12
+    gc.collect()
+    gpu.check()
+
+
+def leaps(u, old, out):
+    out[...] = u[2:] + u[:-2] - old[1:-1] / 2
+
+
+@pytest.mark.parametrize("steps", [13, 18, 19, 20])
+def test_levels_of_time_come_round(gpu, replayed, steps):
+    fields = [on_gpu(gpu, da.from_array(x, chunks=(3, 10))) for x in (X, X + 1)]
+    y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, ranks=4, capture=True)
+    found = run_section(gpu, y[0], [X, X + 1])
+    new, old = X, X + 1
+    for _ in range(steps):
+        new, old = np.roll(new, 1, 0) + np.roll(new, -1, 0) - old / 2, new
+    assert np.array_equal(found[0], new)
+    assert np.array_equal(found[1], old)
+    assert len(replayed) == 8 * (steps > 18)  # by sixes: three buffers, two slots
+
+
+def test_until_is_asked_in_time(gpu, replayed):
+    asked = []
+
+    def halved(u, out):
+        out[...] = u / 2
+        return float(abs(out).max())
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(
+        kernel(gpu, halved), a, 0, 100, ranks=4, check_every=7, capture=True,
+        until=lambda most: asked.append(most) or most < 1e-3,
+    )  # fmt: skip
+    (got,) = run_section(gpu, y, [X])
+    steps = 7 * len(asked) // 4
+    assert 7 < steps < 100
+    assert np.array_equal(got, X / 2**steps)
+    assert len(replayed) > 4
+
+
+def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
+    """Those in the midst of a cycle, too; that at its end comes after it."""
+    from dask_p2p.sections.api.context import Context
+
+    made = []
+    monkeypatch.setattr(
+        Context, "is_due", lambda ctx, period, step: period.is_due(step, lambda values: values)
+    )
+    monkeypatch.setattr(Context, "checkpoint", lambda ctx, step, *arrays: made.append(step))
+    check(gpu, star, X, 1, 15, checkpoint_every=5)
+    assert sorted(made) == [5] * 4 + [10] * 4
+    assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14
+
+
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
+    if has_windows:  # but two of the four are on another host
+        monkeypatch.setattr(
+            Connections,
+            "is_on_other_host",
+            lambda own, rank: rank // 2 != own.rank_and_size[0] // 2,
+        )
+    check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
+    assert not replayed
+
+
+def test_hosts_exchange_nothing(gpu, monkeypatch):
+    begin, calls = Connections.begin, []
+
+    def noted(connections, call, *args):
+        calls.append(call.partition(" ")[0])
+        return begin(connections, call, *args)
+
+    monkeypatch.setattr(Connections, "begin", noted)
+    counts = []
+    for steps in (7, 33):
+        calls.clear()
+        check(gpu, star, X, 1, steps, checkpoint_every=None)
+        counts.append(calls.count("update_halo()"))
+    assert counts[0] == counts[1]
+
+
+def test_what_cannot_be_captured_is_named(gpu):
+    def looks(u, out=None):
+        if float(u.get().max()) > 0:
+            out[...] = u
+        return out
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(looks, a, 0, 9, ranks=4, capture=True)
+    with pytest.raises(
+        InputError, match=r"capture: expected a function that only enqueues work .*Capture"
+    ):
+        run_section(gpu, y, [X])
+
+
+def test_memory_may_go_while_steps_are_captured(gpu, replayed):
+    """The garbage collector gives some back at any time, and RMM ends captures of its stream."""
+    held, apply = {}, kernel(gpu, star)
+
+    def loses(u, out):
+        mine = held.setdefault(threading.get_ident(), [gpu.empty(u.shape, u.dtype)])
+        if gpu.capture is not None:
+            mine.clear()
+        apply(u, out=out)
+
+    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
+    y = iterate(loses, a, 1, 9, boundary="periodic", ranks=4, capture=True)
+    (got,) = run_section(gpu, y, [X])
+    assert np.array_equal(got, reference(star, [X], 1, 9, "periodic")[0])
+    assert len(replayed) == 12
+    assert not any(held.values())
+
+
+@pytest.mark.parametrize("how", ["counts steps", "uses another stream"])
+def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
+    steps, other = [], gpu.stream()
+
+    def adds(u, out):
+        out[...] = u
+        if how == "counts steps":
+            steps.append(len(steps))
+            out[...] = float(len(steps))
+        else:
+            captured, gpu.capture = gpu.capture, None
+            gpu.do(other.name, "a kernel")  # at once, and in no graph
+            out.values[...] = u.values + (captured is None)
+            gpu.capture = captured
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(adds, a, 0, 19, ranks=1, capture=True)
+    with pytest.raises(InputError, match=r"differ from its own in \d+ of 960 bytes"):
+        run_section(gpu, y, [X])
+
+
+def test_numpy_blocks_go_on_as_without():
+    y = iterate(star, da.from_array(X, chunks=CHUNKS), 1, 9, capture=True)
+    wanted = reference(star, [X], 1, 9, "periodic")[0]
+    assert np.array_equal(y.compute(scheduler="sync"), wanted)
+
+
+# --- what is lost if one of the rules is
+
+
+def one_slot(monkeypatch):
+    for module in (windows, halo_windows):
+        monkeypatch.setattr(module, "SLOTS", 1)
+
+
+def nobody_waits(monkeypatch):
+    def passes(kernel, own, theirs, peers):
+        own.values[0] += np.uint64(1)
+
+    monkeypatch.setattr(Meet, "meet", passes)
+
+
+def met_before_it_is_packed(monkeypatch):
+    meetings, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
+    put_all, put = HaloWindows.put, DeviceBarrier.put
+
+    def noted(meeting, *args):
+        make(meeting, *args)
+        meetings[threading.get_ident()] = meeting
+
+    def can_put(halo):
+        meetings.pop(threading.get_ident(), None)
+        can = make_ready(halo)
+        if (meeting := meetings.get(threading.get_ident())) is not None:
+            meetings[halo] = meeting
+        return can
+
+    def early(halo, data):
+        if halo in meetings:
+            put(meetings[halo])
+        put_all(halo, data)
+
+    monkeypatch.setattr(DeviceBarrier, "__init__", noted)
+    monkeypatch.setattr(HaloWindows, "can_put", can_put)
+    monkeypatch.setattr(HaloWindows, "put", early)
+    monkeypatch.setattr(DeviceBarrier, "put", lambda meeting: None)
+
+
+@pytest.mark.parametrize("broken", [one_slot, nobody_waits, met_before_it_is_packed])
+def test_each_rule_is_needed(gpu, monkeypatch, broken):
+    broken(monkeypatch)
+    gpu.meeting_timeout_s = 0.5  # of those that are left when one has failed
+    with pytest.raises((RaceError, AssertionError)):
+        check(gpu, star, X, 1, 11)
+
+
+def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
+    monkeypatch.setattr(Pool, "append", lambda pool, owner: None)
+    monkeypatch.setattr(Gpu, "capturing", lambda device: nullcontext(device.stream))
+    with pytest.raises((RaceError, AssertionError, InputError)):
+        test_a_function_that_allocates(gpu, [None] * 13)
+
+
+def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
+    """A peer never comes: the GPU waits no more, and nothing made since then is taken."""
+    runtime, ended = gpu.cupy.cuda.runtime, threading.Event()
+    memset = runtime.memsetAsync
+
+    def noted(*args):
+        memset(*args)
+        ended.set()
+
+    monkeypatch.setattr(runtime, "memsetAsync", noted)
+    monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
+
+    class Ends:
+        has_ended = False
+
+    connections = Ends()
+    device = Gpu(connections)
+    threading.Timer(0.05, lambda: setattr(connections, "has_ended", True)).start()
+    monkeypatch.setattr(
+        windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.IpcHandle("", "", 1, 0, 1, 0)
+    )
+    with device.running([]):
+        ended.set()
+        own = windows.OwnWindow(device, {1: 64})
+        ended.clear()
+        meeting = DeviceBarrier(device, own, [])
+        with pytest.raises(AttemptEndedError):  # or, after half a minute, DeviceLostError
+            device.wait()
+        assert int(own.counters.values[1]) > 0
+        with pytest.raises(AttemptEndedError):
+            device.wait()
+        meeting.put()

@@ -1,0 +1,227 @@
+"""Rims between GPUs: values, and that every access of memory comes after those before it."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import SectionError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.devices import Gpu
+from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.wire.connections import Connections
+from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
+from tests.sections.gangs import connections_of, run_gang
+from tests.sections.iterate.test_iterate import reference, star
+from tests.simulation.streams import Event, RaceError, Stream
+from tests.support import pairwise
+
+X = np.random.default_rng(0).normal(size=(12, 10))
+CHUNKS = ((3, 4, 5), (6, 4))
+
+
+def heat(gpu, steps=5, ranks=4, x=X, **kwargs):
+    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
+    return iterate(kernel(gpu, star), a, 1, steps, ranks=ranks, **kwargs)
+
+
+def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
+    (got,) = run_section(gpu, y, [x], **kwargs)
+    assert np.array_equal(got, reference(star, [x], 1, steps, boundary)[0])
+    gc.collect()
+    gpu.check()
+
+
+@pytest.mark.parametrize(
+    ("beyond", "ranks", "has_windows"),
+    pairwise(
+        [("periodic", True), ("periodic", False), ("nearest", True), (0.5, False)],
+        [1, 2, 6],
+        [True, False],
+    ),
+)
+def test_values(gpu, opened, beyond, ranks, has_windows):
+    boundary, overlap = beyond
+    y = heat(gpu, ranks=ranks, boundary=boundary, overlap=overlap)
+    check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
+    assert len(opened) == (ranks if ranks > 1 else 0)
+    assert all(opened) if has_windows and ranks > 1 else not any(opened)
+
+
+@pytest.mark.parametrize("dtype", ["f8", "c8"])  # of a word each: accesses are known by these
+def test_dtypes(gpu, dtype):
+    x = X.astype(dtype)
+    check(gpu, heat(gpu, x=x), x=x)
+
+
+@pytest.mark.parametrize("exchange", ORDERS[1:])
+def test_orders_of_messages(gpu, opened, exchange):
+    check(gpu, heat(gpu, exchange=exchange, ranks=6))
+    assert all(opened)
+
+
+def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
+    """Of a square of four, those of one row are on one host."""
+    monkeypatch.setattr(
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+    )
+    check(gpu, heat(gpu))
+    assert sorted(opened) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("exchange", ORDERS)
+def test_ranks_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
+    """Of the GPU's memory: nothing is copied to the host. Small halos go through it."""
+    messenger = with_ucx(gpu, monkeypatch)
+    check(gpu, heat(gpu, exchange=exchange))
+    assert sorted(opened) == [[0], [1], [2], [3]]
+    assert len(messenger.sent) == 5 * 4
+    assert not messenger.waiting
+
+
+def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch):
+    original = windows.PeerWindow.__init__
+
+    def opens(window, device, *args):
+        if connections_of(device).rank_and_size[0] == 0:
+            raise cuda_ipc.TransferError("no peer access")
+        original(window, device, *args)
+
+    monkeypatch.setattr(windows.PeerWindow, "__init__", opens)
+    check(gpu, heat(gpu))
+    assert sorted(opened) == [[], [1, 2], [1, 3], [2, 3]]
+
+
+def test_memory_that_cannot_be_exported_is_not_read(gpu, opened, monkeypatch):
+    def refuses(block):
+        raise cuda_ipc.TransferError("managed")
+
+    monkeypatch.setattr(cuda_ipc, "export", refuses)
+    check(gpu, heat(gpu))
+    assert opened == [[]] * 4
+
+
+def test_one_way_neighbours_get_messages(gpu, opened):
+    """Two slots are not enough where nobody waits for the reader."""
+
+    def shifted(u, out):
+        out[:] = u[:-1]
+
+    x = np.arange(12.0)
+    a = on_gpu(gpu, da.from_array(x, chunks=3))
+    y = iterate(kernel(gpu, shifted), a, {0: (1, 0)}, 9, boundary=0.0, ranks=4)
+    (got,) = run_section(gpu, y, [x])
+    assert got.tolist() == [0] * 9 + [0, 1, 2]
+    assert opened == [[]] * 4
+
+
+def test_calls_that_differ_are_found(gpu):
+    ranks = RankGrid(((4, 4),), (2,))
+
+    def function(ctx):
+        with ctx.device.running([]):
+            p = ctx.with_halo(gpu.written(np.ones(4)), boundary="periodic")
+            for _ in range(3):
+                ctx.update_halo(p)
+            if ctx.rank:
+                ctx.barrier()
+            else:
+                ctx.update_halo(p)
+
+    with pytest.raises(
+        SectionError, match=r"rank 0 called update_halo\(\).* and rank 1 called barr"
+    ):
+        run_gang(ranks, function, device=Gpu)
+
+
+# --- what is lost if one of the rules is
+
+
+def one_slot(gpu, monkeypatch):
+    for module in (windows, halo_windows):
+        monkeypatch.setattr(module, "SLOTS", 1)
+
+
+def nobody_waits_for_peers(gpu, monkeypatch):
+    monkeypatch.setattr(windows.PeerWindow, "wait", lambda window, stream, slot: None)
+
+
+def recorded_before_it_is_packed(gpu, monkeypatch):
+    make = windows.OwnWindow.__init__
+
+    def early(own, device, sizes_bytes):
+        make(own, device, sizes_bytes)
+        for event in own.events:  # the other stream follows what was packed for exchanges before
+            event.record = lambda stream, event=event: Event.record(event, device.copies)
+
+    monkeypatch.setattr(windows.OwnWindow, "__init__", early)
+
+
+def unpacked_before_it_is_there(gpu, monkeypatch):
+    copies, opens, record, original = set(), halo_windows.opened, Event.record, Stream.wait_event
+
+    def noted(device, *args):
+        copies.add(device.copies)
+        return opens(device, *args)
+
+    def recorded(event, stream):
+        record(event, stream)
+        event.of_copies = stream in copies and not hasattr(event, "ptr")
+
+    def wait(stream, event):
+        if not getattr(event, "of_copies", False):
+            original(stream, event)
+
+    monkeypatch.setattr(halo_windows, "opened", noted)
+    monkeypatch.setattr(Event, "record", recorded)
+    monkeypatch.setattr(Stream, "wait_event", wait)
+
+
+def pulled_over_what_is_not_unpacked(gpu, monkeypatch):
+    original = Stream.wait_event
+
+    def wait(stream, event):
+        if not hasattr(event, "ptr"):  # else it is the own one of those that peers wait for
+            original(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait)
+    monkeypatch.setattr(
+        gpu.cupy.cuda.runtime,
+        "streamWaitEvent",
+        lambda stream, event: original(gpu.streams[stream], gpu.events[event]),
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        one_slot,
+        nobody_waits_for_peers,
+        recorded_before_it_is_packed,
+        unpacked_before_it_is_there,
+        pulled_over_what_is_not_unpacked,
+    ],
+)
+def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
+    broken(gpu, monkeypatch)
+    with pytest.raises((RaceError, AssertionError)):
+        check(gpu, heat(gpu, steps=9, overlap=overlap), steps=9)
+
+
+def test_windows_go_when_nobody_reads_them(gpu):
+    """Also those of exchanges that the function has forgotten."""
+    check(gpu, heat(gpu))
+    gc.collect()
+    before = gpu.live_bytes
+    for _ in range(3):
+        check(gpu, heat(gpu))
+        gc.collect()
+        assert gpu.live_bytes == before

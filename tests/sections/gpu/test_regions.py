@@ -1,0 +1,744 @@
+"""Regions between GPUs: values, and that every access of memory comes after those before it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_p2p.backends.base import as_it_lies
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.kernels.pitch import engine_pitch
+from dask_p2p.errors import SectionError, TransferError
+from dask_p2p.geometry import block_bounds, box_slices, split_evenly
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.devices import Gpu
+from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
+from dask_p2p.sections.exchange.regions import RegionCall, RegionExchange
+from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.gpu import regions as gpu_regions
+from dask_p2p.sections.gpu.regions import GpuRegions
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
+from dask_p2p.sections.wire import connection
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from tests.sections.emulated import emulated_gpu, with_ucx
+from tests.sections.exchange.test_repartition import cases
+from tests.sections.gangs import connections_of, run_gang
+from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
+from tests.support import pairwise
+
+X = np.random.default_rng(0).normal(size=(48, 40))
+SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
+PAIR = RankGrid(((20, 28), (40,)), (2, 1))
+PART_BYTES = 512  # several parts of a region, in turns through the same slots
+#: Numbers of a rank's events: others have read its share; it has written its first piece.
+READ, WRITTEN = range(2)
+
+
+@pytest.fixture
+def through_host(monkeypatch):
+    """Of each exchange through the host the rank, who gets regions, and who gives some."""
+    found, original = [], RegionExchange.give
+
+    def noted(own, call, regions, targets):
+        found.append((connections_of(own).rank_and_size[0], sorted(regions), sorted(targets)))
+        original(own, call, regions, targets)
+
+    monkeypatch.setattr(RegionExchange, "give", noted)
+    return found
+
+
+def filled(gpu, values):
+    """An array that the function's stream writes, which nobody waits for."""
+    array = gpu.empty(values.shape, values.dtype)
+    return overwritten(gpu, array, values)
+
+
+def overwritten(gpu, array, values):
+    gpu.do(gpu.current[-1].name, "the function", writes=[array])
+    array.values[...] = values
+    return array
+
+
+def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
+    """Call a function of a context and its share of `X` on each rank, as sections do."""
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            function(ctx, X[box_slices(ctx.box)])
+
+    run_gang(ranks, rank_attempt, device=partial(Gpu, part_bytes=part_bytes, **kwargs))
+    gc.collect()
+    gpu.check()
+
+
+def there_and_back(gpu, ctx, own, times=2, **kwargs):
+    """Turn a share, which is overwritten as soon as it may be, and turn the result back."""
+    turned = X.T[box_slices(ctx.box_of((0,), X.T.shape))]
+    for number in range(times):
+        a = filled(gpu, own + number)
+        b = ctx.redistribute(a, (0,), axes=(1, 0), **kwargs)
+        overwritten(gpu, a, -1)
+        b = b.made(lambda values: 2 * values)
+        c = ctx.redistribute(b, from_partition=(0,), axes=(1, 0), out=a, **kwargs)
+        overwritten(gpu, b, b.values + 1)
+        assert np.array_equal(c.get(), 2 * (own + number))
+        assert np.array_equal(b.get(), 2 * (turned + number) + 1)
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "ranks", "has_windows"),
+    pairwise(
+        [0, PART_BYTES, 2**14],
+        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
+        [True, False],
+    ),
+)
+def test_values(gpu, through_host, part_bytes, ranks, has_windows):
+    run(gpu, ranks, partial(there_and_back, gpu), part_bytes, has_windows=has_windows)
+    calls = 0 if has_windows or ranks.size == 1 else 4 * ranks.size
+    assert len(through_host) == calls
+    assert all(sends and receives for _, sends, receives in through_host)
+
+
+def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
+    """Turn a share that is made piece by piece; its pieces are overwritten as soon as they may."""
+    bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
+
+    def make(number):
+        piece = own[(slice(None),) * axis + (slice(bounds[number], bounds[number + 1]),)]
+        made.append(filled(gpu, np.ascontiguousarray(piece)))
+        return made[-1]
+
+    local_block = Pieces(own.dtype, axis, bounds, make)
+    turn = Redistribution(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
+    out = turn.repartition((0,), axes=(1, 0))(local_block)
+    for piece in made:
+        overwritten(gpu, piece, -1)
+    assert len(made) == count
+    assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "has_windows", "axis", "part_bytes"),
+    pairwise(
+        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
+        [1, 3, MOST_PIECES],
+        [True, False],
+        [0, 1],
+        [0, PART_BYTES],
+    ),
+)
+def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
+    turned = partial(in_pieces, gpu, ranks, axis=axis, count=count)
+    run(gpu, ranks, turned, part_bytes, has_windows=has_windows)
+    calls = 0 if has_windows or ranks.size == 1 else ranks.size
+    assert len(through_host) == calls
+    assert all(sends and receives for _, sends, receives in through_host)
+
+
+def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
+    """What reads a piece waits for its own event, and for no later one."""
+    waited, wait = set(), PeerMemory.wait
+
+    def noted(peer, stream, number):
+        waited.add(number)
+        wait(peer, stream, number)
+
+    monkeypatch.setattr(PeerMemory, "wait", noted)
+    run(gpu, PAIR, partial(in_pieces, gpu, PAIR, count=3))
+    first = WRITTEN
+    assert waited == {READ, first, first + 1, first + 2}
+
+
+@pytest.mark.parametrize("exchange", ORDERS[1:])
+def test_orders(gpu, through_host, exchange):
+    run(gpu, SLABS, partial(there_and_back, gpu, exchange=exchange))
+    assert not through_host
+
+
+def test_what_is_read_takes_two_messages(gpu, monkeypatch):
+    """Where it is, and that it has been read."""
+    said, begin = defaultdict(list), Connections.begin
+
+    def noted(connections, call, *args):
+        said[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
+        return begin(connections, call, *args)
+
+    monkeypatch.setattr(Connections, "begin", noted)
+
+    def twice(ctx, own):
+        a = filled(gpu, own)
+        b = ctx.redistribute(a, (1,))
+        said[ctx.rank].clear()
+        ctx.redistribute(a, (1,), out=b)
+
+    run(gpu, PAIR, twice)
+    assert [each[:2] for each in said.values()] == [["descriptors", "read"]] * 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(),
+    permuted=st.booleans(),
+    part_bytes=st.sampled_from([0, 16, 2**12]),
+    dtype=st.sampled_from(["f8", "c8", "i8"]),  # of a word each: accesses are known by words
+)
+def test_any_cut_of_any_array(case, permuted, part_bytes, dtype):
+    ranks, (partition, other), axes, _ = case
+    shape = tuple(map(sum, ranks.chunks))
+    x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
+    y = x.transpose(axes) if permuted else x
+    order = {"axes": axes} if permuted else {}
+
+    def to_another(gpu, ctx):
+        with ctx.device.running([]):
+            a = filled(gpu, x[box_slices(ctx.box_of(partition))])
+            b = ctx.redistribute(a, other or [0], partition, **order)
+            overwritten(gpu, a, 1)
+            assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
+
+    with pytest.MonkeyPatch.context() as patched:
+        gpu = emulated_gpu(patched)
+        run_gang(ranks, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
+        gc.collect()
+        gpu.check()
+
+
+def test_views_of_any_strides_are_read(gpu, through_host):
+    def reversed_and_spread(ctx, own):
+        a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
+        b = ctx.redistribute(a, (1,))
+        wanted = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
+
+    run(gpu, PAIR, reversed_and_spread)
+    assert not through_host
+
+
+def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
+    done, barrier = [], []
+    runtime = gpu.cupy.cuda.runtime
+    names = (
+        (runtime, "ipcOpenMemHandle"),
+        (runtime, "ipcOpenEventHandle"),
+        (runtime, "ipcGetEventHandle"),
+        (gpu, "_empty"),
+    )
+    for where, name in names:
+
+        def noted(original, name, *args):
+            done.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(where, name, partial(noted, getattr(where, name), name))
+
+    def again_and_again(ctx, own):
+        a = filled(gpu, own)
+        out = ctx.redistribute(a, (1,))
+        for _ in range(3):
+            ctx.barrier()
+            if not ctx.rank:
+                barrier.append([*done])
+            ctx.redistribute(a, (1,), out=out)
+            ctx.barrier()
+
+    run(gpu, PAIR, again_and_again)
+    assert {name for _, name in names} == {*done}
+    assert barrier[0] == barrier[1] == barrier[2]
+
+
+def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
+    runtime, events = gpu.cupy.cuda.runtime, []
+    original = runtime.ipcOpenEventHandle
+    monkeypatch.setattr(
+        runtime, "ipcOpenEventHandle", lambda handle: events.append(handle) or original(handle)
+    )
+    monkeypatch.setattr(runtime, "eventDestroy", lambda event: events.pop())
+    run(gpu, PAIR, partial(there_and_back, gpu))
+    assert not events
+    gpu.mappings.close()
+    assert len(gpu.mappings) == 0, "nobody uses one"
+    drop_queue_slots()
+    gc.collect()
+    assert not gpu.live_bytes
+    gpu.check()
+
+
+@pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
+def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
+    """Those of two others, ten rows each: nothing comes beside the very last part."""
+    monkeypatch.setattr(gpu_regions, "_LAST_PART_BYTES", 160)
+    found, original = {}, DeviceQueue.prefetch
+
+    def noted(queue, src, slot_bytes):
+        found.setdefault(queue, []).append((src.shape, slot_bytes))
+        return original(queue, src, slot_bytes)
+
+    def to_columns(ctx, own):
+        ctx.redistribute(filled(gpu, np.ones((10, 60))), (1,), (0,), shape=(30, 60))
+
+    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), to_columns, part_bytes)
+    assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
+
+
+@pytest.mark.parametrize(
+    ("lies", "axes", "shape"),
+    [
+        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # what is made has whole rows along the first axis
+        ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
+        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # cut along the axis that lies first
+    ],
+)
+def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
+    assert shapes_of_parts(gpu, monkeypatch, (24, 8, 10), lies, axes, 4 * 4 * 10) == {shape}
+
+
+def test_parts_of_rows_with_gaps_are_what_copy_engines_copy(gpu, monkeypatch):
+    """They are cut along what lies together, as rows of planes would have no one distance."""
+    monkeypatch.setattr(gpu_regions, "RUN_BYTES", 128)
+    given = (24, 128, 10), (2, 0, 1), (0, 1, 2), 12 * 22 * 10
+    assert shapes_of_parts(gpu, monkeypatch, *given) == {(12, 22, 10), (12, 20, 10)}
+
+
+def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
+    """What is read at a time where an array is cut along axis 1 that was cut along axis 0."""
+    shapes, original = set(), DeviceQueue.prefetch
+    whole = np.arange(prod(shape), dtype="f8").reshape(shape)
+
+    def noted(queue, src, slot_bytes):
+        part = as_it_lies(src)[0]
+        assert part.shape[-1] * 8 < 128 or engine_pitch(part.shape, part.strides, 8)
+        shapes.add(src.shape)
+        return original(queue, src, slot_bytes)
+
+    def repartition(ctx, _):
+        own = whole[box_slices(ctx.box_of((0,), whole.shape))]
+        back = tuple(map(lies.index, range(3)))
+        a = filled(gpu, np.ascontiguousarray(own.transpose(lies))).transpose(back)
+        partition = (axes.index(1),)
+        b = ctx.redistribute(a, partition, (0,), axes=axes, shape=whole.shape)
+        wanted = whole.transpose(axes)
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(partition, wanted.shape))])
+
+    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
+    run(gpu, PAIR, repartition, part_elements * 8)
+    return shapes
+
+
+def test_bytes_are_counted(gpu):
+    def counted(ctx, own):
+        ctx.redistribute(filled(gpu, own), (1,))
+        (_, count, _), *_ = connections_of(ctx).received
+        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
+        assert count >= (48 - len(own)) * shape[1] * 8
+
+    run(gpu, PAIR, counted)
+
+
+# --- what cannot be read goes through the host
+
+OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
+
+
+def to_columns(gpu, ctx, own):
+    b = ctx.redistribute(filled(gpu, own), (1,))
+    assert np.array_equal(b.get(), X[box_slices(ctx.box_of((1,)))])
+
+
+def test_ranks_of_other_hosts(gpu, through_host, monkeypatch):
+    monkeypatch.setattr(
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+    )
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+    assert len(through_host) == 8
+    assert all(sends == receives == others[rank] for rank, sends, receives in through_host)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
+    """From memory of the GPU: nothing is left that goes through the host's."""
+    messenger = with_ucx(gpu, monkeypatch)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
+    assert not through_host
+    assert len(messenger.sent) == 4 * 4 * 2
+    assert not messenger.waiting
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
+    messenger = with_ucx(gpu, monkeypatch)
+    run(gpu, SLABS, partial(in_pieces, gpu, SLABS, axis=axis))
+    assert not through_host
+    assert len(messenger.sent) == 4 * 2
+
+
+def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
+    """Of 12 x 14 or 10 x 12 elements, and less: some go by UCX, and the rest through the host."""
+    messenger = with_ucx(gpu, monkeypatch)
+    monkeypatch.setattr(connection, "LEAST_BYTES", 110 * 8)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    sent = sum(len(sends) for _, sends, _ in through_host)
+    assert 0 < sent < 2 * 4 * 2
+    assert len(messenger.sent) + sent == 2 * 4 * 2
+
+
+def of_one(monkeypatch, what, name, rank):
+    """Have something that CUDA IPC does fail on one rank."""
+    original = getattr(what, name)
+
+    def refuses(own, device, *args):
+        if connections_of(device).rank_and_size[0] == rank:
+            raise RuntimeError("cudaErrorNotSupported")
+        return original(own, device, *args)
+
+    monkeypatch.setattr(what, name, refuses)
+
+
+@pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
+def test_a_rank_that_local_blocks_no_events(gpu, through_host, monkeypatch, what):
+    of_one(monkeypatch, what, "__init__", 2)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    for rank, sends, receives in through_host:
+        assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
+
+
+def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
+    """Of one call: what is asked for is memory of another allocator, say."""
+    original = cuda_ipc.export
+
+    def sometimes(region):
+        if region.shape[0] == 14:  # of the second rank's share
+            raise TransferError("managed memory")
+        return original(region)
+
+    monkeypatch.setattr(cuda_ipc, "export", sometimes)
+    run(gpu, SLABS, partial(to_columns, gpu))
+    assert sorted(through_host) == OF_THE_SECOND
+
+
+def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
+    """Of one share: its rows reach from the first to the last that others read, with gaps."""
+    original = PeerMemory.mapped
+
+    def fails(own, place, spread_bytes):
+        if spread_bytes == (13 * 40 + 10) * 8:  # of the second rank, which has 14 rows
+            raise TransferError("ipc: the memory cannot be mapped")
+        return original(own, place, spread_bytes)
+
+    monkeypatch.setattr(PeerMemory, "mapped", fails)
+    run(gpu, SLABS, partial(to_columns, gpu))
+    assert sorted(through_host) == OF_THE_SECOND
+
+
+def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "limit_bytes", 2**16)
+    run(gpu, PAIR, partial(there_and_back, gpu), 2**16)
+
+
+# --- the end of an attempt
+
+
+def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
+    """What the others have put on their queues is done before memory is given back."""
+    original = Connections.begin
+
+    def dies(connections, call, *args):
+        if call.endswith("descriptors") and connections.rank_and_size[0] == 1 and len(calls) < 2:
+            calls.append(call)
+        elif call.endswith("descriptors") and connections.rank_and_size[0] == 1:
+            raise OSError("killed")
+        return original(connections, call, *args)
+
+    calls = []
+    monkeypatch.setattr(Connections, "begin", dies)
+    with pytest.raises((OSError, AttemptEndedError)):
+        run(gpu, SLABS, partial(there_and_back, gpu))
+    gc.collect()
+    gpu.check()
+
+
+def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
+    """A rank that gives its share up cannot know whether another one still reads it."""
+    original = Connections.begin
+
+    def fails(connections, call, *args):
+        if call.endswith("read") and connections.rank_and_size[0] == 1:
+            time.sleep(0.2)  # in which the other one puts reads on its queue
+            raise OSError("no more")
+        return original(connections, call, *args)
+
+    def gives_up(ctx, own):
+        a = filled(gpu, own)
+        try:
+            ctx.redistribute(a, (1,))
+        except OSError:
+            failed = True
+        else:
+            failed = False
+        if failed:
+            del a
+            gc.collect()
+            gpu.check()
+            raise OSError("no more")
+
+    monkeypatch.setattr(Connections, "begin", fails)
+    with pytest.raises((OSError, AttemptEndedError)):
+        run(gpu, PAIR, gives_up)
+
+
+def test_calls_that_differ_are_found(gpu):
+    def differing(ctx, own):
+        order = ["pairwise", "diagonal"][ctx.rank]
+        ctx.redistribute(filled(gpu, own), (1,), exchange=order)
+
+    with pytest.raises(SectionError, match=r"rank 0 called redistribute\(\).*pairwise"):
+        run(gpu, PAIR, differing)
+
+
+# --- events
+
+
+def one_after_the_other(gpu, slow):
+    """The second reads from the first, then exchanges with the third, again and again."""
+    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
+
+    def function(ctx, own):
+        regions = ctx.device.region_mover(connections_of(ctx), False)
+        for number in range(6):
+            gives, gets = moves[number % 2]
+            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
+            call = RegionCall(f"call {number}", a.dtype, "auto", (0, 1), 80)
+            regions.bring(
+                call,
+                a,
+                dict.fromkeys(gives.get(ctx.rank, ()), ((0, 4), (0, 20))),
+                dict.fromkeys(gets.get(ctx.rank, ()), out),
+            )
+            if ctx.rank in gets:
+                assert np.array_equal(out.get(), np.full((4, 20), number))
+        regions.settle()
+
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Have each wait for an event find that it was recorded as often as the waiting one's own."""
+    original, wait = Event.record, PeerMemory.wait
+    own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, []
+
+    def record(event, stream):
+        event.count = getattr(event, "count", 0) + 1
+        original(event, stream)
+
+    make = OwnEvents.__init__
+
+    def noted(own, device, count):
+        make(own, device, count)
+        own_of[device] = own.events
+
+    def slowly(peer, stream, number):
+        time.sleep(0.02 * (rank_of[peer] == 0))
+        event = stream.recorder.events[events_of[peer][number]]
+        if event.count != own_of[device_of[peer]][number].count:
+            wrong.append(number)
+        wait(peer, stream, number)
+
+    opened = PeerMemory.__init__
+
+    def known(peer, device, told):
+        opened(peer, device, told)
+        device_of[peer], rank_of[peer] = device, connections_of(device).rank_and_size[0]
+        handles = map(bytes.fromhex, json.loads(told)["events"])
+        events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
+
+    for what, name, value in (
+        (Event, "record", record),
+        (OwnEvents, "__init__", noted),
+        (PeerMemory, "wait", slowly),
+        (PeerMemory, "__init__", known),
+    ):
+        monkeypatch.setattr(what, name, value)
+    return wrong
+
+
+def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
+    one_after_the_other(gpu, counted)
+    assert not counted
+
+
+def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
+    """So the test above would fail without those to all."""
+    original = GpuRegions.bring
+
+    def bring(own, call, local_block, boxes, targets, local=None):
+        every = own._open(connections_of(own), call)
+        own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
+        try:
+            original(own, call, local_block, boxes, targets, local)
+            own.settle()
+        finally:
+            own._near = every
+
+    monkeypatch.setattr(GpuRegions, "bring", bring)
+    one_after_the_other(gpu, counted)
+    assert counted
+
+
+# --- what is lost if one of the rules is
+
+
+def nobody_waits_for(number):
+    def breaks(monkeypatch):
+        wait = PeerMemory.wait
+        monkeypatch.setattr(
+            PeerMemory,
+            "wait",
+            lambda peer, stream, which: None if which == number else wait(peer, stream, which),
+        )
+
+    return breaks
+
+
+def recorded_elsewhere(number):
+    """As if an event were recorded before what it stands for."""
+
+    def breaks(monkeypatch):
+        make = OwnEvents.__init__
+
+        def early(own, device, count):
+            make(own, device, count)
+            event, other = own.events[number], device.copies
+            record = event.record
+            event.record = lambda stream: record(other)
+
+        monkeypatch.setattr(OwnEvents, "__init__", early)
+
+    return breaks
+
+
+def without(*, start, end):
+    """The queue does not wait for the stream, or the stream for the queue."""
+
+    within, wait, of_thread = DeviceQueue.within, Stream.wait_event, threading.local()
+
+    @contextmanager
+    def waiting(is_on):
+        of_thread.is_off = not is_on
+        yield
+        of_thread.is_off = False
+
+    @contextmanager
+    def broken(queue, stream):
+        context = within(queue, stream)
+        with waiting(start):
+            context.__enter__()
+        yield
+        with waiting(end):
+            context.__exit__(None, None, None)
+
+    def wait_event(stream, event):
+        if not getattr(of_thread, "is_off", False):
+            wait(stream, event)
+
+    def breaks(monkeypatch):
+        monkeypatch.setattr(DeviceQueue, "within", broken)
+        monkeypatch.setattr(Stream, "wait_event", wait_event)
+
+    return breaks
+
+
+def one_stream_waits(number):
+    def breaks(monkeypatch):
+        reading = DeviceQueue.reading.fget
+        monkeypatch.setattr(
+            DeviceQueue, "reading", property(lambda queue: [reading(queue)[number]])
+        )
+
+    return breaks
+
+
+BOTH = without(start=True, end=True)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "part_bytes"),
+    [
+        (nobody_waits_for(WRITTEN), PART_BYTES),
+        (nobody_waits_for(WRITTEN), 0),
+        (nobody_waits_for(READ), PART_BYTES),
+        (recorded_elsewhere(WRITTEN), PART_BYTES),
+        (recorded_elsewhere(READ), PART_BYTES),
+        (without(start=False, end=True), PART_BYTES),
+        (without(start=True, end=False), PART_BYTES),
+        (one_stream_waits(0), 0),
+        (one_stream_waits(1), PART_BYTES),
+    ],
+)
+def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
+    breaks(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
+
+
+def one_piece_for_all(monkeypatch):
+    """As if a share were whole when its first piece is."""
+    original = PeerMemory.wait
+    first = WRITTEN
+    monkeypatch.setattr(
+        PeerMemory,
+        "wait",
+        lambda peer, stream, number: original(peer, stream, min(number, first)),
+    )
+
+
+def own_pieces_do_not_wait(monkeypatch):
+    careless = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(DeviceQueue, "concurrent", careless)
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        nobody_waits_for(WRITTEN + 1),
+        nobody_waits_for(READ),
+        recorded_elsewhere(WRITTEN + 1),
+        one_piece_for_all,
+        own_pieces_do_not_wait,
+    ],
+)
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
+    breaks(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(in_pieces, gpu, PAIR), part_bytes)
+
+
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+def test_what_stands_for_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
+    BOTH(monkeypatch)
+    run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
+
+
+@pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])
+def test_rules_of_what_comes_through_the_host(gpu, monkeypatch, start, end):
+    without(start=start, end=end)(monkeypatch)
+    with pytest.raises(RaceError):
+        run(gpu, PAIR, partial(there_and_back, gpu, times=1), has_windows=False)

@@ -1,0 +1,248 @@
+"""Memory of another rank, as it is mapped; windows themselves are tested with halos."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from dask_p2p.config import options
+from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.cuda_ipc import IpcHandle
+from dask_p2p.sections.exchange.devices import Gpu
+from dask_p2p.sections.gpu import windows
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.transports.in_place.ipc import IpcTransport
+from tests.sections.emulated import emulated_gpu
+from tests.transports.loopback import wait_until
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the driver is asked to open and to close."""
+    found, runtime = [], emulated_gpu(monkeypatch).cupy.cuda.runtime
+    monkeypatch.setattr(
+        runtime, "ipcOpenMemHandle", lambda handle: found.append(handle.hex()) or 2**20
+    )
+    monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda address: found.append("closed"))
+    return found
+
+
+def place(number, base, offset_bytes=0):
+    return IpcHandle("gpu", f"{number:02}", number, base, 1000, offset_bytes)
+
+
+def test_an_allocation_is_mapped_once(calls):
+    gpu = Gpu(None)
+    memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
+    for offset_bytes in (0, 300, 0):
+        assert memory.mapped(place(1, 5000, offset_bytes), 800) == 2**20 + offset_bytes
+    assert calls == ["01"]
+    memory.mapped(place(2, 6000), 800)
+    assert calls == ["01", "02"]
+    memory.close()
+    assert calls == ["01", "02", "closed", "closed"]
+
+
+def test_an_allocation_in_the_place_of_one_that_is_gone(calls):
+    """CuPy's own pool gives memory back when there is too little of it."""
+    gpu = Gpu(None)
+    memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
+    memory.mapped(place(1, 5000), 800)
+    memory.mapped(place(2, 5500), 800)
+    assert calls == ["01", "closed", "02"]
+    memory.mapped(place(3, 9000), 800)
+    assert calls == ["01", "closed", "02", "03"]
+    memory.close()
+    assert calls == ["01", "closed", "02", "03", "closed", "closed"]
+
+
+def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
+    gpu = Gpu(None)
+    descriptor = OwnEvents(gpu, 2).descriptor(0)
+    monkeypatch.setattr(windows, "separation", lambda own, peer: "they share a process")
+    with pytest.raises(TransferError, match="they share a process"):
+        PeerMemory(gpu, descriptor)
+    monkeypatch.setattr(windows, "separation", lambda own, peer: None)
+    monkeypatch.setattr(windows.cuda_ipc, "peer_obstacle", lambda gpu: f"no access to {gpu}")
+    with pytest.raises(TransferError, match="no access to gpu"):
+        PeerMemory(gpu, descriptor)
+
+
+# --- a process that ends
+
+
+@pytest.fixture
+def other():
+    """The process of another rank, until it is killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def descriptor(calls, monkeypatch, other):
+    """What that rank has told: it has two events."""
+    here = windows._own_peer()
+    there = replace(here, pid=other.pid, process=f"other-{other.pid}")
+    monkeypatch.setattr(windows, "_own_peer", lambda: there)
+    descriptor = OwnEvents(Gpu(None), 2).descriptor(0)
+    monkeypatch.setattr(windows, "_own_peer", lambda: here)
+    return descriptor
+
+
+def test_tasks_and_sections_have_the_same_mappings(calls):
+    """A pool that both read is mapped once."""
+    worker = SimpleNamespace(folder="/nowhere", address="a")
+    transport = IpcTransport(worker, options())
+    own = windows._own_peer()
+    mapping = transport.mappings.acquire(own, place(1, 5000), 1)
+    memory = PeerMemory(gpu := Gpu(None), OwnEvents(gpu, 2).descriptor(0))
+    assert memory.mapped(place(1, 5000), 800) == 2**20
+    assert calls == ["01"]
+    memory.close()
+    transport.mappings.release(mapping)
+    assert own.process == transport.describe().process
+    transport.on_worker_left("unknown")
+    transport.mappings.retire(own.process)
+    transport.mappings.close_unused()
+    assert calls == ["01", "closed"]
+
+
+def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other):
+    memory = PeerMemory(Gpu(None), descriptor)
+    other.kill()
+    wait_until(lambda: memory.has_ended)
+    with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
+        memory.mapped(place(1, 5000), 100)
+    memory.close()
+    assert calls == []
+
+
+def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
+    memory = PeerMemory(Gpu(None), descriptor)
+    memory.mapped(place(1, 5000), 100)
+    memory.close()
+    assert calls == ["01"], "the next section need not map it"
+    other.kill()
+    wait_until(lambda: calls == ["01", "closed"])
+
+
+@pytest.mark.parametrize("which", ["stream", "copies", "queue"])
+def test_memory_that_the_gpu_still_reads_is_closed_after_that(
+    monkeypatch, calls, descriptor, other, which
+):
+    """Whatever the rank's function does meanwhile: it may take long to find out."""
+    gpu = Gpu(None)
+    with gpu.running([]):
+        memory = PeerMemory(gpu, descriptor)
+        memory.mapped(place(1, 5000), 100)
+        busy = gpu.queue.reading[0] if which == "queue" else getattr(gpu, which)
+        asked, working = [], {busy.ptr}
+
+        def query(stream):
+            asked.append(stream)
+            return 600 if stream in working else 0
+
+        monkeypatch.setattr(gpu.module.cuda.runtime, "streamQuery", query)
+        other.kill()
+        wait_until(lambda: asked.count(busy.ptr) > 2)
+        assert calls == ["01"]
+        with pytest.raises(AttemptEndedError), gpu.reading:
+            gpu.check_goes_on()
+        working.clear()
+        wait_until(lambda: calls == ["01", "closed"])
+        memory.close()
+        assert calls == ["01", "closed"]
+
+
+def test_memory_that_graphs_read_is_closed_by_the_rank(calls, descriptor, other):
+    gpu = Gpu(None)
+    with gpu.running([]):
+        memory = PeerMemory(gpu, descriptor)
+        memory.mapped(place(1, 5000), 100)
+        gpu.ending.append(lambda: None)  # as of a meeting
+        other.kill()
+        wait_until(lambda: gpu.has_ended)
+        memory._unmap("as it is called")
+        assert calls == ["01"]
+        memory.close()
+        wait_until(lambda: calls == ["01", "closed"])
+
+
+class Waiting:
+    """A GPU whose streams wait for events of a process, until another one has recorded these."""
+
+    def __init__(self, monkeypatch, runtime, ends=True):
+        self.ends, self.recorded, self.waited = ends, [], []
+        self.until_s = time.monotonic() + 60  # the wait of a test that fails
+        monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if self.is_done else 600)
+        monkeypatch.setattr(runtime, "eventRecord", self.record)
+        wait_for = runtime.streamWaitEvent
+
+        def wait(stream, event):
+            self.waited.append((stream, event))
+            wait_for(stream, event)
+
+        monkeypatch.setattr(runtime, "streamWaitEvent", wait)
+
+    @property
+    def is_done(self):
+        assert time.monotonic() < self.until_s, "the GPU waits for ever"
+        return self.ends and len(self.recorded) == 2
+
+    def record(self, event, stream):
+        self.recorded.append((event, stream))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, other, has_ended):
+    """Also where nobody here has found out yet that the attempt has ended."""
+    gpu = Gpu(SimpleNamespace(has_ended=has_ended))
+    with gpu.running([]):
+        memory = PeerMemory(gpu, descriptor)
+        gpu.peers.append(memory)
+        gpu.closing.append(memory.close)
+        memory.mapped(place(1, 5000), 100)
+        memory.wait(gpu.stream, 0)
+        waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
+        other.kill()
+        with pytest.raises(AttemptEndedError):
+            gpu.wait()
+        assert waiting.is_done
+        (stream,) = {stream for _, stream in waiting.recorded}
+        (probe,) = {stream for stream, _ in waiting.waited}
+        assert len({stream, probe, gpu.stream.ptr, gpu.copies.ptr}) == 4
+    wait_until(lambda: calls == ["01", "closed"])
+
+
+def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
+    """The worker leaves at once: until then nobody gets the memory of the process that ended."""
+    gpu = Gpu(SimpleNamespace(has_ended=True))
+
+    def work():
+        with gpu.running([]):
+            memory = PeerMemory(gpu, descriptor)
+            gpu.peers.append(memory)
+            Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
+            other.kill()
+
+    with pytest.raises(DeviceLostError, match=f"an event of process {other.pid}, which has ended"):
+        work()
+
+
+def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, descriptor, other):
+    gpu = Gpu(None)
+    memory = PeerMemory(gpu, descriptor)
+    memory.close()
+    waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
+    memory._on_end("as it would be called a little too late")
+    other.kill()
+    wait_until(lambda: cuda_ipc.PROCESSES.has_ended(f"other-{other.pid}"))
+    assert waiting.recorded == []
+    assert not gpu.has_ended

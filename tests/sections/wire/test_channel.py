@@ -1,0 +1,209 @@
+"""Large messages between ranks by UCX; each rank is on a host of its own here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.messenger import Messenger
+from dask_p2p.sections.wire import channel as module
+from dask_p2p.sections.wire import connections as links_module
+from dask_p2p.sections.wire.channel import LEAST_BYTES
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.endpoint import Reach
+from tests.sections.gangs import link_to
+from tests.sections.wire.test_connections import BOUND_S, Gang, hosts  # noqa: F401
+from tests.transports.loopback import wait_until
+
+SILENCE_S = 2.0
+LARGE = bytes(range(256)) * (2**22 // 256)
+
+
+class Counted(Messenger):
+    """Notes how long the messages are that it sends."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.sent = []
+
+    def send(self, address, array, tag, **kwargs):
+        self.sent.append(len(array))
+        return super().send(address, array, tag, **kwargs)
+
+
+@pytest.fixture
+def messengers():
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Counted())) for _ in range(2)]
+
+
+@pytest.fixture
+def pair(hosts, messengers):  # noqa: F811
+    with Gang(2, Reach("127.0.0.1"), messengers) as gang:
+        yield gang
+
+
+@pytest.fixture
+def impatient(hosts, messengers):  # noqa: F811
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+        yield gang
+
+
+def swap(payload, into=None):
+    """Have two ranks give each other bytes."""
+
+    def exchange(rank, connections):
+        other = 1 - rank
+        return connections.exchange("swap", {other: payload}, {other: into and into[rank]})[other]
+
+    return exchange
+
+
+def received_bytes(connections):
+    return sum(size_bytes for _, size_bytes, _ in connections.received)
+
+
+def under_way(messengers):
+    return sum(each.under_way for each in messengers)
+
+
+@pytest.mark.parametrize("part_bytes", [2**25, 100_000])
+@pytest.mark.parametrize("knows_length", [False, True])
+def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, knows_length):
+    monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
+    before = [received_bytes(connections) for connections in pair.connections]
+    for _ in range(3):
+        into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if knows_length else None
+        assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
+    for each in messengers:
+        assert sum(each.sent) == 3 * len(LARGE)
+        assert max(each.sent) == min(part_bytes, len(LARGE))
+    for connections, before_bytes in zip(pair.connections, before, strict=True):
+        assert received_bytes(connections) == before_bytes + 3 * len(LARGE)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
+def test_small_ones_go_by_the_socket(pair, messengers, size_bytes):
+    payload = LARGE[:size_bytes]
+    assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
+    assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
+    assert [
+        connections.carries(1 - n, size_bytes) for n, connections in enumerate(pair.connections)
+    ] == [size_bytes >= LEAST_BYTES] * 2
+
+
+def test_ranks_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
+    with Gang(3, messengers=[*messengers, None]) as gang:
+
+        def exchange(rank, connections):
+            others = {0, 1, 2} - {rank}
+            found = connections.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
+            return {each: bytes(data) for each, data in found.items()}
+
+        for rank, found in enumerate(gang.run(exchange)):
+            assert found == dict.fromkeys({0, 1, 2} - {rank}, LARGE)
+        carried = [
+            [connections.carries(r, LEAST_BYTES) for r in range(3)]
+            for connections in gang.connections
+        ]
+    assert carried == [[False, True, False], [True, False, False], [False, False, False]]
+    assert [len(each.sent) for each in messengers] == [1, 1]
+
+
+def test_ranks_of_one_host_open_none(messengers):
+    with Gang(2, messengers=messengers) as gang:
+        assert not any(
+            connections.carries(1 - n, LEAST_BYTES)
+            for n, connections in enumerate(gang.connections)
+        )
+        assert gang.run(swap(LARGE)) == [LARGE, LARGE]
+        assert not any(each.sent for each in messengers)
+
+
+def test_a_rank_that_sends_late_is_waited_for(impatient):
+    def exchange(rank, connections):
+        if rank:
+            time.sleep(2 * SILENCE_S)
+        return swap(LARGE)(rank, connections)
+
+    assert impatient.run(exchange) == [LARGE, LARGE]
+
+
+def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
+    """As over a connection that is cut, of which UCX does not tell."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    errors = [
+        future.exception(BOUND_S) for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2))
+    ]
+    for each in errors:
+        assert isinstance(each, AttemptEndedError)
+    assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
+
+
+def test_a_cut_connection_is_noticed_before_a_header_has_come(impatient, monkeypatch):
+    """No part is due yet, so the socket has to tell."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    monkeypatch.setattr(module.Channel, "expect", lambda _: None)
+    monkeypatch.setattr(links_module, "is_lost", lambda *_: True)
+    for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2)):
+        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
+
+
+@pytest.mark.parametrize("what", ["is woken", "has a peer that closes"])
+def test_what_ends_a_rank_that_waits_for_bytes(pair, monkeypatch, what):
+    """Long before the time is up in which they have to come."""
+    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
+    monkeypatch.setattr(module.Channel, "expect", lambda _: None)
+    is_waiting = threading.Event()
+
+    def exchange(rank, connections):
+        if rank == 0:
+            return connections.exchange("large", {}, {1: bytearray(len(LARGE))})
+        connections.exchange("large", {0: LARGE}, {})
+        wait_until(lambda: link_to(pair.connections[0], 1).receiving is None)
+        is_waiting.set()
+        link_to(connections, 1 - rank).close() if "peer" in what else pair.connections[0].wake()
+        return None
+
+    waiting, _ = pair.begin(exchange)
+    assert is_waiting.wait(BOUND_S)
+    assert isinstance(waiting.exception(BOUND_S), AttemptEndedError)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
+    """Its transports may close before its ranks are told: no fault of the user's function."""
+    messengers[0].close()
+
+    def exchange(rank, connections):
+        other = 1 - rank
+        if sends == (rank == 0):
+            return connections.exchange("large", {other: LARGE}, {})
+        return connections.exchange("large", {}, {other: bytearray(len(LARGE))})
+
+    closing, _ = pair.begin(exchange)
+    error = closing.exception(BOUND_S)
+    assert isinstance(error, AttemptEndedError)
+    assert "broke: the worker is closing" in str(error)
+    pair.wake()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
+    """A rank's call differs: no peer sends what it waits for, or takes what it sends."""
+    monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
+
+    def exchange(rank, connections):
+        if rank:
+            return connections.exchange("another", {0: b""}, {})
+        return connections.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
+
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+        waiting, _ = gang.begin(exchange)
+        assert isinstance(waiting.exception(BOUND_S), SectionError)
+        assert under_way(messengers) == 1 + sends
+    wait_until(lambda: under_way(messengers) == 0)

@@ -1,0 +1,131 @@
+"""How ranks find one that has returned, without a link to it, and how an attempt ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import ExitStack
+
+import pytest
+
+from dask_p2p.errors import SectionError
+from dask_p2p.plans.orders import branch
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from tests.sections.wire import test_connections
+from tests.sections.wire.test_connections import BOUND_S, LARGE, TCP, Gang, tls
+
+# The same fixtures as there.
+gang, hosts, messengers, processes = (
+    getattr(test_connections, name) for name in ("gang", "hosts", "messengers", "processes")
+)
+
+
+def finished(rank, connections):
+    connections.finish()
+    return sorted(other for other, *_ in connections.received)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_the_end_makes_no_links_but_those_of_a_tree(size):
+    with Gang(size) as gang:
+        found = gang.run(finished)
+    for rank, ranks in enumerate(found):
+        above, below, _ = branch(rank, size)
+        assert ranks == [*above, *below]
+
+
+def test_the_end_waits_for_all(gang):
+    """Also for those with whom a rank has no link."""
+    futures = gang.begin(lambda rank, connections: rank == 1 or connections.finish())
+    assert not wait(futures[::2], 0.2).done
+    gang.threads.submit(gang.connections[1].finish).result(BOUND_S)
+    for future in futures[::2]:
+        future.result(BOUND_S)
+
+
+def test_the_end_waits_for_what_has_begun(gang):
+    def exchange(rank, connections):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        end = connections.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
+        connections.finish()
+        return [len(data) for data in end().values()]
+
+    assert gang.run(exchange) == [[LARGE, LARGE]] * 3
+
+
+SIZE = 12  # of whom some have no link with each other, in a tree
+
+
+@pytest.fixture(params=["one process", "one host", "tcp", "tls"])
+def large_gang(request):
+    if request.param != "one process":
+        request.getfixturevalue("processes" if request.param == "one host" else "hosts")
+    with Gang(SIZE, tls() if request.param == "tls" else TCP) as gang:
+        yield gang
+
+
+@pytest.mark.parametrize(("waits", "returns"), [(10, 11), (11, 10), (11, 2), (0, 11), (11, 0)])
+@pytest.mark.parametrize("sends", [True, False])
+def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, sends):
+    """They have no link yet, and none by the tree: the scheduler thinks that all is well."""
+
+    def exchange(rank, connections):
+        if rank == waits:
+            connections.exchange("x", {returns: b"x"} if sends else {}, {returns: None})
+        connections.finish()
+
+    raised = raised_by(large_gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
+    for each in raised:
+        if isinstance(each, SectionError):
+            assert f"rank {returns} called finalize() at the return of its function" in str(each)
+            assert f"rank {waits} called x as number 1" in str(each)
+        else:
+            assert isinstance(each, AttemptEndedError)
+
+
+@pytest.mark.parametrize(("sends", "returns"), [(10, 11), (11, 10), (2, 11), (11, 2)])
+def test_one_that_sends_what_nobody_receives(large_gang, sends, returns):
+    """All have returned, if the kernel has taken it, but some have made other calls."""
+
+    def exchange(rank, connections):
+        if rank == sends:
+            connections.exchange("x", {returns: b"x"}, {})
+        connections.finish()
+
+    raised = raised_by(large_gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
+
+
+def raised_by(gang, what):
+    """Return what ranks raised, after the scheduler's part: one that raises ends all."""
+    futures = gang.begin(what)
+    wait(futures, BOUND_S, FIRST_EXCEPTION)
+    gang.wake()
+    raised = [future.exception(BOUND_S) for future in futures]
+    return [each for each in raised if each is not None]
+
+
+@pytest.mark.parametrize("host", ["processes", "hosts"])
+def test_ranks_meet_among_many_that_are_silent(request, host):
+    """More than the process may have as open files, if it took them all."""
+    request.getfixturevalue(host)
+    with Gang(2) as gang, ExitStack() as closing:
+        *_, name, _, address, port = gang.connections[1].endpoint.split()
+        for family, at in (
+            (socket.AF_UNIX, bytes.fromhex(name)),
+            (socket.AF_INET, (address, int(port))),
+        ):
+            for _ in range(300):
+                made = closing.enter_context(socket.socket(family))
+                made.connect(at)
+        before = len(os.listdir("/proc/self/fd"))
+
+        def exchange(rank, connections):
+            found = connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
+            return bytes(found[1 - rank]), len(os.listdir("/proc/self/fd"))
+
+        for found, opened in gang.run(exchange):
+            assert found == b"abc"
+            assert opened < before + 100

@@ -1,0 +1,552 @@
+"""Links between ranks that are threads here."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from contextlib import closing as closed_at_end
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from distributed import Security
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.messenger import Messenger
+from dask_p2p.sections.wire import connections as module
+from dask_p2p.sections.wire import endpoint
+from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError, RankAddress
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.endpoint import Reach
+from tests.sections.gangs import has_come, partition, stop_listening
+from tests.transports.loopback import wait_until
+
+BOUND_S = 60
+LARGE = 5_000_000  # bytes: more than sockets take at once
+
+
+TCP = Reach("127.0.0.1")
+
+
+@cache
+def tls():
+    """Between workers with certificates of one cluster, which nobody else has."""
+    security = Security.temporary()
+    listening = security.get_listen_args("worker")["ssl_context"]
+    connecting = security.get_connection_args("worker")["ssl_context"]
+    return Reach("127.0.0.1", listening, connecting)
+
+
+class Gang:
+    """Ranks that have started, each with a thread."""
+
+    def __init__(self, size, reach=TCP, messengers=None, first=None):
+        """`first` is how the first rank reaches others, if not as they do."""
+        of_all = (
+            [first or reach, *[reach] * (size - 1)]
+            if messengers is None
+            else [replace(reach, uses_ucx=each is not None) for each in messengers]
+        )
+        self.connections = [Connections(each) for each in of_all]
+        self.peers = [
+            RankAddress("worker", f"{rank:032}", connections.endpoint)
+            for rank, connections in enumerate(self.connections)
+        ]
+        for rank, connections in enumerate(self.connections):
+            connections.start(rank, self.peers)
+        self.threads = ThreadPoolExecutor(size)
+        if messengers is not None:
+            self.run(lambda rank, connections: connections.open_channels(lambda: messengers[rank]))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.wake()  # those that a test that failed has left
+        self.threads.shutdown()
+        for connections in self.connections:
+            connections.close()
+
+    def wake(self):
+        for connections in self.connections:
+            connections.wake()
+
+    def begin(self, what):
+        """Have each rank do something; return futures, by rank."""
+        return [
+            self.threads.submit(what, rank, connections)
+            for rank, connections in enumerate(self.connections)
+        ]
+
+    def run(self, what):
+        return [future.result(BOUND_S) for future in self.begin(what)]
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Have ranks think that each is on a host of its own."""
+    kernels = itertools.count()
+    monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
+
+
+@pytest.fixture
+def messengers():
+    """What three ranks send by UCX with."""
+    with ExitStack() as closing:
+        yield [closing.enter_context(closed_at_end(Messenger(None))) for _ in range(3)]
+
+
+class Nowhere(dict):
+    """Endpoints of a process, none of which finds another one."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Have ranks think that each is in a process of its own."""
+    monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
+
+
+@pytest.fixture(params=["one process", "one host", "tcp", "tls", "ucx"])
+def gang(request):
+    if request.param != "one process":
+        request.getfixturevalue("processes" if request.param == "one host" else "hosts")
+    messengers = request.getfixturevalue("messengers") if request.param == "ucx" else None
+    with Gang(3, tls() if request.param == "tls" else TCP, messengers) as gang:
+        yield gang
+
+
+#: Ranks of whom none has exchanged anything yet.
+UNLINKED = pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
+
+
+@pytest.mark.parametrize("count", [0, 3, LARGE])
+def test_all_exchange_with_all(gang, count):
+    """In both directions at once: sockets take only a part of it before the other side reads."""
+
+    def exchange(rank, connections):
+        others = {0, 1, 2} - {rank}
+        found = connections.exchange(
+            "all", {r: bytes([10 * rank + r]) * count for r in others}, dict.fromkeys(others)
+        )
+        return {r: bytes(data) for r, data in found.items()}
+
+    for _ in range(2):
+        for rank, found in enumerate(gang.run(exchange)):
+            assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
+
+
+def test_one_way_and_in_place(gang):
+    into = bytearray(4)
+
+    def exchange(rank, connections):
+        if rank == 0:
+            return connections.exchange("down", {2: b"abcd"}, {})
+        return connections.exchange("down", {}, {0: into} if rank == 2 else {})
+
+    gang.run(exchange)
+    assert into == b"abcd"
+
+
+def test_ranks_that_have_nothing_for_each_other_need_not_say_so(gang):
+    def talk(rank, connections):
+        if rank < 2:
+            connections.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return connections.exchange("all", dict.fromkeys(others, bytes([rank])), others)
+
+    for rank, found in enumerate(gang.run(talk)):
+        assert found == {other: bytes([other]) for other in {0, 1, 2} - {rank}}
+
+
+def test_a_rank_that_is_ahead_does_not_wait(gang):
+    """What it sends waits in the socket, in order."""
+    ahead = threading.Event()
+
+    def exchange(rank, connections):
+        if rank < 2:
+            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
+        if rank == 0:
+            for number in range(5):
+                connections.exchange("ahead", {1: bytes([number])}, {})
+            ahead.set()
+            return None
+        if rank == 1:
+            assert ahead.wait(BOUND_S)
+            return [connections.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
+        return None
+
+    assert gang.run(exchange)[1] == [*range(5)]
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang, count):
+    def exchange(rank, connections):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+
+        def begin(call):
+            return connections.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
+
+        first = begin("first")
+        second = begin("second")
+        found = [second(), first(), second()]
+        third = begin("third")
+        assert connections.exchange("fourth", {}, {}) == {}
+        return [*found, third()]
+
+    for rank, found in enumerate(gang.run(exchange)):
+        for each in found:
+            assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
+
+
+def test_an_exchange_goes_on_beside_its_rank(gang):
+    """Also of more than sockets take."""
+    arrived = threading.Barrier(3)
+
+    def exchange(rank, connections):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        end = connections.begin(
+            "x", dict.fromkeys(others, bytes(LARGE)), others, in_background=True
+        )
+        arrived.wait(BOUND_S)
+        wait_until(lambda: is_here(connections, others))  # before anybody waits for it
+        return [len(data) for data in end().values()]
+
+    assert gang.run(exchange) == [[LARGE, LARGE]] * 3
+
+
+def is_here(connections, ranks):
+    return all(has_come(connections, rank) for rank in ranks)
+
+
+class EndsLate(threading.Thread):
+    def run(self):
+        super().run()
+        time.sleep(0.1)
+
+
+def test_links_that_are_closed_end_what_goes_on_beside(monkeypatch):
+    """They wait for it: what it waits on is closed next."""
+    gang = Gang(2)
+    gang.run(lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None}))
+    before = {*threading.enumerate()}
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", EndsLate)
+        gang.connections[0].begin("y", {1: bytes(LARGE)}, {1: None}, in_background=True)
+    (in_background,) = {*threading.enumerate()} - before
+    assert in_background.is_alive()
+    gang.connections[0].close()
+    assert not in_background.is_alive()
+    gang.connections[1].close()
+    gang.threads.shutdown()
+
+
+def test_what_goes_on_beside_ends_with_the_link():
+    with Gang(2) as gang:
+        gang.run(
+            lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None})
+        )
+        end = gang.connections[0].begin("y", {1: b""}, {1: None}, in_background=True)
+        partition(gang.connections[1], 0)
+        with pytest.raises(AttemptEndedError):
+            end()
+
+
+def differing(rank, connections):
+    others = dict.fromkeys({0, 1, 2} - {rank})
+    call = "this" if rank != 1 else "that"
+    return connections.exchange(call, dict.fromkeys(others, b"x"), others)
+
+
+def test_different_calls_are_named(gang):
+    futures = gang.begin(differing)
+    wait(futures, BOUND_S, FIRST_EXCEPTION)
+    gang.wake()  # as the scheduler does
+    raised = [future.exception(BOUND_S) for future in futures]
+    named = [each for each in raised if isinstance(each, SectionError)]
+    assert named
+    for each in named:
+        assert "rank 1 called that as number 1" in str(each)
+        assert "called this as number 1" in str(each)
+    assert all(isinstance(each, AttemptEndedError) for each in raised if each not in named)
+
+
+def test_other_lengths_are_different_calls(gang):
+    def exchange(rank, connections):
+        if rank == 2:
+            return None
+        return connections.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
+
+    assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
+
+
+def test_links_that_have_failed_keep_no_frames(gang):
+    """These have the arrays of the attempt."""
+    kept = []
+
+    def second(connections):
+        local_block = np.ones(10)
+        kept.append(weakref.ref(local_block))
+        connections.exchange("second", {}, {1: None})
+
+    def exchange(rank, connections):
+        connections.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
+        if rank == 1:
+            partition(connections, 0)
+            return
+        with suppress(AttemptEndedError):
+            second(connections)
+
+    gc.disable()
+    try:
+        gang.run(lambda rank, connections: rank < 2 and exchange(rank, connections))
+        (local_block,) = kept
+        assert local_block() is None
+    finally:
+        gc.enable()
+
+
+def waiting(rank, connections):
+    return connections.exchange("waits", {}, {1: None}) if rank != 1 else None
+
+
+def test_waking_ends_what_waits(gang):
+    futures = gang.begin(waiting)
+    assert not wait(futures[:1], 0.2).done
+    gang.wake()
+    for future in (futures[0], futures[2]):
+        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
+    with pytest.raises(AttemptEndedError):
+        gang.connections[0].exchange("later", {}, {1: None})
+
+
+def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
+    def exchange(rank, connections):
+        if rank == 1:
+            connections.exchange("first", {0: b"x"}, {})
+            return partition(connections, 0)
+        if rank == 0:
+            connections.exchange("first", {}, {1: None})
+            return connections.exchange("second", {}, {1: None})
+        return None
+
+    error = gang.begin(exchange)[0].exception(BOUND_S)
+    assert isinstance(error, AttemptEndedError)
+    assert "the connection to rank 1 on worker broke" in str(error)
+
+
+@UNLINKED
+def test_a_peer_that_has_gone_cannot_be_reached(gang):
+    stop_listening(gang.connections[1])
+    error = gang.begin(lambda rank, connections: rank or connections.exchange("x", {1: b""}, {}))[
+        0
+    ].exception()
+    assert isinstance(error, AttemptEndedError)
+
+
+@pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
+def test_a_rank_that_takes_nothing_for_long_is_not_lost(hosts, reach):
+    """It computes: its kernel answers."""
+    with Gang(2, replace(reach or tls(), timeout_s=1.0)) as gang:
+
+        def exchange(rank, connections):
+            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})
+            if rank == 0:
+                return connections.exchange("second", {1: bytes(LARGE)}, {})
+            time.sleep(3)
+            return len(connections.exchange("second", {}, {0: None})[0])
+
+        assert gang.run(exchange)[1] == LARGE
+
+
+def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
+    """What it could not send before waits for nothing else to come."""
+    received = endpoint.TlsSocket.recv_into
+
+    def late(made, *args):
+        """Read after all has come that the other end says by itself."""
+        while not made.server_side and select.select([made], [], [], 0.2)[0]:
+            with suppress(BlockingIOError):
+                return received(made, *args)
+        return received(made, *args)
+
+    monkeypatch.setattr(endpoint.TlsSocket, "recv_into", late)
+    monkeypatch.setattr(module, "_SPIN_S", 0)
+    with Gang(2, tls()) as gang:
+        exchanged = gang.run(
+            lambda rank, connections: connections.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
+        )
+        assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
+
+
+@UNLINKED
+def test_a_failure_that_a_function_catches_is_raised_again(gang):
+    stop_listening(gang.connections[1])
+
+    def exchange(rank, connections):
+        with suppress(AttemptEndedError):
+            connections.exchange("first", {1: b""}, {})
+        return connections.exchange("second", {}, {2: None})
+
+    error = gang.begin(lambda rank, connections: rank or exchange(rank, connections))[0].exception(
+        BOUND_S
+    )
+    assert "the connection to rank 1 on worker broke" in str(error)
+
+
+@given(said=st.binary(max_size=100))
+def test_what_strangers_say_ends_nothing(said):
+    with Gang(2) as gang:
+        *_, name, _, host, port = gang.connections[1].endpoint.split()
+        for family, address in (
+            (socket.AF_UNIX, bytes.fromhex(name)),
+            (socket.AF_INET, (host, int(port))),
+        ):
+            with socket.socket(family) as stranger:
+                stranger.connect(address)
+                stranger.sendall(said)
+
+        def exchange(rank, connections):
+            return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+
+        assert gang.run(exchange) == [b"abc", b"abc"]
+
+
+headers = st.builds(
+    HEADER.pack,
+    st.sampled_from([1, 2, 2**64 - 1]),
+    st.sampled_from([0, 3, 4, 2**30 - 1, 2**64 - 1]),
+    st.sampled_from([b"x", b"xx", b"\xff", b""]),
+)
+
+
+@given(said=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
+def test_headers_that_no_rank_sends_are_refused(said):
+    with Gang(2) as gang, socket.socket(socket.AF_UNIX) as made:
+        *_, name, _, _, _ = gang.connections[1].endpoint.split()
+
+        def exchange(rank, connections):
+            if rank == 0:
+                made.connect(bytes.fromhex(name))
+                made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + said)
+                made.shutdown(socket.SHUT_WR)
+                return None
+            return connections.exchange("x", {}, {0: bytearray(3)})
+
+        future = gang.begin(exchange)[1]
+        try:
+            assert future.result(BOUND_S) == {0: said[HEADER.size :][:3]}
+            assert said.startswith(HEADER.pack(1, 3, b"x"))
+        except (SectionError, AttemptEndedError):
+            pass
+
+
+@UNLINKED
+def test_strangers_are_sent_away(gang):
+    """Those of other attempts, others that know no tickets, and those that say nothing."""
+    connections, own = gang.connections[1], gang.peers[1]
+    *_, name, _, host, port = connections.endpoint.split()
+    addresses = [
+        (socket.AF_UNIX, bytes.fromhex(name)),
+        (socket.AF_INET, (host, int(port))),
+    ]
+    strangers = []
+    for family, address in addresses:
+        for said in (
+            b"",
+            b"GET / HTTP/1.0\r\n\r\n",
+            f"{gang.peers[0].token}{'of another attempt':32}".encode(),
+            f"{'nobody':32}{own.token}".encode(),
+            b"\xff" * 64,
+        ):
+            stranger = socket.socket(family)
+            stranger.connect(address)
+            stranger.sendall(said)
+            strangers.append((stranger, len(said)))
+
+    def exchange(rank, connections):
+        if rank == 2:
+            return None
+        return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+
+    assert gang.run(exchange)[:2] == [b"abc", b"abc"]
+    for stranger, said in strangers:
+        if said == 64:
+            stranger.settimeout(BOUND_S)
+            with suppress(ConnectionResetError):
+                while stranger.recv(100):  # by TLS it is told that this is none
+                    pass
+        stranger.close()
+
+
+def test_links_leave_no_descriptor():
+    def exchange(rank, connections):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return connections.exchange("x", dict.fromkeys(others, b"x"), others)
+
+    with Gang(3) as gang:
+        gang.run(exchange)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with Gang(3) as gang:
+            gang.run(exchange)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts):
+    with Gang(2, Reach()) as gang:
+        futures = gang.begin(
+            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
+        )
+        with pytest.raises(SectionError, match="got none here and none on worker"):
+            futures[0].result(BOUND_S)
+
+
+def test_nobody_speaks_openly_with_a_rank_that_encrypts(hosts):
+    with Gang(2, tls(), first=TCP) as gang:
+        futures = gang.begin(
+            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
+        )
+        with pytest.raises(SectionError, match="got tcp here and tls on worker"):
+            futures[0].result(BOUND_S)
+
+
+def test_ranks_without_a_certificate_of_the_cluster_are_sent_away(hosts):
+    with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another one
+        futures = gang.begin(
+            lambda rank, connections: connections.exchange("x", {}, {1 - rank: None})
+        )
+        assert isinstance(futures[0].exception(BOUND_S), AttemptEndedError)
+        assert not wait(futures[1:], 0.2).done
+
+
+@pytest.mark.parametrize(("cores", "spins"), [(2, False), (3, True)])
+def test_ranks_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
+    looks = []
+    poll = module.select.poll
+    monkeypatch.setattr(module.select, "poll", lambda: looks.append(1) or poll())
+    monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
+
+    def exchange(rank, connections):
+        others = dict.fromkeys({0, 1, 2} - {rank})
+        return [connections.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(20)]
+
+    with Gang(3) as gang:
+        gang.run(exchange)
+        looks.clear()  # those for connections
+        gang.run(exchange)
+    assert (len(looks) == 0) == spins
