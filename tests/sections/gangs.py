@@ -6,7 +6,7 @@ import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
-from dask_p2p.sections.exchange.devices import HOST
+from dask_p2p.sections.exchange.device import HOST
 from dask_p2p.sections.wire.connection import RankAddress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach

@@ -14,8 +14,8 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.sections.exchange import devices
 from dask_p2p.sections.gang import rank
+from dask_p2p.sections.gpu import device as gpu_device
 from tests.sections.emulated import emulated_gpu, kernel
 from tests.sections.gangs import connections_of, link_to
 from tests.sections.iterate.test_iterate import reference, star
@@ -90,7 +90,7 @@ def fails_once(ctx, x):
 
 
 def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
-    monkeypatch.setattr(devices, "_LINGER_S", 0.05)
+    monkeypatch.setattr(gpu_device, "_LINGER_S", 0.05)
     try:
         y = on_host(spmd(fails_once, array()))
     finally:
@@ -102,7 +102,7 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
 
 def lingers(thread):
     """Whether windows of an attempt that failed stay until this thread ends."""
-    return getattr(thread, "_target", None) is devices._drop_later
+    return getattr(thread, "_target", None) is gpu_device._drop_later
 
 
 def blocks_here(dask_worker):
@@ -126,7 +126,7 @@ def turns(ctx, x):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("order", ["auto", ["comm"]])
 def test_redistributions(gpu, client, monkeypatch, order, fails):
-    monkeypatch.setattr(devices, "_LINGER_S", 0.05)
+    monkeypatch.setattr(gpu_device, "_LINGER_S", 0.05)
     left_bytes = []
     for _ in range(3):
         here["to fail"] = fails

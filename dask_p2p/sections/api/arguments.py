@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import index as as_int
 from typing import Any
 
@@ -19,11 +17,8 @@ from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.seats import room
 from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
+from dask_p2p.sections.gang.inside import gang_may_wait_for_this_thread, is_within_gang
 from dask_p2p.types import DaskArray
-
-_OF_WORKERS = "Client-worker-"  # prefix of the ids of clients in tasks
-_thread = threading.local()
-_running: list[int] = []  # threads of this process that run the function of a gang
 
 
 def check_computed(*given: Any) -> None:
@@ -73,40 +68,14 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
         )
 
 
-@contextmanager
-def within_gang() -> Iterator[None]:
-    """Mark this thread as one that runs the function of a gang, until the context ends."""
-    _thread.is_in_gang = True
-    _running.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        _running.remove(threading.get_ident())
-        _thread.is_in_gang = False
-
-
-def _runs_in_gang() -> bool:
-    """Return whether this thread, outside any task, uses a worker's client while a gang runs.
-
-    The gang's function has then started the thread, and may wait for it.
-    """
-    if not _running:
-        return False
-    from distributed.worker import thread_state
-
-    client = current_client()
-    is_of_worker = client is not None and client.id.startswith(_OF_WORKERS)
-    return is_of_worker and not hasattr(thread_state, "key")
-
-
 def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | None) -> RankGrid:
     """Return the decomposition of an array between ranks.
 
     Raises `InputError` if the number of ranks is invalid here, and `AxesError` if the array has no
     such axis.
     """
-    is_in_gang = getattr(_thread, "is_in_gang", False)
-    if ranks != 1 and not is_in_gang and _runs_in_gang():
+    is_in_gang = is_within_gang()
+    if ranks != 1 and not is_in_gang and gang_may_wait_for_this_thread():
         raise InputError(
             "expected an inner section in the thread that runs the outer section's function, got "
             "one in another thread of its process: each section might wait for the other. Build "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.devices import Host, check_not_masked
+from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 

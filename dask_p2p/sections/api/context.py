@@ -16,7 +16,7 @@ from dask_p2p.plans.rank_halo import rank_halo
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
-from dask_p2p.sections.exchange.devices import HOST, Host, check_kind
+from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, Pending
 from dask_p2p.sections.exchange.halo_messages import HaloCall
 from dask_p2p.sections.exchange.repartition import Redistribution

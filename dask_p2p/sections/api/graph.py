@@ -27,8 +27,9 @@ from dask_p2p.engine.task import Blocks, RankTask, WaitTask
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
-from dask_p2p.sections.exchange.devices import HOST, Host, check_kind, check_not_masked
+from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.gang.coordinator import COMMIT
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.registration import register_sections_if_possible
@@ -207,6 +208,11 @@ class _Body:
     def dtype(self) -> DType:
         """The dtype of the first array."""
         return (*self.dtypes, *self.inputs)[0]
+
+    @staticmethod
+    def context(*given: Any, **options: Any) -> Context:
+        """Return the context of a rank: see `Context`."""
+        return Context(*given, **options)
 
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)

@@ -9,7 +9,7 @@ from operator import index
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.bindings import Bindings
 from dask_p2p.sections.api.collectives import Collectives
-from dask_p2p.sections.exchange.devices import Host
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.gang.state_memory import check_state

@@ -25,7 +25,7 @@ from dask_p2p.ops.fft.stages import (
 )
 from dask_p2p.plans.partitions import transform_stages
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.devices import Host, check_kind
+from dask_p2p.sections.exchange.device import Host, check_kind
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
 from dask_p2p.types import Array, DType
@@ -327,11 +327,11 @@ class _AxesTransform:
         if count < 2 or local_block.nbytes < _PIECE_BYTES:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
-        rank_and_size = axis if self.transform.order is None else order.index(axis)
+        position = axis if self.transform.order is None else order.index(axis)
 
         def piece(number: int) -> Array:
             along = slice(bounds[number], bounds[number + 1])
-            part = local_block[(slice(None),) * rank_and_size + (along,)]
+            part = local_block[(slice(None),) * position + (along,)]
             return self.transform.transformed(part, is_own)
 
         return Pieces(self._dtype(local_block), axis, bounds, piece), True

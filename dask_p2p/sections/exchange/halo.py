@@ -13,9 +13,8 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.ops.halo import unread_value
 from dask_p2p.plans.rank_halo import interior_and_boundary
-from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.halo_messages import HaloCall
-from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.types import Array
 
 _MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
@@ -184,11 +183,10 @@ class HaloExchange:
 
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange, and prepare it."""
-        return isinstance(self._moved, HaloWindows) and self._moved.can_put()
+        return self._moved.can_put()
 
     def put(self, data: Array) -> None:
         """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
-        assert isinstance(self._moved, HaloWindows)
         self._fill(data)
         self._moved.put(data)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from dask_p2p.geometry import Box, box_shape, box_slices
 from dask_p2p.plans.rank_halo import RankHalo
+from dask_p2p.sections.exchange.movers import HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -63,7 +64,7 @@ class HaloCall:
     order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
 
 
-class HaloMessages:
+class HaloMessages(HaloMover):
     """Exchanges halos in host memory, in one packed message a neighbour."""
 
     def __init__(self, call: HaloCall) -> None:

@@ -21,6 +21,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.orders import partners
+from dask_p2p.sections.exchange.movers import RegionMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -61,7 +62,7 @@ class LocalRegion(NamedTuple):
     target: Array  # destination
 
 
-class RegionExchange:
+class RegionExchange(RegionMover):
     """Exchanges regions of local blocks in host memory between ranks."""
 
     def __init__(
@@ -81,12 +82,11 @@ class RegionExchange:
     def bring(
         self,
         call: RegionCall,
-        local_block: Array,  # this rank's local block
-        boxes: Mapping[int, Box],  # regions of it to send, by rank
-        targets: Mapping[int, Array],  # destinations of regions to receive, by rank
-        local: LocalRegion | None = None,  # region that stays on this rank
+        local_block: Array,
+        boxes: Mapping[int, Box],
+        targets: Mapping[int, Array],
+        local: LocalRegion | None = None,
     ) -> None:
-        """Exchange regions of local blocks with other ranks."""
         self.give(
             call, {rank: local_block[box_slices(box)] for rank, box in boxes.items()}, targets
         )
@@ -94,7 +94,7 @@ class RegionExchange:
             NUMPY.permute_into(local.target, local_block[box_slices(local.box)], call.axes)
 
     def settle(self) -> None:
-        """Wait until no rank reads the local block any more: in host memory, `bring` has waited."""
+        pass  # `bring` has waited
 
     def prepare(self) -> None:
         """Probe, once, which ranks read each other's memory. A collective call of all ranks.

@@ -12,10 +12,10 @@ from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices, normal_axes
 from dask_p2p.plans.partitions import Moves, moves, partition_of, repartition
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.devices import HOST, Host, check_kind
+from dask_p2p.sections.exchange.device import HOST, Host, check_kind
+from dask_p2p.sections.exchange.movers import RegionMover
 from dask_p2p.sections.exchange.pieces import Pieces
-from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall, RegionExchange
-from dask_p2p.sections.gpu.regions import GpuRegions
+from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
@@ -127,7 +127,7 @@ class Repartition:
     axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
     call: str  # text of the call, the same on all ranks
     mean_elements: int  # mean number of elements from one rank to another
-    regions: RegionExchange | GpuRegions  # moves the data
+    regions: RegionMover  # moves the data
     device: Host = HOST  # device of the local blocks
 
     def __call__(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:

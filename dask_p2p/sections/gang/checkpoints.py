@@ -22,7 +22,7 @@ import numpy as np
 
 from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.state_memory import (
     CHANGED,
     EMPTY,

@@ -16,7 +16,7 @@ from dask_p2p.types import Key
 
 #: Method of Dask's scheduler that adds a graph.
 SUBMIT = "_create_taskstate_from_graph"
-_OF_WORKERS = "Client-worker-"  # prefix of the names of clients inside tasks
+OF_WORKERS = "Client-worker-"  # prefix of the names of clients inside tasks
 
 
 class Nesting:
@@ -44,7 +44,7 @@ class Nesting:
         """Record the tasks of the graph that the scheduler is adding."""
         submitter = self._submitter
         if submitter is None:
-            if client.startswith(_OF_WORKERS):
+            if client.startswith(OF_WORKERS):
                 self._unknown.update(gangs_of(keys))
             return
         outer = self._outer.get(submitter)

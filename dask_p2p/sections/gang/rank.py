@@ -17,11 +17,10 @@ from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import on_missing_plugin
-from dask_p2p.sections.api.arguments import within_gang
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.exchange.devices import device_for
+from dask_p2p.sections.gang.inside import within_gang
 from dask_p2p.sections.gang.progress import Watch
 from dask_p2p.sections.gang.units import Units
+from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError, RankAddress
 from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
@@ -50,15 +49,16 @@ def run_rank(
 ) -> Any:
     """Do the work of a rank's task.
 
-    The body is called with a context and the blocks. Its ``dtype`` is that of the blocks that it
-    returns. Its ``kind`` is that of the blocks that it gets and returns.
+    The body is called with a context, which its method ``context`` returns, and the blocks. Its
+    ``dtype`` is that of the blocks that it returns. Its ``kind`` is that of the blocks that it gets
+    and returns.
     """
     check_readable(ranks, options)
     _, context = current_worker()
     key = (gang, rank)
     try:
         if ranks.size == 1:
-            ctx = Context(ranks, device=device_for(body.kind, options))
+            ctx = body.context(ranks, device=device_for(body.kind, options))
             watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
             with watch.running():
                 watch.made(result := _called(body, ctx, arrays))
@@ -104,7 +104,8 @@ def _run_in_gang(
             reads_memory = "cma" in options.order("numpy") and not options.checksum
             device = device_for(body.kind, options, rank_attempt.connections)
             checkpoints = rank_attempt.checkpoints(order, device)
-            ctx = Context(ranks, rank, rank_attempt.connections, checkpoints, reads_memory, device)
+            own = rank_attempt.connections, checkpoints, reads_memory, device
+            ctx = body.context(ranks, rank, *own)
             of_gang = (
                 rank_attempt.connections,
                 [worker for worker, *_ in order.peers],
@@ -152,7 +153,7 @@ def _started(ucx: UcxTransport | None) -> Messenger | None:
 
 def _attempt(
     rank_attempt: RankAttempt,
-    ctx: Context,
+    ctx: Any,
     body: Callable[..., Any],
     arrays: Sequence[Any],
     watch: Watch,
@@ -189,7 +190,7 @@ def _attempt(
         ctx.device.let_go(is_orderly=False)
 
 
-def _called(body: Callable[..., Any], ctx: Context, arrays: Sequence[Any]) -> Any:
+def _called(body: Callable[..., Any], ctx: Any, arrays: Sequence[Any]) -> Any:
     """Call the function; exceptions with a meaning to Dask become a `SectionError`."""
     try:
         return body(ctx, *arrays)

@@ -15,7 +15,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.interprocess.segments import Segment, SegmentName
-from dask_p2p.sections.exchange.devices import HOST, Host, check_not_masked
+from dask_p2p.sections.exchange.device import HOST, Host, check_not_masked
 from dask_p2p.types import Array
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"

@@ -21,7 +21,7 @@ from distributed.worker import WORKER_ANY_RUNNING
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.context import must_encrypt
-from dask_p2p.sections.exchange.devices import HOST, Host
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gang.coordinator import Order
 from dask_p2p.sections.gang.registration import give_plugin

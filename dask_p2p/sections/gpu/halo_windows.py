@@ -39,6 +39,7 @@ from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.exchange.halo_messages import HaloCall, Packed, elements_of
+from dask_p2p.sections.exchange.movers import HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.gpu.windows import (
     SLOTS,
@@ -53,7 +54,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.devices import Gpu
+    from dask_p2p.sections.gpu.device import Gpu
 
 # Least size of a local block for overlap. On two H200, a 25-point step in float32 took 0.70 ms with
 # overlap and 0.71 ms without at 512 MiB. At 64 MiB it took 0.36 and 0.15 ms: the host's calls
@@ -69,7 +70,7 @@ class _ByteRun(NamedTuple):
     size_bytes: int
 
 
-class HaloWindows:
+class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
     def __init__(self, gpu: Gpu, call: HaloCall) -> None:
@@ -110,18 +111,16 @@ class HaloWindows:
         self._pack(slot, data)
         if self._own is not None:
             self._own.events[slot].record(self._gpu.stream)
-        for packed, rank_and_size in self._down.values():
-            if isinstance(rank_and_size, np.ndarray):
-                self._copy(rank_and_size, packed.whole)
+        for packed, memory in self._down.values():
+            if isinstance(memory, np.ndarray):
+                self._copy(memory, packed.whole)
         if self._down or self._up:
             self._gpu.wait()  # for these copies, and for the last ones out of message buffers
         sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in self._windows}
-        sends |= {rank: _buffer(rank_and_size) for rank, (_, rank_and_size) in self._down.items()}
-        receives |= {rank: _buffer(rank_and_size) for rank, (_, rank_and_size) in self._up.items()}
-        in_background = in_background and bool(
-            self._down or self._up
-        )  # empty messages need no thread
+        sends |= {rank: _buffer(memory) for rank, (_, memory) in self._down.items()}
+        receives |= {rank: _buffer(memory) for rank, (_, memory) in self._up.items()}
+        in_background = in_background and bool(self._down or self._up)  # else no large message
         order, text = self._call.order, self._call.text
         end = begin_in_order(self._connections, order, text, sends, receives, in_background)
         return partial(self._end, self._connections, data, end, slot)
@@ -174,9 +173,9 @@ class HaloWindows:
                     connections.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
-        for packed, rank_and_size in self._up.values():
-            if isinstance(rank_and_size, np.ndarray):
-                self._copy(packed.whole, rank_and_size)
+        for packed, memory in self._up.values():
+            if isinstance(memory, np.ndarray):
+                self._copy(packed.whole, memory)
         for rank, packed in self._received.items():
             if rank in self._up or self._placed[rank] is None:
                 packed.unpack(data)
@@ -265,8 +264,8 @@ def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_
     return found
 
 
-def _buffer(rank_and_size: Array) -> Any:
-    return rank_and_size.data if isinstance(rank_and_size, np.ndarray) else rank_and_size
+def _buffer(memory: Array) -> Any:
+    return memory.data if isinstance(memory, np.ndarray) else memory
 
 
 def _host_memory(size_bytes: int) -> Array:

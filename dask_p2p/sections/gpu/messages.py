@@ -21,7 +21,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.devices import Gpu
+    from dask_p2p.sections.gpu.device import Gpu
 
 
 class GpuMessages:
@@ -93,11 +93,11 @@ class GpuMessages:
             shape[axis] = sum(piece.shape[axis] for piece in pieces)
         whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
         for piece in pieces:
-            rank_and_size = tuple((0, length) for length in piece.shape)
-            if rank_and_size:
-                rank_and_size = along(axis, rank_and_size, (start, start + piece.shape[axis]))
+            box = tuple((0, length) for length in piece.shape)
+            if box:
+                box = along(axis, box, (start, start + piece.shape[axis]))
                 start += piece.shape[axis]
-            self._gpu.queue.permute(whole[box_slices(rank_and_size)], piece, range(piece.ndim))
+            self._gpu.queue.permute(whole[box_slices(box)], piece, range(piece.ndim))
         return whole
 
     def _through_host(

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections.exchange.movers import RegionMover
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
@@ -43,7 +44,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.devices import Gpu
+    from dask_p2p.sections.gpu.device import Gpu
 
 #: Limit of the last part of a read. A kernel puts it into place in 50 µs: the host needs as long
 #: for one more part.
@@ -68,14 +69,14 @@ class _PendingReads(NamedTuple):
     said: Callable[[], Mapping[int, Buffer]]  # waits for acknowledgements, by rank of the reader
 
 
-class GpuRegions:
+class GpuRegions(RegionMover):
     """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory.
 
     Parameters
     ----------
     gpu
         The rank's GPU.
-    links, reads_memory
+    connections, reads_memory
         As for `RegionExchange`.
     """
 

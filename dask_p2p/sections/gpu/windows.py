@@ -38,7 +38,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.devices import Gpu
+    from dask_p2p.sections.gpu.device import Gpu
 
 SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier

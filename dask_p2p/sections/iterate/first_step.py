@@ -13,7 +13,7 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.ops.halo import unread_value
-from dask_p2p.sections.exchange.devices import Host
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
 from dask_p2p.sections.iterate.step_function import StepFunction
 from dask_p2p.types import Array, DType

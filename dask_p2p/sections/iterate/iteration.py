@@ -17,12 +17,12 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
 from dask_p2p.sections.api.graph import LocalBlocks
-from dask_p2p.sections.exchange.devices import Gpu
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart, Pending
 from dask_p2p.sections.exchange.halo_messages import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS, Period
-from dask_p2p.sections.gpu.captured import Captured
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
+from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.step_function import StepFunction
 from dask_p2p.types import Array, DType

@@ -13,7 +13,7 @@ from dask.utils import has_keyword
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.graph import shape_of
 from dask_p2p.sections.exchange.halo import HaloPart
-from dask_p2p.sections.iterate.recorder import check_kept
+from dask_p2p.sections.exchange.recorder import check_kept
 from dask_p2p.types import Array
 
 

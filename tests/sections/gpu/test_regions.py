@@ -25,11 +25,11 @@ from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.devices import Gpu
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.exchange.regions import RegionCall, RegionExchange
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.gpu import regions as gpu_regions
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire import connection

@@ -13,8 +13,8 @@ from dask_p2p.config import options
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle
-from dask_p2p.sections.exchange.devices import Gpu
 from dask_p2p.sections.gpu import windows
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.transports.in_place.ipc import IpcTransport

@@ -14,8 +14,8 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.devices import Gpu
 from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.windows import DeviceBarrier
 from dask_p2p.sections.wire.connection import AttemptEndedError

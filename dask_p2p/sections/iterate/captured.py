@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.devices import Gpu
 from dask_p2p.sections.exchange.halo import HaloArray
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.types import Array
 
 # Memory pools for graphs, by device. They are never dropped: memory of a function that raised is

@@ -27,10 +27,10 @@ from dask_p2p.errors import (
 )
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.exchange import devices
-from dask_p2p.sections.exchange.devices import STEPS_AHEAD, Gpu
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu import halo_windows
+from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.clock import START_S, Clock
@@ -282,7 +282,7 @@ def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
         waited.append(step)
 
     monkeypatch.setattr(Gpu, "wait", wait)
-    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(gpu_device, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for step in range(1, 201):
         if step == 100:
             step_s[0] = 0.0  # the host takes all the time
@@ -342,13 +342,13 @@ def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
 )
 def test_what_options_say_of_reading(staging, order, part_bytes, has_windows):
     with dask.config.set({"p2p.transports.order": order, STAGING: staging}):
-        device = devices.device_for("cupy", options())
+        device = gpu_device.device_for("cupy", options())
     assert (device.part_bytes, device.has_windows) == (part_bytes, has_windows)
 
 
 def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     """It cannot be told to stop: the process has to end."""
-    monkeypatch.setattr(devices, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(gpu_device, "_LONGEST_S", 0.05)
     connections = SimpleNamespace(has_ended=False)
     device = Gpu(connections)
     found, waited = iter([600, 600, 0]), []
@@ -379,9 +379,9 @@ class StartedByHand:
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     clock, later, device = Clock(), [], Gpu(None)
-    monkeypatch.setattr(devices, "time", clock)
+    monkeypatch.setattr(gpu_device, "time", clock)
     monkeypatch.setattr(
-        devices, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
+        gpu_device, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
     )
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
@@ -390,7 +390,7 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     assert gpu.live_bytes == used
     (run,) = later
     run()
-    assert clock.now_s - START_S == pytest.approx(devices._LINGER_S, abs=2 * devices._LOOK_S)
+    assert clock.now_s - START_S == pytest.approx(gpu_device._LINGER_S, abs=2 * gpu_device._LOOK_S)
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
@@ -406,7 +406,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
     used = gpu.live_bytes
     device.let_go(is_orderly=False)
     if not all(ended):
-        time.sleep(3 * devices._LOOK_S)
+        time.sleep(3 * gpu_device._LOOK_S)
         assert gpu.live_bytes == used
         device.peers[1].has_ended = True
     wait_until(lambda: gpu.live_bytes < used)

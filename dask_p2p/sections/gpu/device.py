@@ -1,7 +1,7 @@
-"""Devices of local blocks: the host's memory, or a GPU.
+"""A GPU with local blocks.
 
-On a GPU each rank has a stream of its own. Its function and its exchanges enqueue work there
-without waiting. Values that the host needs are copied down once the stream has made them.
+Each rank has a stream of its own. Its function and its exchanges enqueue work there without
+waiting. Values that the host needs are copied down once the stream has made them.
 
 Dask-CUDA spills objects in a worker's store: outputs, and copies of inputs that other tasks use.
 The working memory of a rank is in no store, so none of it is spilled.
@@ -13,31 +13,31 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.backends import Backend, backend_for, backend_named, device_of
+from dask_p2p.backends import device_of
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError, InputError, UnsupportedArrayError
-from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
-from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.errors import DeviceLostError
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.halo_messages import HaloCall
+from dask_p2p.sections.exchange.movers import HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.lost_events import NOT_READY
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import PeerMemory
-from dask_p2p.sections.iterate.recorder import recorder_of
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports.in_place.ipc import IpcTransport
-from dask_p2p.types import Array, DType, DTypeLike, Kind
+from dask_p2p.types import Array, DType, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU
 _SECONDS_AHEAD = 0.5  # the same in time: it delays the release of a dead process's memory
@@ -46,95 +46,6 @@ _PAUSE_S = 5e-5
 _LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
 _LINGER_S = 60.0  # lifetime of windows that peers may still read, after an attempt that failed
 _LOOK_S = 0.05  # pause between checks of the processes of these peers
-
-
-class Host:
-    """The host: each method completes its work before it returns."""
-
-    kind: ClassVar[Kind] = "numpy"
-    has_ended = False  # True for a GPU that has stopped waiting for lost ranks
-
-    @property
-    def backend(self) -> Backend:
-        """The arrays' backend."""
-        return backend_named(self.kind)
-
-    @property
-    def module(self) -> Any:
-        """The arrays' package."""
-        return self.backend.module
-
-    def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
-        """Return a context for a rank's work with its blocks. At its end the work is done."""
-        return nullcontext()
-
-    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array of zeros."""
-        return self.module.zeros(tuple(shape), dtype)
-
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array with unset values."""
-        return self.backend.empty(shape, dtype)
-
-    has_read_only: ClassVar[bool] = True  # True if arrays can refuse writes
-
-    def read_only(self, array: Array) -> Array:
-        """Return a read-only view if `has_read_only`, else the array."""
-        view: Array = array.view()
-        view.flags.writeable = False
-        return view
-
-    def recorder(self, out: Array) -> Any:
-        """Return a view that refuses lossy writes; None if the device has no such view."""
-        return recorder_of(out)
-
-    def checksum(self, array: Array) -> int:
-        """Return the checksum of an array's bytes, once they are computed."""
-        return checksum(array)
-
-    def as_array(self, value: Any) -> Any:
-        """Return a user's value as an array, if this device converts such values."""
-        return np.asanyarray(value)
-
-    def to_host(self, value: Any) -> Any:
-        """Return an array of this device as a NumPy array, and any other value unchanged."""
-        return value
-
-    def from_host(self, array: Any, like: Any) -> Any:
-        """Return a NumPy array with dimensions as an array of this device, if `like` is one."""
-        return array
-
-    def copy_to_host(self, host_array: Any, array: Array) -> None:
-        """Copy an array into host memory."""
-        np.copyto(host_array, array)
-
-    def copy_from_host(self, array: Array, host_array: Any) -> None:
-        """Copy host memory into an array."""
-        np.copyto(array, host_array)
-
-    def block(self, array: Array, dtype: DType) -> Array:
-        """Return a copy of an array as an output block of the task."""
-        made: Array = np.array(array, dtype)
-        return made
-
-    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
-        """Return an object that exchanges packed halos with other ranks."""
-        return HaloMessages(call)
-
-    def region_mover(
-        self, connections: Connections | None, reads_memory: bool
-    ) -> RegionExchange | GpuRegions:
-        """Return an object that exchanges regions of local blocks with other ranks."""
-        return RegionExchange(connections, reads_memory)
-
-    def keep_up(self, step: int) -> None:
-        """Limit the lead of the host over the device; `step` counts the steps enqueued."""
-
-    def let_go(self, is_orderly: bool) -> None:
-        """Release memory that other ranks read. After an `is_orderly` end none still reads it."""
-
-
-HOST = Host()
 
 
 class Gpu(Host):
@@ -316,12 +227,10 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def halo_mover(self, call: HaloCall) -> HaloMessages | HaloWindows:
+    def halo_mover(self, call: HaloCall) -> HaloMover:
         return HaloWindows(self, call)
 
-    def region_mover(
-        self, connections: Connections | None, reads_memory: bool
-    ) -> RegionExchange | GpuRegions:
+    def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
         return GpuRegions(self, connections, reads_memory)
 
     def let_go(self, is_orderly: bool) -> None:
@@ -361,27 +270,3 @@ def device_for(kind: Kind, options: Options, connections: Connections | None = N
         return HOST
     part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
     return Gpu(connections, "ipc" in options.order(kind), part_bytes)
-
-
-def check_kind(device: Host, name: str, array: Any) -> None:
-    """Refuse an array that is not a plain array of a device.
-
-    Raises `UnsupportedArrayError` if the array is of an unknown kind or more than its bytes, and
-    `InputError` if it is of another kind.
-    """
-    kind = backend_for(array).name
-    if kind != device.kind:
-        module = device.module.__name__
-        raise InputError(
-            f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
-            f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
-        )
-
-
-def check_not_masked(name: str, value: Any) -> None:
-    """Refuse an array whose mask would be lost: `UnsupportedArrayError`."""
-    if np.ma.isMaskedArray(value):
-        raise UnsupportedArrayError(
-            f"{name}: expected a plain array or a number, got {type(value).__name__}, whose mask "
-            f"would be lost. Fill it first, np.ma.filled(...)."
-        )

@@ -1,0 +1,130 @@
+"""Devices of local blocks: the interface, and the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dask_p2p.backends import Backend, backend_for, backend_named
+from dask_p2p.backends.kernels.checksum import checksum
+from dask_p2p.errors import InputError, UnsupportedArrayError
+from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
+from dask_p2p.sections.exchange.movers import HaloMover, RegionMover
+from dask_p2p.sections.exchange.recorder import recorder_of
+from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, DType, DTypeLike, Kind
+
+
+class Host:
+    """The host: each method completes its work before it returns."""
+
+    kind: ClassVar[Kind] = "numpy"
+    has_ended = False  # True for a GPU that has stopped waiting for lost ranks
+
+    @property
+    def backend(self) -> Backend:
+        """The arrays' backend."""
+        return backend_named(self.kind)
+
+    @property
+    def module(self) -> Any:
+        """The arrays' package."""
+        return self.backend.module
+
+    def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
+        """Return a context for a rank's work with its blocks. At its end the work is done."""
+        return nullcontext()
+
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array of zeros."""
+        return self.module.zeros(tuple(shape), dtype)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return an array with unset values."""
+        return self.backend.empty(shape, dtype)
+
+    has_read_only: ClassVar[bool] = True  # True if arrays can refuse writes
+
+    def read_only(self, array: Array) -> Array:
+        """Return a read-only view if `has_read_only`, else the array."""
+        view: Array = array.view()
+        view.flags.writeable = False
+        return view
+
+    def recorder(self, out: Array) -> Any:
+        """Return a view that refuses lossy writes; None if the device has no such view."""
+        return recorder_of(out)
+
+    def checksum(self, array: Array) -> int:
+        """Return the checksum of an array's bytes, once they are computed."""
+        return checksum(array)
+
+    def as_array(self, value: Any) -> Any:
+        """Return a user's value as an array, if this device converts such values."""
+        return np.asanyarray(value)
+
+    def to_host(self, value: Any) -> Any:
+        """Return an array of this device as a NumPy array, and any other value unchanged."""
+        return value
+
+    def from_host(self, array: Any, like: Any) -> Any:
+        """Return a NumPy array with dimensions as an array of this device, if `like` is one."""
+        return array
+
+    def copy_to_host(self, host_array: Any, array: Array) -> None:
+        """Copy an array into host memory."""
+        np.copyto(host_array, array)
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        """Copy host memory into an array."""
+        np.copyto(array, host_array)
+
+    def block(self, array: Array, dtype: DType) -> Array:
+        """Return a copy of an array as an output block of the task."""
+        made: Array = np.array(array, dtype)
+        return made
+
+    def halo_mover(self, call: HaloCall) -> HaloMover:
+        """Return an object that exchanges packed halos with other ranks."""
+        return HaloMessages(call)
+
+    def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
+        """Return an object that exchanges regions of local blocks with other ranks."""
+        return RegionExchange(connections, reads_memory)
+
+    def keep_up(self, step: int) -> None:
+        """Limit the lead of the host over the device; `step` counts the steps enqueued."""
+
+    def let_go(self, is_orderly: bool) -> None:
+        """Release memory that other ranks read. After an `is_orderly` end none still reads it."""
+
+
+HOST = Host()
+
+
+def check_kind(device: Host, name: str, array: Any) -> None:
+    """Refuse an array that is not a plain array of a device.
+
+    Raises `UnsupportedArrayError` if the array is of an unknown kind or more than its bytes, and
+    `InputError` if it is of another kind.
+    """
+    kind = backend_for(array).name
+    if kind != device.kind:
+        module = device.module.__name__
+        raise InputError(
+            f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
+            f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
+        )
+
+
+def check_not_masked(name: str, value: Any) -> None:
+    """Refuse an array whose mask would be lost: `UnsupportedArrayError`."""
+    if np.ma.isMaskedArray(value):
+        raise UnsupportedArrayError(
+            f"{name}: expected a plain array or a number, got {type(value).__name__}, whose mask "
+            f"would be lost. Fill it first, np.ma.filled(...)."
+        )
