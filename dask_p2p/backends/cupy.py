@@ -152,9 +152,9 @@ def _cupy() -> Any:
 @cache
 def _kernels() -> Any:
     _cupy()
-    from dask_p2p.backends.kernels import permute as cupy_kernels
+    from dask_p2p.backends.kernels import permute as kernels
 
-    return cupy_kernels
+    return kernels
 
 
 @cache  # a driver call that each task would repeat

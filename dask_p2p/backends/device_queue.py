@@ -63,10 +63,10 @@ class DeviceQueue:
     ) -> None:
         import cupy
 
-        from dask_p2p.backends.kernels import permute as cupy_kernels
+        from dask_p2p.backends.kernels import permute as kernels
 
         self._cupy = cupy
-        self._kernels = cupy_kernels
+        self._kernels = kernels
         self._low_occupancy = leave_bandwidth
         self.kind = kind
         known: dict[Any, Any] = {} if has_own_streams else self._per_thread.__dict__

@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL:
 
 
 def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
-    """Do what cupy_kernels.permute_into does; return the names of the kernels used."""
+    """Do what kernels.permute.permute_into does; return the names of the kernels used."""
     view = src.transpose(axes)
     assert dst.shape == view.shape
     launches = plan_launches(

@@ -9,7 +9,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 
 from dask_p2p.backends import backend_for, backend_named  # noqa: E402
-from dask_p2p.backends.kernels import permute as cupy_kernels  # noqa: E402
+from dask_p2p.backends.kernels import permute as kernels  # noqa: E402
 from dask_p2p.backends.kernels._launch import WORD_SIZES_BYTES  # noqa: E402
 from dask_p2p.backends.kernels._tiling import VECTOR_TILE  # noqa: E402
 from dask_p2p.errors import BlockMismatchError  # noqa: E402
@@ -29,7 +29,7 @@ def device():
         count = 0
     if not count:
         pytest.skip("no GPU")
-    cupy_kernels.warm_up()
+    kernels.warm_up()
     yield
     cupy.get_default_memory_pool().free_all_blocks()
 
@@ -180,7 +180,7 @@ def test_work_goes_to_the_stream_that_was_named():
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(), None):
         dst.fill(0)
         cupy.cuda.Device().synchronize()
-        cupy_kernels.permute_into(dst, src, (1, 0), stream=stream)
+        kernels.permute_into(dst, src, (1, 0), stream=stream)
         (stream or cupy.cuda.get_current_stream()).synchronize()
         assert (dst == src.T).all()
 
@@ -192,7 +192,7 @@ def test_a_launch_can_be_captured_in_a_graph():
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        cupy_kernels.permute_into(dst, src, (1, 0), stream=stream)
+        kernels.permute_into(dst, src, (1, 0), stream=stream)
         graph = stream.end_capture()
         graph.launch(stream=stream)
     stream.synchronize()
@@ -253,5 +253,5 @@ def test_low_occupancy_gives_the_same(dtype):
     for axes in ((1, 0), (0, 1)):
         shape = tuple(src.shape[axis] for axis in axes)
         dst = cupy.zeros((shape[0], shape[1] + 3), dtype)[:, :-3]
-        cupy_kernels.permute_into(dst, src, axes, low_occupancy=True)
+        kernels.permute_into(dst, src, axes, low_occupancy=True)
         assert dst.get().tobytes() == np.ascontiguousarray(src.get().transpose(axes)).tobytes()

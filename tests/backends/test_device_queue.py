@@ -24,7 +24,7 @@ PARTS = 2 * SLOTS + 1
 def gpu(monkeypatch):
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
-    monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
+    monkeypatch.setattr(dask_p2p.backends.kernels, "permute", kernels(recorder), raising=False)
     monkeypatch.setattr(DeviceQueue, "_per_thread", threading.local())
     monkeypatch.setattr(DeviceQueue, "_kept_slots", KeptSlots())
     monkeypatch.setattr(device, "_private", {})

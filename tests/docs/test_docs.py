@@ -100,15 +100,31 @@ def test_the_walk_is_counted():
     assert set(records) <= classes
 
 
-@pytest.mark.parametrize(("page", "package"), [("design.md", dask_p2p), ("sections.md", sections)])
-def test_every_module_is_named(page, package):
-    table = (DOCS / page).read_text("utf-8").partition("| module ")[2].partition("\n\n")[0]
-    named = {
-        name
-        for row in table.splitlines()[2:]
-        for name in re.findall(r"`(\w+)`", row[: row.find("|", 2)])
-    }
-    assert named == {module.name for module in pkgutil.iter_modules(package.__path__)}
+def names_in(row, column):
+    return re.findall(r"`(\w+)`", row.split("|")[column])
+
+
+def table_of(page, head):
+    text = (DOCS / page).read_text("utf-8")
+    return text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+
+
+def modules_in(path):
+    return {module.name for module in pkgutil.iter_modules(path)}
+
+
+def test_every_module_is_named():
+    named = {name for row in table_of("design.md", "| module ") for name in names_in(row, 1)}
+    assert named == modules_in(dask_p2p.__path__)
+
+
+def test_every_module_of_sections_is_named_in_its_folder():
+    named, folder = {}, None
+    for row in table_of("sections.md", "| folder "):
+        folder = [*names_in(row, 1), folder][0]
+        named.setdefault(folder, set()).update(names_in(row, 2))
+    (root,) = sections.__path__
+    assert named == {name: modules_in([f"{root}/{name}"]) for name in modules_in([root])}
 
 
 def test_the_reference_names_all_that_is_public():

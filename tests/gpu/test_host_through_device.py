@@ -85,15 +85,15 @@ def test_no_more_memory_of_the_gpu_is_taken_than_slots_have(monkeypatch):
 
 def late(monkeypatch):
     """Have kernels begin long after the copies that are queued could be done."""
-    from dask_p2p.backends.kernels import permute as cupy_kernels
+    from dask_p2p.backends.kernels import permute as kernels
 
-    permute = cupy_kernels.permute_into
+    permute = kernels.permute_into
 
     def permute_into(*args, stream, **kwargs):
         spin(stream, 20_000_000)
         permute(*args, stream=stream, **kwargs)
 
-    monkeypatch.setattr(cupy_kernels, "permute_into", permute_into)
+    monkeypatch.setattr(kernels, "permute_into", permute_into)
 
 
 @pytest.mark.parametrize("left_out", [None, "_finish_first"])

@@ -643,7 +643,7 @@ def emulated(monkeypatch):
         begin_copy(to, of)()
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
-    monkeypatch.setattr(dask_p2p.backends, "cupy_kernels", kernels(recorder), raising=False)
+    monkeypatch.setattr(dask_p2p.backends.kernels, "permute", kernels(recorder), raising=False)
     for where, name, value in (
         (HostStreams, "_streams", {}),
         (HostStreams, "_kept_slots", KeptSlots()),

@@ -87,10 +87,10 @@ class HostThroughDeviceQueue(HostQueue):
         size_bytes: int,  # size of the largest part, a multiple of 512
         warn: Callable[..., None],
     ) -> None:
-        from dask_p2p.backends.kernels import permute as cupy_kernels
+        from dask_p2p.backends.kernels import permute as kernels
 
         super().__init__(backend, pinned_output=True)
-        self._kernels = cupy_kernels
+        self._kernels = kernels
         self._streams = HostStreams(warn)
         self._size_bytes, self._warn = size_bytes, warn
         event = partial(self._streams.cupy.cuda.Event, disable_timing=True)
