@@ -19,10 +19,10 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange import device as host_device
-from dask_p2p.sections.gpu import halo_windows, windows
-from dask_p2p.sections.iterate import captured
 from dask_p2p.sections.gpu import device as gpu_device
+from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.iterate import captured
 from dask_p2p.sections.wire import connection, endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
