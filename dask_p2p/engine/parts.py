@@ -27,9 +27,10 @@ _LEAST_PART_BYTES = 2**24  # copied in 0.33 ms, as long as the host needs for al
 
 
 def run_name(key: Any) -> Any:
-    """Return the name of a task's array. For a fused task of `map_on_gpu`, this is its own part.
+    """Return the name of a task's array.
 
-    Dask fuses such a task with the task that makes its input, and joins both names.
+    Dask may fuse a task of `map_on_gpu` with the task that makes its input, and join both names.
+    The array of `map_on_gpu` has the last one.
     """
     name = key[0] if isinstance(key, tuple) else key
     start = name.find(OPERATION) if isinstance(name, str) else -1

@@ -50,9 +50,9 @@ def partners(
 
 
 def branch(rank: int, size: int) -> tuple[list[int], list[int], list[int]]:
-    """Return a member's place in a tree of all: those above and below it, by links of its own.
+    """Return the parent of a rank in a tree of all ranks, its children, and children with children.
 
-    The last ones are those below it that have others below them in turn.
+    The root has no parent.
 
     Examples
     --------

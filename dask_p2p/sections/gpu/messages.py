@@ -31,7 +31,7 @@ class GpuMessages:
     ----------
     gpu
         The rank's GPU.
-    links, reads_memory
+    connections, reads_memory
         As for `RegionExchange`.
     """
 
