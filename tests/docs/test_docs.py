@@ -41,6 +41,39 @@ def test_examples_in_docstrings(name):
         assert doctest.testmod(module).failed == 0
 
 
+_PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=\n\n?[A-Z][\w ]+\n---|\Z)", re.M | re.S)
+
+
+def documented(node):
+    """Return the names in the section Parameters of a function's or a class's docstring."""
+    section = _PARAMETERS.search(ast.get_docstring(node) or "")
+    lines = [line for line in section[1].splitlines() if line[:1].strip()] if section else []
+    names = (name for line in lines for name in line.partition(" : ")[0].split(","))
+    return {name.strip().lstrip("*") for name in names}
+
+
+def taken(node):
+    """Return the names of a function's parameters, or of a class's and its fields."""
+    if isinstance(node, ast.ClassDef):
+        inits = (each for each in node.body if getattr(each, "name", "") == "__init__")
+        fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+        return fields.union(*map(taken, inits))
+    found = node.args
+    several = [each for each in (found.vararg, found.kwarg) if each is not None]
+    return {each.arg for each in (*found.posonlyargs, *found.args, *found.kwonlyargs, *several)}
+
+
+def test_docstrings_name_parameters_that_there_are():
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    checked = 0
+    for path in sorted((ROOT / "dask_p2p").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, kinds) and (names := documented(node)):
+                assert names <= taken(node), (path, node.name)
+                checked += 1
+    assert checked > 40
+
+
 WALK = (DOCS / "walk.md").read_text("utf-8")
 STEP = re.compile(r"^ *(\d+)  (\S+) +(\S+)", re.MULTILINE)
 STEPS = STEP.findall(WALK)
