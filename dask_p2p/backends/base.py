@@ -69,8 +69,8 @@ class Backend(ABC):
 
         On a device the work is queued on the current stream, and the call returns before its end.
 
-        `AxesError` if `axes` is no permutation of the axes of `src`. `BlockMismatchError` if the
-        shape or dtype of `dst` does not match.
+        Raises `AxesError` if `axes` is no permutation of the axes of `src`, and
+        `BlockMismatchError` if the shape or dtype of `dst` does not match.
         """
 
     @abstractmethod

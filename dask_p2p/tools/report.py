@@ -53,7 +53,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A cause of slow transfers, or of a preferred transport not being used."""
+    """A cause of slow transfers, or the reason why a preferred transport is not used."""
 
     workers: tuple[str, ...]  # addresses
     what: str
@@ -97,7 +97,7 @@ class HostPair:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """The result of `check`; it prints as text, and shows as tables in a notebook."""
+    """The result of `check`: text if it is printed, tables in a notebook."""
 
     workers: list[Status]
     links: list[Link]
