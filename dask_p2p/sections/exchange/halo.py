@@ -21,11 +21,21 @@ _MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
 
 
 class HaloPart(NamedTuple):
-    """A part of a local block, and the elements that a stencil reads for it."""
+    """A part of a local block, and the elements that a stencil reads for it.
 
-    data: Array  # the part with its halo: read-only, as NumPy enforces
-    inner: Any  # slices of the part in `data`
-    where: Any  # slices of the part in the local block
+    Attributes
+    ----------
+    data : numpy.ndarray or cupy.ndarray
+        The part with its halo. It is read-only, as NumPy enforces.
+    inner : tuple of slice
+        Slices of the part in `data`.
+    where : tuple of slice
+        Slices of the part in the local block.
+    """
+
+    data: Array
+    inner: Any
+    where: Any
 
 
 class HaloArray:
