@@ -161,14 +161,14 @@ def doubled(monkeypatch, func, left_out=None):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
             yield Step(step.what, step.part, after)
 
-    up = part_streams._Block._up
+    up = part_streams._BlockInTransit._up
 
     def up_late(self, part, slot, stream):
         spin(stream, SPIN_CYCLES)
         up(self, part, slot, stream)
 
     if func is at_once:
-        monkeypatch.setattr(part_streams._Block, "_up", up_late)
+        monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     work = InPinnedMemory(func)
