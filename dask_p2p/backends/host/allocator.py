@@ -41,7 +41,7 @@ _keeping = 0  # contexts of `temporaries_kept` that are open
 
 @cache
 def _glibc() -> Any:
-    """Return the C library if it was told to return memory early, else None."""
+    """Return the C library if its environment sets a low limit, else None."""
     library = ctypes.CDLL(None)
     if getattr(library, "mallopt", None) is None or not _ENVIRONMENT.exists():
         return None
@@ -60,11 +60,11 @@ def keep_small_buffers() -> None:
 
 @contextmanager
 def temporaries_kept() -> Iterator[None]:
-    """Return a context in which freed arrays of up to 32 MiB stay with the process.
+    """Keep the memory of freed arrays of up to 32 MiB in the process, within a context.
 
-    Later arrays reuse their memory. The process then has as much memory as its arrays had at their
-    peak. When the last of concurrent contexts ends, free memory returns to the system. Nothing
-    changes in a process whose environment does not lower the limits of the C library.
+    Later arrays reuse this memory. The process then has as much memory as its arrays had at their
+    peak. When the last of concurrent contexts ends, free memory returns to the system. The context
+    changes a process only if its environment lowers the limits of the C library.
     """
     glibc = _glibc()
     if glibc is None:

@@ -198,6 +198,6 @@ def faults_of_steps(ctx, x):
 @pytest.mark.cluster
 def test_temporaries_of_ranks_on_workers_with_nannies():
     x = da.ones((2, 2**19), chunks=(1, -1))
-    with LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster):
+    with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
         _, pages = dask_p2p.spmd(faults_of_steps, x, per_rank=[0.0])
         assert pages.max().compute() < 500
