@@ -25,10 +25,10 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStreams
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.frames import drops_frames
-from dask_p2p.engine.memory import is_out_of_memory
+from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
 from dask_p2p.engine.parts import OPERATION, GpuMap, is_of_parts, run_name
 from dask_p2p.engine.task import current_worker, go_elsewhere
-from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
+from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record
@@ -208,15 +208,16 @@ class GpuMapBlock:
 
     def _shrink(self, cause: str, where: str) -> None:
         """Plan parts of half the size."""
-        needed_bytes = sum(self.plan.device_bytes(SLOTS))
         smaller = self.of.plan(self.index, self.plan.slot_bytes // 2)
         if len(smaller.parts) == len(self.plan.parts):
-            raise MemoryLimitError(
-                f"out of memory of the GPU of {where} ({cause}) with parts of one element along "
-                f"axis {self.of.axis}: slots take {needed_bytes} bytes, in addition to the "
-                f"function's own memory. Choose another axis=, or use smaller chunks along the "
-                f"other axes.",
-                needed_bytes,
+            parts_bytes, results_bytes = self.plan.device_bytes(SLOTS)
+            slots = {"for parts": parts_bytes, "for their results": results_bytes}
+            raise MemoryNeed(slots, kind=self.kind).error(
+                cause,
+                f"a block in parts of one element along axis {self.of.axis}",
+                where,
+                "The function's own memory is not included. Choose another axis=, or use smaller "
+                "chunks along the other axes.",
             )
         self.plan = smaller
 
