@@ -26,12 +26,12 @@ from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStrea
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
-from dask_p2p.engine.parts import OPERATION, GpuMap, is_of_parts, run_name
-from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.engine.task import FUSABLE, current_worker, go_elsewhere, is_fusable, run_name
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
@@ -115,8 +115,8 @@ def _recorded(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> I
     start_s = time.time()
     task = worker.get_current_task()
     name = run_name(task)
-    if not is_of_parts(task):  # fused with a task that reads it
-        name = f"{OPERATION}-{str(name).rpartition('-')[2]}"
+    if not is_fusable(task):  # fused with a task that reads it
+        name = f"{FUSABLE}-{str(name).rpartition('-')[2]}"
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
 
