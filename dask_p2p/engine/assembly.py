@@ -18,7 +18,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from math import prod
 from time import perf_counter
@@ -28,20 +27,14 @@ import numpy as np
 from dask.utils import format_bytes
 
 from dask_p2p.backends import Queue, Timer, backend_named, device_of
-from dask_p2p.backends.device import device_work, gpu_obstacle
-from dask_p2p.backends.host.pinned import warn_once
-from dask_p2p.backends.pipelines.host_through_device import (
-    HostThroughDeviceQueue,
-    is_for_device,
-    part_bytes,
-)
+from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.local import HeldBlocks
 from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
-from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
+from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
 from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.plans import BlockPlan, Source
@@ -199,8 +192,15 @@ class Assembly:
             remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
             same-host lane        read place  read place        read place        read place ...
         """
-        dtype, is_shared = self.output.dtype, bool(self._remote)
-        queue = queue_for(self.plan, dtype, kind, self.options, self.context, is_shared)
+        dtype, context = self.output.dtype, self.context
+        queue = backend_named(kind).queue_for(
+            prod(self.plan.shape) * dtype.itemsize,
+            dtype,
+            self.options,
+            self._where,
+            None if context is None else context.warn,
+            leave_bandwidth=bool(self._remote),
+        )
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -336,32 +336,3 @@ class Assembly:
         if self._in_sync:
             queue.synchronize()
         return True
-
-
-def queue_for(
-    plan: BlockPlan,
-    dtype: DType,
-    kind: Kind,  # array library of the block
-    options: Options,  # the task's
-    context: TaskContext | None,  # the worker's; None without the plugin
-    leave_bandwidth: bool,  # see `Backend.queue`
-) -> Queue:
-    """Return a new queue for an output block.
-
-    Raises `NoDeviceError` if the options require a GPU and this process has none.
-    """
-    backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
-    if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):
-        return backend.queue(leave_bandwidth=leave_bandwidth)
-    where = where_is(context)
-    obstacle = gpu_obstacle()
-    if obstacle is not None and options.permute_numpy == "auto":
-        return backend.queue(leave_bandwidth=leave_bandwidth)
-    if obstacle is not None:
-        raise NoDeviceError(
-            f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "
-            f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
-            f"p2p.permute-numpy to cpu."
-        )
-    warn = partial(warn_once, None if context is None else context.warn, where)
-    return HostThroughDeviceQueue(backend, part_bytes(options.staging_limit_bytes), warn)
