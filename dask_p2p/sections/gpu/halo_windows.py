@@ -38,8 +38,8 @@ import numpy as np
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
-from dask_p2p.sections.exchange.halo_messages import HaloCall, Packed, elements_of
-from dask_p2p.sections.exchange.movers import HaloMover
+from dask_p2p.sections.exchange.halo_messages import Packed, elements_of
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.gpu.windows import (
     SLOTS,
@@ -73,17 +73,13 @@ class _ByteRun(NamedTuple):
 class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, call: HaloCall) -> None:
-        self._gpu, self._halo, self._dtype, self._connections = (
-            gpu,
-            call.halo,
-            call.dtype,
-            call.connections,
-        )
-        self._call, halo = call, call.halo
+    def __init__(self, gpu: Gpu, call: ExchangeCall, connections: Connections | None) -> None:
+        self._gpu, self._call, self._connections = gpu, call, connections
+        self._dtype, self._halo = call.dtype, call.exchange
+        halo = self._halo
         self._exchanges = 0  # number of exchanges so far
         self._sent, self._placed = (
-            {rank: _runs(boxes, halo.shape, self._dtype.itemsize) for rank, boxes in of.items()}
+            {rank: _runs(boxes, halo.after, self._dtype.itemsize) for rank, boxes in of.items()}
             for of in (halo.sends, halo.receives)
         )
         self._received = {rank: self._packed(boxes) for rank, boxes in halo.receives.items()}
