@@ -247,16 +247,14 @@ class GpuRegions(RegionMover):
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
             gpu, (own_rank, size) = self._gpu, connections.rank_and_size
-            ranks = [each for each in range(size) if each != own_rank]
-            near = [
-                each for each in ranks if gpu.has_windows and not connections.is_on_other_host(each)
-            ]
-            own = try_share(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
-            descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
-            self._near = opened(
-                gpu, connections, call.text, descriptors, lambda rank, said: PeerMemory(gpu, said)
+            self._own, self._near = opened(
+                gpu,
+                connections,
+                call.text,
+                {*range(size)} - {own_rank},
+                lambda _: OwnEvents(gpu, _WRITTEN + MOST_PIECES),
+                lambda _, descriptor: PeerMemory(gpu, descriptor),
             )
-            self._own = own
             self._messages.prepare()
         return self._near
 
