@@ -12,13 +12,12 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.plans.rank_halo import rank_halo
+from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, Pending
-from dask_p2p.sections.exchange.halo_messages import HaloCall
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
@@ -112,14 +111,16 @@ class Context(Stepping, Transforms):
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind)
-        around = rank_halo(self._ranks, self.rank, widths, beyond, bool(corners))
+        halo = halo_exchange(self._ranks, self.rank, widths, beyond, bool(corners))
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
             f"boundary {beyond}, corners {bool(corners)}"
         )
         self._halo_arrays += 1
-        halo_call = HaloCall(around, kind, call, self._connections, checked_order(exchange))
-        halo_array = HaloArray(HaloExchange(halo_call, self.device))
+        order = checked_order(exchange)
+        halo_array = HaloArray(
+            HaloExchange(halo, kind, call, self._connections, order, self.device)
+        )
         if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
                 raise InputError(
