@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack
 
@@ -31,7 +32,7 @@ def test_the_end_makes_no_links_but_those_of_a_tree(size):
     with Gang(size) as gang:
         found = gang.run(finished)
     for rank, ranks in enumerate(found):
-        above, below, _ = branch(rank, size)
+        above, below = branch(rank, size)
         assert ranks == [*above, *below]
 
 
@@ -75,7 +76,7 @@ def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, se
             connections.exchange("x", {returns: b"x"} if sends else {}, {returns: None})
         connections.finish()
 
-    raised = raised_by(large_gang, exchange)
+    raised = errors_of(large_gang, exchange)
     assert any(isinstance(each, SectionError) for each in raised), raised
     for each in raised:
         if isinstance(each, SectionError):
@@ -94,13 +95,40 @@ def test_one_that_sends_what_nobody_receives(large_gang, sends, returns):
             connections.exchange("x", {returns: b"x"}, {})
         connections.finish()
 
-    raised = raised_by(large_gang, exchange)
+    raised = errors_of(large_gang, exchange)
     assert any(isinstance(each, SectionError) for each in raised), raised
 
 
-def raised_by(gang, what):
-    """Return what ranks raised, after the scheduler's part: one that raises ends all."""
-    futures = gang.begin(what)
+@pytest.mark.parametrize("gang", ["one process", "one host", "tcp"], indirect=True)
+def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
+    """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
+    late = gang.connections[2]
+    polled, has_polled, root_has_returned = late._wait, threading.Event(), threading.Event()
+
+    def polled_once():
+        ranks = polled()
+        if 0 in ranks and not has_polled.is_set():
+            has_polled.set()
+            root_has_returned.wait(0.3)
+        return ranks
+
+    monkeypatch.setattr(late, "_wait", polled_once)
+
+    def exchange(rank, connections):
+        if rank == 1:
+            assert has_polled.wait(BOUND_S)
+            connections.exchange("x", {2: b"x"}, {})
+        connections.finish()
+        if rank == 0:
+            root_has_returned.set()
+
+    raised = errors_of(gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
+
+
+def errors_of(gang, function):
+    """Return the errors of the ranks. The first one ends the attempt, as the scheduler does."""
+    futures = gang.begin(function)
     wait(futures, BOUND_S, FIRST_EXCEPTION)
     gang.wake()
     raised = [future.exception(BOUND_S) for future in futures]
