@@ -167,7 +167,7 @@ def kernel(gpu, function):
     return run
 
 
-def member_tasks(y):
+def rank_tasks(y):
     """The tasks of a section's ranks, by rank."""
     graph = y.__dask_graph__()
     tasks = [task for task in dict(graph).values() if isinstance(task, RankTask)]
@@ -179,7 +179,7 @@ def run_section(gpu, y, inputs, **kwargs):
 
     `inputs` are the values of its inputs, which are put on the device as blocks.
     """
-    task = member_tasks(y)[0]
+    task = rank_tasks(y)[0]
     ranks, body = task.args[2], task.body
 
     def function(ctx):

@@ -30,10 +30,10 @@ def _of_worker(dask_worker):
     plugin = dask_worker.plugins.get(SectionsPlugin.name)
     ranks = [rank_attempt.rank for rank_attempt in plugin._ranks.values()] if plugin else []
     ranks += plugin.saved.gangs if plugin else []
-    return ranks + ["run_rank"] * members_that_run()
+    return ranks + ["run_rank"] * ranks_that_run()
 
 
-def members_that_run():
+def ranks_that_run():
     """How many threads of this process are in a rank's function."""
     return sum(map(_is_of_rank, sys._current_frames().values()))
 

@@ -18,7 +18,7 @@ from dask_p2p.engine.attempts import pause_s
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gang.coordinator import Order
 from dask_p2p.sections.gang.worker import SectionsPlugin, plugin_on
-from tests.sections.support import be_on_hosts, members_that_run
+from tests.sections.support import be_on_hosts, ranks_that_run
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
 
@@ -33,10 +33,10 @@ def test_no_thread_outlives_its_worker():
         async with in_process(2) as (cluster, client):
             y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
             for worker in list(cluster.workers.values()):
                 await worker.close(nanny=False)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 0)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 0)
             assert not future.done()
 
     asyncio.run(main())
@@ -131,7 +131,7 @@ def test_dask_takes_fewer_samples_while_there_are_ranks():
             workers[1].periodic_callbacks["profile"].callback_time = 250
             y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
             assert [sampled_ms(worker) for worker in workers] == [100, 250]
             await future.cancel()
             await asyncio.to_thread(wait_until, lambda: sampled_ms(workers[0]) == 10)

@@ -1,4 +1,4 @@
-"""How ranks find one that has returned, without a link to it, and how an attempt ends."""
+"""Connection setup with a rank that has returned, and the end of an attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def finished(rank, connections):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_the_end_makes_no_links_but_those_of_a_tree(size):
+def test_the_end_makes_only_the_connections_of_a_tree(size):
     with Gang(size) as gang:
         found = gang.run(finished)
     for rank, ranks in enumerate(found):
@@ -36,8 +36,8 @@ def test_the_end_makes_no_links_but_those_of_a_tree(size):
         assert ranks == [*above, *below]
 
 
-def test_the_end_waits_for_all(gang):
-    """Also for those with whom a rank has no link."""
+def test_the_end_waits_for_all_ranks(gang):
+    """Also for ranks without a connection to this one."""
     futures = gang.begin(lambda rank, connections: rank == 1 or connections.finish())
     assert not wait(futures[::2], 0.2).done
     gang.threads.submit(gang.connections[1].finish).result(BOUND_S)
@@ -45,7 +45,7 @@ def test_the_end_waits_for_all(gang):
         future.result(BOUND_S)
 
 
-def test_the_end_waits_for_what_has_begun(gang):
+def test_the_end_waits_for_an_exchange_that_has_begun(gang):
     def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
         end = connections.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
@@ -55,7 +55,7 @@ def test_the_end_waits_for_what_has_begun(gang):
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
 
 
-SIZE = 12  # of whom some have no link with each other, in a tree
+SIZE = 12  # in a tree, some of these have no connection to each other
 
 
 @pytest.fixture(params=["one process", "one host", "tcp", "tls"])
@@ -68,8 +68,8 @@ def large_gang(request):
 
 @pytest.mark.parametrize(("waits", "returns"), [(10, 11), (11, 10), (11, 2), (0, 11), (11, 0)])
 @pytest.mark.parametrize("sends", [True, False])
-def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, sends):
-    """They have no link yet, and none by the tree: the scheduler thinks that all is well."""
+def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, returns, sends):
+    """They have no connection yet, and none in the tree. The scheduler notices nothing."""
 
     def exchange(rank, connections):
         if rank == waits:
@@ -87,8 +87,8 @@ def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, se
 
 
 @pytest.mark.parametrize(("sends", "returns"), [(10, 11), (11, 10), (2, 11), (11, 2)])
-def test_one_that_sends_what_nobody_receives(large_gang, sends, returns):
-    """All have returned, if the kernel has taken it, but some have made other calls."""
+def test_a_rank_that_sends_to_a_rank_that_has_returned(large_gang, sends, returns):
+    """The kernel may accept the message, and all functions return. But the calls differ."""
 
     def exchange(rank, connections):
         if rank == sends:
@@ -136,8 +136,8 @@ def errors_of(gang, function):
 
 
 @pytest.mark.parametrize("host", ["processes", "hosts"])
-def test_ranks_meet_among_many_that_are_silent(request, host):
-    """More than the process may have as open files, if it took them all."""
+def test_ranks_connect_among_many_silent_strangers(request, host):
+    """The process could not have all of them as open files."""
     request.getfixturevalue(host)
     with Gang(2) as gang, ExitStack() as closing:
         *_, name, _, address, port = gang.connections[1].endpoint.split()
