@@ -1,4 +1,4 @@
-"""What is left of gangs on a cluster."""
+"""Checks that gangs leave nothing on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUND_S = 120.0
 
 
 def coordinator_of(plugin):
-    """Who decides for the scheduler's plugin which gangs run."""
+    """Return the coordinator of the scheduler's plugin."""
     return plugin._coordinator
 
 
@@ -34,7 +34,7 @@ def _of_worker(dask_worker):
 
 
 def ranks_that_run():
-    """How many threads of this process are in a rank's function."""
+    """Return the number of this process's threads that run a rank."""
     return sum(map(_is_of_rank, sys._current_frames().values()))
 
 
@@ -45,7 +45,7 @@ def _is_of_rank(frame):
 
 
 async def endpoints_of_ucx(dask_worker):
-    """To how many others a worker has ways by UCX."""
+    """Return the number of workers that a worker has UCX endpoints to."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     try:
         messenger = await context.offload(context.router.transports["ucx"].messenger)
@@ -55,7 +55,7 @@ async def endpoints_of_ucx(dask_worker):
 
 
 def be_on_hosts(next_name):
-    """Have ranks of this process think that they are on the host that is named then."""
+    """Give each later rank of this process the host that `next_name` returns."""
     endpoint._kernel_and_network = next_name
 
 
@@ -63,9 +63,9 @@ def nothing_is_left(client):
     """Wait until nothing of any gang is left: no task, no state, no thread."""
     deadline_s = time.monotonic() + BOUND_S
     while True:
-        gc.collect()  # a client keeps futures whose error was raised: a cycle with its traceback
+        gc.collect()  # futures whose error was raised are in a cycle with its traceback
         scheduler = client.run_on_scheduler(_of_scheduler)
-        workers = client.run(_of_worker, on_error="return")  # one that just leaves need not answer
+        workers = client.run(_of_worker, on_error="return")  # a worker that leaves need not answer
         left = [of for of in workers.values() if not isinstance(of, OSError)]
         if not scheduler and not any(left):
             return

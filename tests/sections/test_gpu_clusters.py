@@ -26,7 +26,7 @@ from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 STAGING = "p2p.transports.ipc.staging-bytes"
-here = {}  # what functions find that travel by their names
+here = {}  # values for functions that are pickled by their names
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_values_and_what_is_left(gpu, client, opened):
         nothing_is_left(client)
         left_bytes.append(gpu.live_bytes)
     assert [*map(len, opened)] == [1] * 6
-    assert len(set(left_bytes)) == 1, "windows, padded shares and outputs have gone"
+    assert len(set(left_bytes)) == 1, "windows, halo arrays and outputs have gone"
 
 
 def fails_once(ctx, x):

@@ -1,4 +1,4 @@
-"""What is known of ranks while they run, and after."""
+"""Records of ranks while they run, and after."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_no_thread_outlives_its_worker():
 
 
 def test_ranks_pause_before_they_come_again(monkeypatch):
-    """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
+    """Immediate attempts would be used up while Dask still sends tasks to a closing worker."""
     pauses = []
     monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=pauses.append))
     for failures in (0, 1, 3):
@@ -80,10 +80,10 @@ def test_all_raise_the_exception_of_one(monkeypatch):
     assert "in failing" in raised[0].__notes__[0], "with the traceback"
 
 
-def test_encrypted_clusters_have_encrypted_links():
-    """Ranks of one host exchange by Unix sockets, which do not leave it; so they are told."""
+def test_encrypted_clusters_have_encrypted_connections():
+    """Ranks of one host would use Unix sockets, so each rank gets a host of its own."""
 
-    def think_of_hosts(dask_worker):
+    def separate_hosts(dask_worker):
         be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
 
     x = da.ones((4, 2), chunks=(1, 2))
@@ -93,7 +93,7 @@ def test_encrypted_clusters_have_encrypted_links():
             assert (y.compute() == 4).all()
             reached = client.run(protocol)
             assert {*reached.values()} == {"tls"}
-            client.run(think_of_hosts)
+            client.run(separate_hosts)
             x = x + 1 - 1
 
 
@@ -101,22 +101,22 @@ def protocol(dask_worker):
     return dask_worker.plugins[SectionsPlugin.name].reach.protocol
 
 
-def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
-    """Or nobody would have them dropped."""
+def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
+    """Otherwise they would never be dropped."""
 
     async def main():
         async with in_process(1) as (cluster, _):
-            plugin, told = await plugin_on(cluster.workers[0]), asyncio.Event()
+            plugin, recorded = await plugin_on(cluster.workers[0]), asyncio.Event()
 
             async def call(op, **kwargs):
                 await asyncio.sleep(0.1)
-                told.set()
+                recorded.set()
 
             with plugin.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
-                await asyncio.sleep(0.02)  # it has begun
-            await asyncio.wait_for(told.wait(), 60)
+                await asyncio.sleep(0.02)  # the call has begun
+            await asyncio.wait_for(recorded.wait(), 60)
 
     asyncio.run(main())
 

@@ -166,9 +166,10 @@ def test_a_rank_that_waits_for_bytes_ends(pair, monkeypatch, end):
         connections.exchange("large", {0: LARGE}, {})
         wait_until(lambda: connection_to(pair.connections[0], 1).receiving is None)
         is_waiting.set()
-        connection_to(connections, 1 - rank).close() if "peer" in what else pair.connections[
-            0
-        ].wake()
+        if end == "is woken":
+            pair.connections[0].wake()
+        else:
+            connection_to(connections, 1 - rank).close()
         return None
 
     waiting, _ = pair.begin(exchange)
