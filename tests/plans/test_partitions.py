@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 
 @st.composite
 def gangs(draw):
-    """Ranks of an array, and another cut of it, or of an array of another shape."""
+    """Ranks of an array, and another partition of it, or of an array of another shape."""
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     ranks = RankGrid.at_most(chunks, draw(st.integers(1, 6)))
     lengths = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
@@ -23,11 +23,12 @@ def gangs(draw):
 
 
 @given(gangs())
-def test_ranks_that_move_their_parts_have_the_array_in_the_other_cut(gang):
-    ranks, shape, partition, other_cut, axes = gang
+def test_ranks_that_move_their_regions_have_the_other_partition(gang):
+    ranks, shape, partition, other_partition, axes = gang
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     y = x.transpose(axes)
-    before, after = repartition(ranks, x.shape, partition), repartition(ranks, y.shape, other_cut)
+    before = repartition(ranks, x.shape, partition)
+    after = repartition(ranks, y.shape, other_partition)
     each = [moves(before, after, axes, rank) for rank in range(ranks.size)]
     for rank, own in enumerate(each):
         made = np.zeros(own.after, int)
@@ -44,7 +45,7 @@ def test_ranks_that_move_their_parts_have_the_array_in_the_other_cut(gang):
 
 
 @given(gangs())
-def test_local_blocks_cover_the_array_once_and_are_cut_along_these_axes(gang):
+def test_local_blocks_cover_the_array_once_and_divide_these_axes(gang):
     ranks, shape, partition, *_ = gang
     new = repartition(ranks, shape, partition)
     assert new.size == ranks.size

@@ -33,7 +33,7 @@ def has_come(connections, rank):
     )
 
 
-def partition(connections, rank):
+def disconnect(connections, rank):
     """End a connection, as if the process at one of its ends had died."""
     made = connection_to(connections, rank).socket
     made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)

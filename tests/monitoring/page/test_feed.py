@@ -74,7 +74,7 @@ def test_nobody_is_asked_unless_somebody_looks():
     run(main)
 
 
-def test_pages_local_block_what_is_asked():
+def test_pages_share_their_requests():
     async def main():
         workers = Workers("a")
         while workers.asked["a"] < 5:

@@ -469,7 +469,7 @@ class NoLock:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_of_one_process_local_block_no_arguments(ranks):
+def test_ranks_of_one_process_share_no_arguments(ranks):
     given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
     function, lock = Counter(), NoLock()
     with own_client(1, threads_per_worker=4, processes=False):
@@ -481,7 +481,7 @@ def test_ranks_of_one_process_local_block_no_arguments(ranks):
 
 
 @pytest.mark.cluster
-def test_ranks_of_one_process_local_block_no_arguments_of_iterate():
+def test_ranks_of_one_process_share_no_arguments_of_iterate():
     def counted(u, log, out, table):
         log.append(1)
         table["calls"] += 1

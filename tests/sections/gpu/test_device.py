@@ -422,9 +422,9 @@ def test_connections_show_that_they_have_ended():
 
 def test_memory_on_the_gpu_and_on_the_host(gpu):
     """Two ranks of 4 x 6 elements, with halos of a row at each boundary of blocks."""
-    local_blocks = {"depth": {0: 1}, "steps": 2, "ranks": 2}
+    given = {"depth": {0: 1}, "steps": 2, "ranks": 2}
     found, host = (
-        estimate(iterate(lambda u: u, x, **local_blocks))
+        estimate(iterate(lambda u: u, x, **given))
         for x in (array(gpu), da.from_array(X, chunks=(2, 3)))
     )
     assert (found.kind, host.kind) == ("cupy", "numpy")

@@ -29,7 +29,7 @@ from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError, RankAddress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from tests.sections.gangs import has_come, partition, stop_listening
+from tests.sections.gangs import disconnect, has_come, stop_listening
 from tests.transports.loopback import wait_until
 
 BOUND_S = 60
@@ -262,7 +262,7 @@ def test_an_exchange_in_the_background_ends_with_its_connection():
             lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None})
         )
         end = gang.connections[0].begin("y", {1: b""}, {1: None}, in_background=True)
-        partition(gang.connections[1], 0)
+        disconnect(gang.connections[1], 0)
         with pytest.raises(AttemptEndedError):
             end()
 
@@ -307,7 +307,7 @@ def test_failed_connections_keep_no_stack_frames(gang):
     def exchange(rank, connections):
         connections.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
         if rank == 1:
-            partition(connections, 0)
+            disconnect(connections, 0)
             return
         with suppress(AttemptEndedError):
             second(connections)
@@ -339,7 +339,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     def exchange(rank, connections):
         if rank == 1:
             connections.exchange("first", {0: b"x"}, {})
-            return partition(connections, 0)
+            return disconnect(connections, 0)
         if rank == 0:
             connections.exchange("first", {}, {1: None})
             return connections.exchange("second", {}, {1: None})
