@@ -1,4 +1,4 @@
-"""Memory of tasks that failed goes, on a worker that never collects garbage."""
+"""Memory of failed tasks is freed, on a worker that never collects garbage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client():
 
 
 def note(array):
-    """Have a worker know an array, and collect no garbage."""
+    """Keep a weak reference to an array on its worker, and collect no garbage."""
     gc.disable()
     worker = get_worker()
     worker.noted = [*getattr(worker, "noted", ()), weakref.ref(array)]
@@ -53,23 +53,23 @@ def check_all_is_gone(client):
         time.sleep(0.05)
 
 
-def test_of_a_member_whose_function_raises(client):
+def test_of_a_rank_whose_function_raises(client):
     def function(ctx, x):
         made = np.ones(1000)
         note(made)
         ctx.barrier()
         if ctx.rank == 1:
-            raise ZeroDivisionError("of member 1")
+            raise ZeroDivisionError("of rank 1")
         ctx.barrier()
 
     future = client.compute(spmd(function, da.zeros(4, chunks=2), ranks=2))
-    with pytest.raises(ZeroDivisionError, match="of member 1"):
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
         result_of(client, future)
     del future
     check_all_is_gone(client)
 
 
-def test_of_a_member_whose_peer_dies(client, tmp_path):
+def test_of_a_rank_whose_peer_dies(client, tmp_path):
     def function(ctx, x, path):
         made = np.ones(1000)
         note(made)
@@ -100,8 +100,8 @@ def test_of_a_task_of_a_layer(client):
 
 
 def raising():
-    share = np.ones(3)
-    kept = weakref.ref(share)
+    array = np.ones(3)
+    kept = weakref.ref(array)
     try:
         try:
             raise OSError("cause")
@@ -112,10 +112,10 @@ def raising():
 
 
 def test_an_exception_that_is_kept_has_no_frames():
-    exc, share = raising()
-    assert share() is not None
+    exc, array = raising()
+    assert array() is not None
     assert without_frames(exc) is exc
-    assert share() is None
+    assert array() is None
     assert str(exc) == "failed"
     assert exc.__traceback__ is exc.__cause__ is exc.__context__ is None
 

@@ -39,11 +39,11 @@ def test_the_error_is_of_both_trees_and_travels():
 def test_what_can_never_fit_is_refused_with_figures():
     need = Need(4 * MIB, 2 * MIB, 1 * MIB, 2 * MIB)
     error = need.too_large(6 * MIB, "worker a")
-    said = str(error)
+    text = str(error)
     for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB", "4.00 MiB",
                   "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers",
                   "p2p.memory.staging-limit (now 2.00 MiB"):  # fmt: skip
-        assert words in said
+        assert words in text
     assert (error.needed_bytes, error.missing_bytes) == (7 * MIB, MIB)
 
 
@@ -94,7 +94,7 @@ class Quick(FakeTransport):
 @pytest.fixture
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
-    # It keeps what it said of the same options for a name that it did not know.
+    # Its cache may have a result for the same options, without this transport.
     monkeypatch.setattr(footprint, "brought_bytes", footprint.brought_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 

@@ -1,4 +1,4 @@
-"""Which queue an output block gets, and what comes of it: NumPy blocks through an emulated GPU."""
+"""Queues of output blocks: NumPy blocks through an emulated GPU."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch)
     assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
 
 
-def test_what_is_asked_for(gpu):
+def test_the_permute_option_chooses_the_queue(gpu):
     assert type(chosen("gpu")) is HostThroughDeviceQueue
     assert type(chosen("gpu", "O")) is HostQueue
     assert type(chosen("gpu", kind="cupy")) is DeviceQueue
 
 
-def test_a_worker_without_a_gpu_says_so(monkeypatch):
+def test_a_worker_without_a_gpu_reports_it(monkeypatch):
     monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
     with pytest.raises(NoDeviceError) as caught:
         chosen("gpu", context=FakePeers())
@@ -99,7 +99,7 @@ def test_a_worker_without_a_gpu_says_so(monkeypatch):
 
 
 @pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")
-def test_workers_of_a_cluster_say_so(client):
+def test_workers_of_a_cluster_report_it(client):
     with dask.config.set({"p2p.permute-numpy": "gpu"}):
         y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
     with pytest.raises(NoDeviceError, match=r"on worker tcp://.* CuPy cannot be"):
@@ -133,7 +133,7 @@ def test_objects_and_structures_are_left_to_the_cpu(gpu, parts):
     assert parts == []
 
 
-def test_rims_beyond_the_end_are_filled(gpu, parts):
+def test_halos_beyond_the_end_are_filled(gpu, parts):
     values = np.arange(12.0)
     with dask.config.set(BY_GPU):
         x = da.from_array(values, chunks=4)
@@ -177,8 +177,8 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
     worker = FakePeers(FakeTransport("quick", log), FakeTransport("slow", log))
     for _ in range(2):
         check(assembly(worker, permute_numpy="gpu").run())
-    (said,) = worker.warnings
-    assert said.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
+    (text,) = worker.warnings
+    assert text.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
     assert parts == []
 
 

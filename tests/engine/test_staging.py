@@ -171,7 +171,7 @@ def test_ucx(workers, buffers, limit_bytes):
 
 
 class InPlace(IpcTransport):
-    """What ipc does, with blocks that need not be mapped."""
+    """The methods of ipc, with blocks that need not be mapped."""
 
     def probe(self, holder, kind):
         pass
@@ -358,7 +358,7 @@ def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
 
 
 @pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
-def test_a_holder_that_never_has_room_says_so(workers, cls):
+def test_a_holder_that_never_has_room_reports_it(workers, cls):
     if cls is UcxTransport:
         pytest.importorskip("ucxx")
     make, network = workers
@@ -378,7 +378,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
 
 
 def test_a_holder_gives_up_by_itself(workers, loop):
-    """Not only because the reader does, of which its thread would hear nothing."""
+    """Not only because the reader does, as its thread would not notice that."""
     pytest.importorskip("ucxx")
     make, network = workers
     make(UcxTransport, "reader", options())

@@ -59,7 +59,7 @@ class HeldKernel:
 
     @property
     def was_let_go(self):
-        """Whether this process ended the kernel, and not the time limit."""
+        """True if this process ended the kernel, and not the time limit."""
         return bool(self._found[0])
 
 

@@ -133,7 +133,7 @@ def assert_right(client, y):
 
 
 def assert_flat(client):
-    """Nothing is kept, except mappings while their holders live."""
+    """Only mappings are kept, while their holders live."""
     mapped = len(addresses(client)) - 1
     wait_until(
         lambda: all(
