@@ -17,14 +17,8 @@ from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue
 from dask_p2p.config import options
 from dask_p2p.errors import NoDeviceError
-from tests.simulation.streams import emulated
 
 NBYTES = 128  # of an output block of 16 items of f8
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
 
 
 def test_empty_gives_c_order():

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
 
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, get_worker
+from distributed import get_worker
 
 from dask_p2p import map_overlap, spmd
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.errors import TransferError, without_frames
-from tests.support import result_of
-
-BOUND_S = 30.0
+from tests.support import own_client, result_of
+from tests.transports.loopback import wait_until
 
 
 @pytest.fixture(scope="module")
 def client():
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         yield client
 
 
@@ -43,14 +38,14 @@ def alive(dask_worker):
 
 
 def check_all_is_gone(client):
-    deadline_s = time.monotonic() + BOUND_S
-    while True:
-        found = client.run(alive)
+    found = {}
+
+    def all_is_gone():
+        found.update(client.run(alive))
         assert sum(noted for noted, _ in found.values()), "something was noted"
-        if all(gone for _, gone in found.values()):
-            return
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.05)
+        return all(gone for _, gone in found.values())
+
+    wait_until(all_is_gone, state=lambda: found)
 
 
 def test_of_a_rank_whose_function_raises(client):

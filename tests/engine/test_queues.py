@@ -15,26 +15,25 @@ from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.errors import MemoryLimitError, NoDeviceError
 from tests.backends.support import bits, random_bits
 from tests.engine.test_assembly import FakePeers, FakeTransport, X, assembly, check
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST
 
 LIMIT_BYTES = 2**17  # for staging: parts of 2.5 KiB
 BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(gpu, monkeypatch):
     """Every array of the host has been written: that is looked at elsewhere."""
-    recorder = emulated(monkeypatch)
-    access, by_producer = recorder.access, (("its producer", HOST, 0, True),)
+    access, by_producer = gpu.access, (("its producer", HOST, 0, True),)
 
     def written(what, timeline, clock, where, is_write):
         if not is_write:
             for address in where:
-                recorder.accesses[address] = recorder.accesses[address] or by_producer
+                gpu.accesses[address] = gpu.accesses[address] or by_producer
         access(what, timeline, clock, where, is_write)
 
-    monkeypatch.setattr(recorder, "access", written)
-    return recorder
+    monkeypatch.setattr(gpu, "access", written)
+    return gpu
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
-from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
 
@@ -55,13 +55,6 @@ class Meter:
 
     def until_gone(self, array, nbytes):
         weakref.finalize(array, self.add, -nbytes)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
 
 
 class Peers:

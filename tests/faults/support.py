@@ -21,11 +21,10 @@ from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.transports.packed.ucx import Outgoing
-from tests.support import FORKED, prepare_to_fork
+from tests.support import BOUND_S, FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 from tests.usage import usage_of_worker
 
-BOUND_S = 120  # limit for everything, also on a busy machine
 CLOSING = {Status.closing_gracefully, Status.closing}  # which takes Dask two seconds
 
 

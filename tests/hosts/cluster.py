@@ -10,10 +10,9 @@ from pathlib import Path
 from distributed import Client, Security
 
 from tests.hosts.network import Host, Network
-from tests.support import import_path
+from tests.support import BOUND_S, import_path
 
 PORT = 8786
-BOUND_S = 120
 #: Lost connections are noticed sooner than by default, and idle processes take less time.
 SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11 s",

@@ -17,25 +17,24 @@ import dask_p2p
 from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    recorder = emulated(monkeypatch)
+def gpu(gpu, monkeypatch):
     checked = module.checked_block
 
     def written(block, *args):
         if isinstance(block, np.ndarray):
-            recorder.do(HOST, "the task that made it", writes=[block])
+            gpu.do(HOST, "the task that made it", writes=[block])
         return checked(block, *args)
 
     monkeypatch.setattr(module, "checked_block", written)
-    yield recorder
+    yield gpu
     gc.collect()
-    recorder.check()
+    gpu.check()
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from dask_p2p.sections.wire.connection import RankAddress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.sections.wire.in_process import Stream
-
-BOUND_S = 60
+from tests.support import BOUND_S
 
 
 def connections_of(owner):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang.scheduler import SectionsSchedulerPlugin
 from dask_p2p.sections.gang.worker import SectionsPlugin
 from dask_p2p.sections.wire import endpoint
-
-BOUND_S = 120.0
+from tests.transports.loopback import wait_until
 
 
 def coordinator_of(plugin):
@@ -61,13 +59,13 @@ def be_on_hosts(next_name):
 
 def nothing_is_left(client):
     """Wait until nothing of any gang is left: no task, no state, no thread."""
-    deadline_s = time.monotonic() + BOUND_S
-    while True:
+    left = []
+
+    def is_empty():
         gc.collect()  # futures whose error was raised are in a cycle with its traceback
-        scheduler = client.run_on_scheduler(_of_scheduler)
-        workers = client.run(_of_worker, on_error="return")  # a worker that leaves need not answer
-        left = [of for of in workers.values() if not isinstance(of, OSError)]
-        if not scheduler and not any(left):
-            return
-        assert time.monotonic() < deadline_s, (scheduler, workers)
-        time.sleep(0.05)
+        of_workers = client.run(_of_worker, on_error="return")  # one that leaves need not answer
+        answers = [of for of in of_workers.values() if not isinstance(of, OSError)]
+        left[:] = client.run_on_scheduler(_of_scheduler), of_workers
+        return not left[0] and not any(answers)
+
+    wait_until(is_empty, state=lambda: left)

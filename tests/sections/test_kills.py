@@ -15,11 +15,10 @@ from distributed import wait
 
 from dask_p2p import iterate, spmd
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import BOUND_S, result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
-BOUND_S = 120.0
 CLUSTER = {"n_workers": 3, "threads_per_worker": 2}
 
 

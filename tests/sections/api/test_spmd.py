@@ -19,9 +19,8 @@ from dask_p2p.errors import (
 )
 from tests.sections.gangs import connections_of
 from tests.sections.support import nothing_is_left
-from tests.support import own_client, result_of
+from tests.support import BOUND_S, own_client, result_of
 
-BOUND_S = 60.0
 X = np.arange(240.0).reshape(24, 10)
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 

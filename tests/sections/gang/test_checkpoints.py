@@ -16,7 +16,8 @@ from dask_p2p.sections.gang.checkpoints import (
     replica_ranks,
 )
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire.test_connections import BOUND_S, Gang
+from tests.sections.wire.test_connections import Gang
+from tests.support import BOUND_S
 
 
 def test_buddies_are_on_other_workers():

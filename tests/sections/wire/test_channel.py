@@ -16,7 +16,8 @@ from dask_p2p.sections.wire.channel import LEAST_BYTES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.sections.gangs import connection_to
-from tests.sections.wire.test_connections import BOUND_S, Gang, hosts  # noqa: F401
+from tests.sections.wire.test_connections import Gang, hosts  # noqa: F401
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0

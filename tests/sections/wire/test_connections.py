@@ -30,9 +30,9 @@ from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError, RankAdd
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.sections.gangs import disconnect, has_come, stop_listening
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
-BOUND_S = 60
 LARGE = 5_000_000  # bytes: more than the buffers of a socket
 
 
