@@ -17,14 +17,8 @@ from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue
 from dask_p2p.config import options
 from dask_p2p.errors import NoDeviceError
-from tests.simulation.streams import emulated
 
 NBYTES = 128  # of an output block of 16 items of f8
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
 
 
 def test_empty_gives_c_order():
@@ -50,13 +44,13 @@ def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch)
     assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
 
 
-def test_what_is_asked_for(gpu):
+def test_the_permute_option_chooses_the_queue(gpu):
     assert type(chosen("gpu")) is HostThroughDeviceQueue
     assert type(chosen("gpu", "O")) is HostQueue
     assert type(chosen("gpu", kind="cupy")) is DeviceQueue
 
 
-def test_a_worker_without_a_gpu_says_so(monkeypatch):
+def test_a_worker_without_a_gpu_reports_it(monkeypatch):
     monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
     with pytest.raises(NoDeviceError) as caught:
         chosen("gpu")

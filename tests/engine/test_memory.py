@@ -106,7 +106,7 @@ class Quick(FakeTransport):
 @pytest.fixture
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
-    # It keeps what it said of the same options for a name that it did not know.
+    # Its cache may have a result for the same options, without this transport.
     monkeypatch.setattr(footprint, "brought_bytes", footprint.brought_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 

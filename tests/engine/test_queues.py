@@ -15,26 +15,25 @@ from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.errors import MemoryLimitError, NoDeviceError
 from tests.backends.support import bits, random_bits
 from tests.engine.test_assembly import FakePeers, FakeTransport, X, assembly, check
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST
 
 LIMIT_BYTES = 2**17  # for staging: parts of 2.5 KiB
 BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(gpu, monkeypatch):
     """Every array of the host has been written: that is looked at elsewhere."""
-    recorder = emulated(monkeypatch)
-    access, by_producer = recorder.access, (("its producer", HOST, 0, True),)
+    access, by_producer = gpu.access, (("its producer", HOST, 0, True),)
 
     def written(what, timeline, clock, where, is_write):
         if not is_write:
             for address in where:
-                recorder.accesses[address] = recorder.accesses[address] or by_producer
+                gpu.accesses[address] = gpu.accesses[address] or by_producer
         access(what, timeline, clock, where, is_write)
 
-    monkeypatch.setattr(recorder, "access", written)
-    return recorder
+    monkeypatch.setattr(gpu, "access", written)
+    return gpu
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def parts(monkeypatch):
 
 
 @pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")
-def test_workers_of_a_cluster_say_so(client):
+def test_workers_of_a_cluster_report_it(client):
     with dask.config.set({"p2p.permute-numpy": "gpu"}):
         y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
     with pytest.raises(NoDeviceError, match=r"on worker tcp://.* CuPy cannot be"):
@@ -86,7 +85,7 @@ def test_objects_and_structures_are_left_to_the_cpu(gpu, parts):
     assert parts == []
 
 
-def test_rims_beyond_the_end_are_filled(gpu, parts):
+def test_halos_beyond_the_end_are_filled(gpu, parts):
     values = np.arange(12.0)
     with dask.config.set(BY_GPU):
         x = da.from_array(values, chunks=4)
@@ -130,8 +129,8 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
     worker = FakePeers(FakeTransport("quick", log), FakeTransport("slow", log))
     for _ in range(2):
         check(assembly(worker, permute_numpy="gpu").run())
-    (said,) = worker.warnings
-    assert said.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
+    (text,) = worker.warnings
+    assert text.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
     assert parts == []
 
 

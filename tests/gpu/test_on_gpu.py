@@ -133,7 +133,7 @@ class InPinnedMemory:
     def __init__(self, func):
         self.func = func
         self.array, self.out = (pinned_array(32 * SHAPE[0], SHAPE[1] // 4) for _ in range(2))
-        # Memory of slots may have been another's: of the same values, too.
+        # Memory of slots may have held other arrays before, also with the same values.
         self.array[...] = np.random.default_rng().standard_normal(self.array.shape, "f4")
         self.out[...] = np.nan
         self.arrays = [self.array]
@@ -186,7 +186,7 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, func):
     [(at_once, ("up", "run")), (late, ("run", "down")), (late, ("down", "up"))],
 )
 def test_without_an_event_values_are_wrong(monkeypatch, func, left_out):
-    """So the test above would fail if it were lost."""
+    """The test above would fail without it."""
     got, expected = doubled(monkeypatch, func, left_out)
     assert (got != expected).any()
 
@@ -276,7 +276,7 @@ def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
 
 
 def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
-    """Nobody is warned: parts need not be made smaller."""
+    """There is no warning: parts need not be made smaller."""
     import cupy
 
     array = values("f8")
@@ -309,9 +309,9 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
     array = values("f4")
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)
-    with pytest.warns(P2PWarning, match="host memory cannot be pinned") as said:
+    with pytest.warns(P2PWarning, match="host memory cannot be pinned") as caught:
         got = y.compute(scheduler="sync")
-    assert len([each for each in said if each.category is P2PWarning]) == 1
+    assert len([each for each in caught if each.category is P2PWarning]) == 1
     np.testing.assert_array_equal(got, function(array))
 
 
@@ -322,20 +322,20 @@ from dask_p2p.errors import P2PWarning
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 array = np.arange(2**22, dtype="f4").reshape(4096, 1024)
 x = da.from_array(array, chunks=(2048, 1024))
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     y = dask_p2p.map_on_gpu(lambda a: a * 2 + 1, x, part_bytes=2**20, dtype="f4")
     got = y.compute(scheduler="sync")
 assert (got == array * 2 + 1).all()
-told = [str(each.message) for each in said if each.category is P2PWarning]
-assert len(told) <= 1, told
-assert all("ulimit -l" in text for text in told), told
+texts = [str(each.message) for each in caught if each.category is P2PWarning]
+assert len(texts) <= 1, texts
+assert all("ulimit -l" in text for text in texts), texts
 print("right")
 """
 
 
 def test_a_process_that_may_lock_no_memory():
-    """Whether CUDA can pin memory then is the driver's to say: values are right in any case."""
+    """The driver may be able to pin memory then or not. Values are right in both cases."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LOCKED_MEMORY], capture_output=True, text=True, check=False
     )

@@ -17,25 +17,24 @@ import dask_p2p
 from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    recorder = emulated(monkeypatch)
+def gpu(gpu, monkeypatch):
     checked = module.checked_block
 
     def written(block, *args):
         if isinstance(block, np.ndarray):
-            recorder.do(HOST, "the task that made it", writes=[block])
+            gpu.do(HOST, "the task that made it", writes=[block])
         return checked(block, *args)
 
     monkeypatch.setattr(module, "checked_block", written)
-    yield recorder
+    yield gpu
     gc.collect()
-    recorder.check()
+    gpu.check()
 
 
 @pytest.fixture
@@ -106,8 +105,8 @@ def around(a):
     return np.roll(a, 1, 0) + 2 * np.roll(a, -1, 0) + 3 * np.roll(a, 1, 1) + np.roll(a, -1, 1)
 
 
-def test_rims(gpu, x):
-    """They are cut off where they are: what goes down is contiguous."""
+def test_halos(gpu, x):
+    """They are trimmed on the GPU: copies to the host are contiguous."""
     given = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
     y = on_gpu(gpu, around, x, **given)
     np.testing.assert_array_equal(computed(gpu, y), around(VALUES))
@@ -153,7 +152,7 @@ def test_errors_name_the_block_and_the_part(gpu, x):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """What a task sees of Dask's. It lists what it is told."""
+    """A stand-in for a task's view of Dask. It lists records and warnings."""
     notes = []
     context = SimpleNamespace(
         address="tcp://a",
@@ -239,9 +238,9 @@ def test_with_too_little_memory_parts_are_smaller(gpu, x):
     gpu.limit_bytes = dask_p2p.estimate(y).total_bytes // 2
     with pytest.warns(
         P2PWarning, match="out of memory of its GPU .*Parts are made smaller"
-    ) as said:
+    ) as caught:
         np.testing.assert_array_equal(computed(gpu, y), -VALUES)
-    assert len(said) == 1
+    assert len(caught) == 1
     gpu.limit_bytes = 512
     with pytest.raises(MemoryLimitError, match="one element along axis 0"):
         computed(gpu, y)
@@ -252,9 +251,9 @@ def test_without_pinned_memory_there_is_one_warning(gpu, x, monkeypatch):
         raise RuntimeError("cudaErrorMemoryAllocation")
 
     monkeypatch.setattr(gpu, "pin", refused)
-    with pytest.warns(P2PWarning, match="this process: host memory cannot be pinned") as said:
+    with pytest.warns(P2PWarning, match="this process: host memory cannot be pinned") as caught:
         np.testing.assert_array_equal(computed(gpu, on_gpu(gpu, np.negative, x)), -VALUES)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_empty_blocks_need_no_gpu_memory(gpu):

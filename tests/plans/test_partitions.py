@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 
 @st.composite
 def gangs(draw):
-    """Ranks of an array, and another cut of it, or of an array of another shape."""
+    """Ranks of an array, and another partition of it, or of an array of another shape."""
     chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     ranks = RankGrid.at_most(chunks, draw(st.integers(1, 6)))
     lengths = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
@@ -23,7 +23,7 @@ def gangs(draw):
 
 
 @given(gangs())
-def test_local_blocks_cover_the_array_once_and_are_cut_along_these_axes(gang):
+def test_local_blocks_cover_the_array_once_and_divide_these_axes(gang):
     ranks, shape, partition, *_ = gang
     new = repartition(ranks, shape, partition)
     assert new.size == ranks.size
