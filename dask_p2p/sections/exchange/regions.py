@@ -12,13 +12,12 @@ import os
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.geometry import Box, box_slices
+from dask_p2p.geometry import Box, Layout, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.orders import partners
 from dask_p2p.sections.exchange.movers import RegionMover
@@ -261,15 +260,10 @@ class _Memory:
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
         """Return arrays in the buffer, one after the other."""
-        starts = [0]
-        for shape in shapes:
-            starts.append(starts[-1] + prod(shape) * dtype.itemsize)
-        if self._bytes.nbytes < starts[-1]:
-            self._bytes = np.empty(starts[-1], np.uint8)
-        return [
-            np.ndarray(shape, dtype, self._bytes, start)
-            for shape, start in zip(shapes, starts, strict=False)
-        ]
+        layout = Layout(shapes, dtype.itemsize)
+        if self._bytes.nbytes < layout.size_bytes:
+            self._bytes = np.empty(layout.size_bytes, np.uint8)
+        return layout.views(self._bytes, dtype)
 
 
 def _bytes_of(region: Array) -> Buffer:

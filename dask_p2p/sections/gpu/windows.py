@@ -30,6 +30,7 @@ import numpy as np
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.geometry import Layout
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
 from dask_p2p.interprocess.processes import PROCESSES, own_name
@@ -98,14 +99,13 @@ class OwnWindow(OwnEvents):
         sizes_bytes: Mapping[int, int],  # size of a slot, by the rank of its reader
     ) -> None:
         super().__init__(gpu, SLOTS)
-        self._places: dict[int, list[int]] = {}
-        self._sizes_bytes, end = sizes_bytes, _ALIGNMENT_BYTES
-        for rank, size_bytes in sizes_bytes.items():
-            aligned = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._places[rank] = [end + slot * aligned for slot in range(SLOTS)]
-            end += SLOTS * aligned
-        memory = gpu.backend.allocate(end)
-        self._memory = gpu.backend.bytes_of(memory, end, memory)
+        self._sizes_bytes = sizes_bytes
+        slots = [(size_bytes,) for size_bytes in sizes_bytes.values() for _ in range(SLOTS)]
+        layout = Layout([(COUNTERS_BYTES,), *slots], alignment=_ALIGNMENT_BYTES)
+        _, *starts = layout.starts
+        self._starts = {rank: starts[SLOTS * n :][:SLOTS] for n, rank in enumerate(sizes_bytes)}
+        memory = gpu.backend.allocate(layout.size_bytes)
+        self._memory = gpu.backend.bytes_of(memory, layout.size_bytes, memory)
         gpu.exported.append(self._memory)
         self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
         self.counters[...] = 0
@@ -114,11 +114,11 @@ class OwnWindow(OwnEvents):
 
     def memory(self, rank: int, slot: int) -> Array:
         """Return the bytes of a slot."""
-        start = self._places[rank][slot]
+        start = self._starts[rank][slot]
         return self._memory[start : start + self._sizes_bytes[rank]]
 
     def descriptor(self, rank: int) -> bytes:
-        own = {"starts": self._places[rank], "size_bytes": self._sizes_bytes[rank]}
+        own = {"starts": self._starts[rank], "size_bytes": self._sizes_bytes[rank]}
         return json.dumps({**self._descriptor, **own}).encode()
 
 

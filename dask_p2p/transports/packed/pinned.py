@@ -72,8 +72,8 @@ class _SegmentLanding(MemoryLanding):
         return tuple(self._segment.name)
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        if len(answers) < len(self.offsets):  # holders need no own memory, and so pack all regions
-            count = f"{len(answers)} of {len(self.offsets)} regions"
+        if len(answers) < len(self.parts):  # holders need no own memory, and so pack all regions
+            count = f"{len(answers)} of {len(self.parts)} regions"
             raise TransferError(f"{self.about.holder} answered only for {count}")
         if not backend_named(self.about.kind).on_device:
             return self.memory

@@ -78,7 +78,7 @@ class Incoming(MemoryLanding):
 
     def look_out(self, first: int, tag: int) -> None:
         """Post the receive of a message with the regions from this one on."""
-        memory = self.memory[self.offsets[first] :]
+        memory = self.memory[self.layout.starts[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
     @property

@@ -246,7 +246,7 @@ class UcxTransport(PackedTransport):
         return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
 
     def own_bytes(self, asked: Asked) -> list[int]:
-        return [buffer_bytes(asked.offsets()[1])]
+        return [buffer_bytes(asked.layout().size_bytes)]
 
     async def _address_of(self, reader: str) -> bytes:
         """Return a worker's UCX address, requested from the worker itself.
