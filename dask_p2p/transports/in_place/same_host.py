@@ -23,14 +23,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.backends import backend_for
+from dask_p2p.backends.declared import dtype_text
 from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
 from dask_p2p.interprocess.processes import own_name
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
+from dask_p2p.interprocess.rpc import Handler, ask_and_wait
 from dask_p2p.transports.base import Request, Transport, answers
-from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
@@ -38,7 +40,6 @@ from dask_p2p.transports.in_place.reading import (
     ReadRegion,
     SameHostReading,
 )
-from dask_p2p.transports.replies import Handler, ask_and_wait, dtype_text, find_block
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
 

@@ -26,6 +26,7 @@ from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 from dask_p2p.backends import Backend, Queue, backend_for, device_of
+from dask_p2p.backends.declared import check_dtype_text, dtype_text, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.geometry import Box, Layout, box_slices
@@ -37,19 +38,12 @@ from dask_p2p.interprocess.requests import (
     checked_seconds,
     checked_text,
 )
+from dask_p2p.interprocess.rpc import Handler, refuse
 from dask_p2p.transports.base import Request, Transport, answers
-from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.footprint import Release
 from dask_p2p.transports.packed.checksums import region_sum
 from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, layout_of
-from dask_p2p.transports.replies import (
-    Handler,
-    check_dtype_text,
-    dtype_text,
-    find_block,
-    mismatch,
-    refuse,
-)
 from dask_p2p.types import Array, Key
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"

@@ -11,12 +11,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dask_p2p.backends.declared import dtype_text, in_dtype, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, Layout, box_shape, box_size, round_up
+from dask_p2p.interprocess.rpc import ask, check_reply
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.packed.checksums import check_sum
-from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class PackedReading(Reading):
         )  # fmt: skip
         begun_s = time.monotonic()
         try:
-            reply = check_reply(await asking, first)
+            reply = check_reply(await asking, first.holder, first)
         finally:
             self._pace.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
@@ -227,7 +228,7 @@ class PackedReading(Reading):
         """Return a region in the declared dtype, or the error in its place."""
         request, box = self.requests[part.request], part.box
         try:
-            check_reply(answer, request)
+            check_reply(answer, request.holder, request)
             shape = getattr(came, "shape", type(came).__name__)
             if shape != box_shape(box):
                 sent = f"{shape} instead of {box_shape(box)} of {request}"
