@@ -87,6 +87,17 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
     )
 
 
+def memory_obstacle(local: Peer, remote: Peer) -> Obstacle | None:
+    """Return the obstacle to reading a peer's GPU memory by this process, or None."""
+    if not local.memory_proof or not remote.memory_proof:
+        return Obstacle(
+            "no-gpu",
+            "one of the two has no GPU, or no cuda-bindings to identify it",
+            "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
+        )
+    return peer_obstacle(remote.memory_proof)
+
+
 def export(block: Array) -> IpcHandle:
     """Return the location of a block.
 

@@ -16,7 +16,6 @@ when the others have given up, and use their memory for something else.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Layout
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
-from dask_p2p.interprocess.processes import PROCESSES, own_name
+from dask_p2p.interprocess.processes import PROCESSES
 from dask_p2p.sections.gpu.lost_events import NOT_READY, LostEvents
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
@@ -81,7 +79,7 @@ class OwnEvents:
         gpu.exported.append(self.events)
         handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
         self._descriptor: dict[str, Any] = {
-            "peer": asdict(_own_peer()),
+            "peer": asdict(Peer.own(cuda_ipc.gpu_uuid())),
             "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
         }
 
@@ -135,7 +133,8 @@ class PeerMemory:
     ) -> None:
         fields = json.loads(descriptor)
         peer = Peer.parse(fields["peer"])
-        obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
+        own = Peer.own(cuda_ipc.gpu_uuid())
+        obstacle = separation(own, peer) or cuda_ipc.memory_obstacle(own, peer)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
@@ -320,9 +319,3 @@ def opened(
     seen = {rank: bytes([rank in found]) for rank in descriptor}
     answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
     return {rank: one for rank, one in found.items() if any(answers[rank])}
-
-
-def _own_peer() -> Peer:
-    boot_id, namespace = kernel_and_namespace()
-    own = own_name()
-    return Peer(boot_id, namespace, os.getuid(), os.getpid(), own, "", cuda_ipc.gpu_uuid())

@@ -76,13 +76,7 @@ class IpcTransport(SameHostTransport):
         return cuda_ipc.gpu_uuid()
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
-        if not local.memory_proof or not remote.memory_proof:
-            return Obstacle(
-                "no-gpu",
-                "one of the two has no GPU, or no cuda-bindings to identify it",
-                "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
-            )
-        return cuda_ipc.peer_obstacle(remote.memory_proof)
+        return cuda_ipc.memory_obstacle(local, remote)
 
     def address_of(self, block: Array) -> dict[str, Any]:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
