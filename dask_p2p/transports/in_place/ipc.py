@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
-from dask_p2p.config import Options, TransportOptions, option, section, size_bytes
+from dask_p2p.config import Options, TransportOptions
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.ipc_options import IpcOptions, ipc_part_bytes
 from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.transports.context import WorkerContext
@@ -32,19 +33,9 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-_SMALLEST_SLOT_BYTES = 2**16  # for less, a kernel reads faster than a copy engine starts
-
-
 # Delay between a worker's departure and the closing of its mappings, so that its process can exit.
 # Earlier, closing could wait for a GPU that waits for the process.
 _ENDING_S = 1.0
-
-
-@section("transports.ipc")
-class IpcOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    staging_bytes: int = option("staging-bytes", size_bytes)
 
 
 class IpcTransport(SameHostTransport):
@@ -61,9 +52,7 @@ class IpcTransport(SameHostTransport):
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with one part for each slot of the queue."""
-        # At most half of the limit: the rest is for parts from other hosts.
-        slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
-        part_bytes = slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
+        part_bytes = ipc_part_bytes(options)
         return Footprint(part_bytes, SLOTS - 1, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
 
     # --- both sides ---
