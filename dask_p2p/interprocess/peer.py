@@ -21,8 +21,8 @@ class Peer:
     user: int
     pid: int
     process: str  # unique name of the process
-    folder: str  # folder of its published descriptors; empty if it publishes none
-    memory_proof: str  # token that proves access to the process's memory; of a GPU: its UUID
+    folder: str  # folder of its published descriptors, if any
+    memory_proof: str  # token that proves access to the process's memory
     refusal: str | None = None  # reason why it has no folder
 
     @classmethod

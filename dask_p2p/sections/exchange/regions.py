@@ -185,7 +185,6 @@ class Reads:
     ) -> None:
         self._rank, self._size, self._connections = rank, size, connections
         self._is_allowed = is_allowed and process_memory.is_supported()
-        self._token = process_memory.new_token()
         self._pids: list[int] = []  # by rank, after the probe
         self._readers: Any = None  # by holder and reader: whether the reader can read
 
@@ -195,8 +194,7 @@ class Reads:
             return
         proof = bytes(_PROOF.size)
         if self._is_allowed:
-            process_memory.allow_readers()
-            proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
+            proof = _PROOF.pack(os.getpid(), *process_memory.own_token())
         proofs = self._connections.gather("probe of memory reads", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
         row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
@@ -208,10 +206,7 @@ class Reads:
         own = rank == self._rank or self._connections.is_on_other_host(rank)
         if own or not (pid and self._is_allowed):
             return False
-        try:
-            return process_memory.holds(pid, address, token)
-        except (OSError, OverflowError):
-            return False
+        return process_memory.obstacle(pid, address, token) is None
 
     def reads_from(self, holder: int) -> bool:
         """Return whether this rank reads a holder's memory."""
@@ -240,16 +235,13 @@ class Reads:
     ) -> Array | None:
         """Read a region into its destination. If that needs a copy, return the region instead."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", descriptor)
-        pid, dtype = self._pids[holder], into.dtype
+        layout = tuple(shape), tuple(strides), into.dtype
+        there = process_memory.RemoteArray(self._pids[holder], address, *layout)
         try:
-            runs = process_memory.runs_of(address, tuple(shape), tuple(strides), dtype.itemsize)
-            if list(axes) == sorted(axes) and process_memory.read_into(pid, runs, into):
-                return None
-            memory = memory_of(len(runs.addresses) * runs.run_bytes)
-            region = process_memory.read(pid, runs, dtype, memory)
+            region: Array = there.read(into if list(axes) == sorted(axes) else None, memory_of)
         except (OSError, OverflowError) as exc:
             raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
-        return np.broadcast_to(region, tuple(shape))
+        return None if region is into else region
 
 
 class _Memory:

@@ -238,7 +238,7 @@ class PeerWindow(PeerMemory):
         try:
             if fields["size_bytes"] != size_bytes:
                 raise TransferError(f"expected {size_bytes} bytes, got {fields['size_bytes']}")
-            start = self.mapped(cuda_ipc.IpcHandle(**fields["ipc_handle"]), SLOTS * size_bytes)
+            start = self.mapped(cuda_ipc.IpcHandle.parse(fields["ipc_handle"]), SLOTS * size_bytes)
             self.counters = start
         except BaseException:
             self.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.ipc_options import IpcOptions, ipc_part_bytes
 from dask_p2p.interprocess.peer import Peer
-from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place.reading import (
@@ -74,8 +72,8 @@ class IpcTransport(SameHostTransport):
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
         wanted, peer = reading.requests[number], reading.peer
         try:
-            ipc_handle = _checked_handle(tuple(descriptor.address.items()))
-        except (AttributeError, TypeError, ValueError) as exc:
+            ipc_handle = cuda_ipc.IpcHandle.parse(descriptor.address)
+        except (TypeError, ValueError) as exc:
             raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
         if ipc_handle.gpu != peer.memory_proof and (
             obstacle := cuda_ipc.peer_obstacle(ipc_handle.gpu)
@@ -103,12 +101,3 @@ class IpcTransport(SameHostTransport):
         await super().close()
         with suppress(DeviceLostError):  # the mappings are gone with the device
             await self.worker.offload(self.mappings.close)
-
-
-@lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
-def _checked_handle(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.IpcHandle:
-    ipc_handle = cuda_ipc.IpcHandle(**dict(fields))
-    bytes.fromhex(ipc_handle.handle)
-    checked_integer("buffer_id", ipc_handle.buffer_id, 0, 2**64)
-    checked_integer("offset_bytes", ipc_handle.offset_bytes, 0, 2**63)
-    return ipc_handle
