@@ -11,10 +11,9 @@ from typing import Any
 
 from dask.utils import key_split
 
-from dask_p2p.backends import SLOTS, backend_for
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.engine.parts import OPERATION, GpuMap
-from dask_p2p.engine.task import RankTask
+from dask_p2p.engine.task import FUSABLE, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.inputs import checked_count
@@ -129,7 +128,8 @@ def estimate(
     (8000000, 8000000)
     """
     if axes is None and chunks is None and (mapped := _mapped(x)) is not None:
-        return _parts_estimate(mapped)
+        of_task: MemoryEstimate = mapped.estimate()
+        return of_task
     if axes is None and chunks is None and (section := _section(x)) is not None:
         if workers is not None:
             raise InputError(
@@ -182,16 +182,9 @@ def _section(x: Any) -> Any:
     return next((each.body for each in ranks if isinstance(each, RankTask)), None)
 
 
-def _mapped(x: Any) -> GpuMap | None:
-    """Return the function that the tasks of `x` run; None if not from `map_on_gpu`."""
-    if not is_dask_array(x) or key_split(x.name) != OPERATION:
+def _mapped(x: Any) -> Any:
+    """Return the `GpuMap` of the tasks of `x`; None if `x` is not a result of `map_on_gpu`."""
+    if not is_dask_array(x) or key_split(x.name) != FUSABLE:
         return None
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]
-    mapped: GpuMap | None = getattr(getattr(task, "func", None), "mapped", None)
-    return mapped  # None if x is already computed
-
-
-def _parts_estimate(mapped: GpuMap) -> PartsEstimate:
-    plans = list(mapped.largest_plans())
-    inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
-    return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))
+    return getattr(getattr(task, "func", None), "mapped", None)  # None if x is already computed

@@ -1,10 +1,6 @@
-"""Which queue an output block gets, and what comes of it: NumPy blocks through an emulated GPU."""
+"""Output blocks of NumPy arrays that an emulated GPU permutes."""
 
 from __future__ import annotations
-
-import sys
-from dataclasses import replace
-from math import prod
 
 import dask
 import dask.array as da
@@ -14,21 +10,13 @@ import pytest
 import dask_p2p
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_streams import HostStreams
-from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue, slots_bytes
-from dask_p2p.config import options
-from dask_p2p.engine import assembly as module
-from dask_p2p.engine.assembly import queue_for
+from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.errors import MemoryLimitError, NoDeviceError
-from dask_p2p.plans import redistribution
 from tests.backends.support import bits, random_bits
 from tests.engine.test_assembly import FakePeers, FakeTransport, X, assembly, check
 from tests.simulation.streams import HOST, emulated
 
-PLAN = redistribution(((4,), (4,)), (1, 0), ((4,), (4,))).block((0, 0))
 LIMIT_BYTES = 2**17  # for staging: parts of 2.5 KiB
 BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 
@@ -61,41 +49,6 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(HostStreams, "copy_up", noted)
     return seen
-
-
-def chosen(where, dtype="f8", kind="numpy", context=None):
-    given = replace(options(), permute_numpy=where)
-    return queue_for(PLAN, np.dtype(dtype), kind, given, context, False)
-
-
-def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):
-    assert options().permute_numpy == "auto"
-    assert "cupy" in sys.modules, "what is emulated"
-    assert type(chosen("auto")) is HostQueue, "a small one"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", prod(PLAN.shape) * 8)
-    assert type(chosen("auto")) is HostThroughDeviceQueue
-    assert type(chosen("auto", "f4")) is HostQueue
-    assert type(chosen("cpu")) is HostQueue
-    monkeypatch.delitem(sys.modules, "cupy")
-    assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
-
-
-def test_what_is_asked_for(gpu):
-    assert type(chosen("gpu")) is HostThroughDeviceQueue
-    assert type(chosen("gpu", "O")) is HostQueue
-    assert type(chosen("gpu", kind="cupy")) is DeviceQueue
-
-
-def test_a_worker_without_a_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
-    with pytest.raises(NoDeviceError) as caught:
-        chosen("gpu", context=FakePeers())
-    for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):
-        assert words in str(caught.value)
-    assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
-    monkeypatch.setattr(host_through_device, "on_gpu", lambda: True)
-    assert type(chosen("auto")) is HostQueue
 
 
 @pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")

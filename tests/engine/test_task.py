@@ -17,7 +17,7 @@ from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, worst_case_s
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask
+from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
 from tests.clock import Clock
@@ -30,6 +30,20 @@ KEYS = [("x", 0, 0), ("x", 1, 0)]
 @pytest.fixture
 def task():
     return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "is_ours"),
+    [
+        (("p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
+        (("array-p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
+        (("array-01", 0), "array-01", False),
+        ((7, 0), 7, False),
+        ("finalize-01", "finalize-01", False),
+    ],
+)
+def test_a_task_that_is_fused_has_the_name_of_its_array(key, name, is_ours):
+    assert (run_name(key), is_fusable(key)) == (name, is_ours)
 
 
 def test_dependencies_are_all_blocks_that_are_read(task):

@@ -354,7 +354,7 @@ def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes)
         reader = sorted(workers_of(client))[0]
         client.run(fill_pool, leave_bytes, workers=[reader])
         y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
-        with pytest.raises(MemoryLimitError, match=f"out of memory on worker {reader}") as caught:
+        with pytest.raises(MemoryLimitError, match=f"on the GPU of worker {reader}") as caught:
             y.result(timeout=200)
         assert caught.value.needed_bytes > shape[0] * shape[1] * 4 / 2
         assert "chunks=" in str(caught.value)

@@ -22,9 +22,9 @@ from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.backends.pipelines.slots import KeptSlots
-from dask_p2p.engine import part_work
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
+from dask_p2p.on_gpu import block as module
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted
@@ -59,7 +59,7 @@ def whole(func, block, **kwargs):
 @pytest.mark.parametrize("register_from", [1, 2**40])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i2"])
 def test_values_are_those_of_whole_blocks(dtype, register_from, axis, monkeypatch):
-    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
+    monkeypatch.setattr(module, "register_from_bytes", lambda: register_from)
     array = values(dtype)
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
@@ -161,14 +161,14 @@ def doubled(monkeypatch, func, left_out=None):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
             yield Step(step.what, step.part, after)
 
-    up = part_streams._Block._up
+    up = part_streams._BlockInTransit._up
 
     def up_late(self, part, slot, stream):
         spin(stream, SPIN_CYCLES)
         up(self, part, slot, stream)
 
     if func is at_once:
-        monkeypatch.setattr(part_streams._Block, "_up", up_late)
+        monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     work = InPinnedMemory(func)
@@ -250,7 +250,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
 
 
 def hand_on_small_blocks():
-    part_work._ON_ISSUED_FROM_BYTES = 1
+    module._ON_ISSUED_FROM_BYTES = 1
 
 
 def records_of(name, dask_worker):

@@ -59,7 +59,7 @@ class Context(Stepping, Transforms):
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
-        self._halo_arrays = 0  # calls of `halo_array` so far
+        self._halo_arrays = 0  # calls of `with_halo` so far
         self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
         self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
 

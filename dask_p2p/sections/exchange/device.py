@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, backend_named
+from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
@@ -37,7 +38,7 @@ class Host:
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
         """Return a context for a rank's work with its blocks. At its end the work is done."""
-        return nullcontext()
+        return temporaries_kept()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array of zeros."""

@@ -15,8 +15,8 @@ from distributed import Reschedule
 
 import dask_p2p
 from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.engine import part_work
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
+from dask_p2p.on_gpu import block as module
 from tests.simulation.streams import HOST, emulated
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
@@ -25,14 +25,14 @@ VALUES = np.arange(24 * 64.0).reshape(24, 64)
 @pytest.fixture
 def gpu(monkeypatch):
     recorder = emulated(monkeypatch)
-    checked = part_work.checked_block
+    checked = module.checked_block
 
     def written(block, *args):
         if isinstance(block, np.ndarray):
             recorder.do(HOST, "the task that made it", writes=[block])
         return checked(block, *args)
 
-    monkeypatch.setattr(part_work, "checked_block", written)
+    monkeypatch.setattr(module, "checked_block", written)
     yield recorder
     gc.collect()
     recorder.check()
@@ -73,7 +73,7 @@ def computed(gpu, y):
 
 @pytest.mark.parametrize("register_from", [1, 2**30])
 def test_values_are_those_of_whole_blocks(gpu, x, register_from, monkeypatch):
-    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
+    monkeypatch.setattr(module, "register_from_bytes", lambda: register_from)
     y = on_gpu(gpu, lambda a: 2 * a + 1, x)
     np.testing.assert_array_equal(computed(gpu, y), 2 * VALUES + 1)
     assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
@@ -170,7 +170,7 @@ def worker(monkeypatch):
         context=context,
         notes=notes,
     )
-    monkeypatch.setattr(part_work, "current_worker", lambda: (worker, context))
+    monkeypatch.setattr(module, "current_worker", lambda: (worker, context))
     return worker
 
 
@@ -197,7 +197,7 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
     def lost(*args):
         raise DeviceLostError("it works no more")
 
-    monkeypatch.setattr(part_work, "PartStreams", lost)
+    monkeypatch.setattr(module, "PartStreams", lost)
     with pytest.raises(Reschedule):
         computed(gpu, on_gpu(gpu, np.negative, x))
     assert notes[0].error == "DeviceLostError: it works no more"
@@ -216,18 +216,18 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
 ):
     notes = worker.notes
     worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
-    monkeypatch.setattr(part_work, "_ON_ISSUED_FROM_BYTES", from_bytes)
+    monkeypatch.setattr(module, "_ON_ISSUED_FROM_BYTES", from_bytes)
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]
     task.run_spec = SimpleNamespace(func=max)
-    called = part_work.GpuMapFunction.__call__
+    called = module.GpuMapFunction.__call__
 
     def alone(function, *args, **kwargs):
         task.run_spec = SimpleNamespace(func=function)
         return called(function, *args, **kwargs)
 
     if is_alone:
-        monkeypatch.setattr(part_work.GpuMapFunction, "__call__", alone)
+        monkeypatch.setattr(module.GpuMapFunction, "__call__", alone)
     y = on_gpu(gpu, np.negative, x)
     np.testing.assert_array_equal(computed(gpu, y.blocks[0]), -VALUES[:12])
     assert notes.count("the next") == begun
@@ -269,6 +269,6 @@ def test_a_lost_gpu_sends_the_task_elsewhere(gpu, x, monkeypatch):
     def lost(*args):
         raise DeviceLostError("it works no more")
 
-    monkeypatch.setattr(part_work, "PartStreams", lost)
+    monkeypatch.setattr(module, "PartStreams", lost)
     with pytest.raises(DeviceLostError):
         computed(gpu, on_gpu(gpu, np.negative, x))
