@@ -20,12 +20,12 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.sections.gang.gathering import Gathering
 from dask_p2p.sections.gang.nesting import Nesting
 from dask_p2p.sections.gang.waiting import Waiting
-from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
 #: Requests of ranks to the scheduler.
