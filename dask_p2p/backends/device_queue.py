@@ -18,6 +18,7 @@ from dask_p2p.backends.driver import MEMCPY_DEFAULT, is_managed
 from dask_p2p.backends.kernels.pitch import Pitch, engine_pitch
 from dask_p2p.backends.pipelines.slots import BeingRead, KeptSlots, Slot
 from dask_p2p.backends.timing import StreamTimings
+from dask_p2p.geometry import Layout
 from dask_p2p.types import Array, DTypeLike, Kind
 
 logger = logging.getLogger(__name__)
@@ -289,10 +290,9 @@ class DeviceQueue:
 
         The stream that fills them allocates them, and therefore does not wait.
         """
-        step_bytes = -(-slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        layout = Layout(SLOTS * [(slot_bytes,)], alignment=_ALIGNMENT_BYTES)
         event = self._cupy.cuda.Event
         with self._copies:
-            memory = self._cupy.empty((SLOTS * step_bytes,), np.uint8)
-        for number in range(SLOTS):
-            part = memory[number * step_bytes :][:slot_bytes]
+            memory = self._cupy.empty((layout.size_bytes,), np.uint8)
+        for part in layout.views(memory, np.uint8):
             yield Slot(part, event(disable_timing=True), event(disable_timing=True))

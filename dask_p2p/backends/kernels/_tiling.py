@@ -7,6 +7,7 @@ from math import isqrt, prod
 from typing import NamedTuple
 
 from dask_p2p.backends.kernels._geometry import CopyAxis, Geometry
+from dask_p2p.geometry import round_up
 
 VECTOR_BYTES = 16
 # Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
@@ -43,11 +44,7 @@ class Tiling(NamedTuple):
         if self.variant == "copy":
             return 0.0  # its blocks read words one by one
         k, i = self.k.extent, self.i.extent
-        return k * i / (_ceil_to(k, self.step[0]) * _ceil_to(i, self.step[1]))
-
-
-def _ceil_to(value: int, step: int) -> int:
-    return -(-value // step) * step
+        return k * i / (round_up(k, self.step[0]) * round_up(i, self.step[1]))
 
 
 def tiling_of(geometry: Geometry, alike: bool) -> Tiling:
