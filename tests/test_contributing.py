@@ -48,7 +48,7 @@ def test_the_operation(example, shift, axis):
 
 def test_the_transport(example, tmp_path):
     """In a process of its own: pytest imports what it runs, and would keep it."""
-    (tmp_path / "conftest.py").write_text("from tests.transports.conftest import loop\n")
+    (tmp_path / "conftest.py").write_text("from tests.conftest import loop\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_deflate.py"],
         cwd=tmp_path,
