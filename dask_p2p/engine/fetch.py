@@ -11,11 +11,12 @@ from dask_p2p.backends import Timer
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
+from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region
 from dask_p2p.transports.router import Route
-from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
+from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import Array, Key
 from dask_p2p.versioned import versioned
 
@@ -153,7 +154,7 @@ class Fetch:
             self.waited_s += self.last_s - start_s
 
     def record_written(self, region: Region) -> None:
-        """Record that a region is in the output, at the latest when the queue is synchronised."""
+        """Record that a region is in the output, or will be once the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
         self.silences.record_answer(self.route.holder, self.route.transport.name)
 

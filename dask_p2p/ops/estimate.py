@@ -89,9 +89,9 @@ def estimate(
     Computes nothing. The estimate is that of a transpose of `x`, except for two kinds of results,
     given without `axes` and `chunks`:
 
-    - `iterate` or `spmd`: a `sections.estimate.SectionEstimate` for one rank, including the bytes
-      that ranks send in a step and for a checkpoint.
-    - `map_on_gpu`: an `ops.estimate.PartsEstimate`, the GPU memory of one task.
+    - `iterate` or `spmd`: a `SectionEstimate` for one rank, including the bytes that ranks send in
+      a step and for a checkpoint.
+    - `map_on_gpu`: a `PartsEstimate`, the GPU memory of one task.
 
     The estimate follows from chunks and options. It assumes that every worker holds the same number
     of blocks, and that the input is kept until the last task ends.
@@ -99,8 +99,8 @@ def estimate(
     Parameters
     ----------
     x, axes, chunks
-        As for `dask_p2p.transpose`; or only `x`, a result of `dask_p2p.iterate`, `dask_p2p.spmd` or
-        `dask_p2p.map_on_gpu`.
+        The arguments of `dask_p2p.transpose`; or only `x`, a result of `dask_p2p.iterate`,
+        `dask_p2p.spmd` or `dask_p2p.map_on_gpu`.
     workers : int, optional
         Number of workers, each with one thread. Default: the workers and threads of the current
         synchronous client, each thread with one block. Without a client: the largest number of
@@ -114,7 +114,7 @@ def estimate(
     Raises
     ------
     UnsupportedArrayError, AxesError, ChunksError
-        As raised by `dask_p2p.transpose`.
+        The errors of `dask_p2p.transpose`.
     InputError
         If `workers` is not a positive integer, or is given for `iterate` or `spmd`, whose ranks
         are already chosen.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.halo import halo_plan
-from dask_p2p.plans.rank_halo import interior_and_boundary, rank_halo
+from dask_p2p.plans.rank_halo import halo_exchange, interior_and_boundary
 from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
@@ -25,12 +25,12 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
-    halos = [rank_halo(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
+    halos = [halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
     halo_arrays = [np.full(each.shape, -1) for each in halos]
     for rank, (own, array) in enumerate(zip(halos, halo_arrays, strict=True)):
         array[box_slices(own.inner)] = x[box_slices(ranks.box(rank))]
     for own, array in zip(halos, halo_arrays, strict=True):
-        for src, dst in own.copies:
+        for src, dst in own.local:
             array[box_slices(dst)] = array[box_slices(src)]
         for fill in own.fills:
             array[box_slices(fill.dst)] = fill.value
@@ -61,12 +61,12 @@ def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
     ranks = RankGrid(((8, 8, 8), (6,), (5,)), (3, 1, 1))
     for boundary in ("periodic", "reflect", "none", 3):
         lean, full = (
-            rank_halo(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            halo_exchange(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
         for each in (full.receives, full.sends):
             assert {rank: len(boxes) for rank, boxes in each.items()} == {0: 1, 2: 1}
-        assert len(full.copies) == len(lean.copies)
+        assert len(full.local) == len(lean.local)
         assert len(full.fills) == len(lean.fills)
         # Each message is one piece of memory: whole planes.
         assert full.receives[0] == [((0, 1), (0, full.shape[1]), (0, full.shape[2]))]
@@ -83,7 +83,7 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
-        own = rank_halo(ranks, rank, depth, boundary, has_corners)
+        own = halo_exchange(ranks, rank, depth, boundary, has_corners)
         interior, *boundary_parts = interior_and_boundary(own)
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
@@ -107,18 +107,18 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
 
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
-    own = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    own = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(own) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
-    ends = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
+    ends = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert interior_and_boundary(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo
-    assert interior_and_boundary(rank_halo(near, 1, [(2, 0)], ["none"], True)) == [
+    assert interior_and_boundary(halo_exchange(near, 1, [(2, 0)], ["none"], True)) == [
         ((2, 5),),
         ((0, 2),),
     ]
-    narrow = rank_halo(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
+    narrow = halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

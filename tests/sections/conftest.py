@@ -32,9 +32,9 @@ def opened(monkeypatch):
     found, original = [], halo_windows.opened
 
     def noted(*args):
-        by_rank = original(*args)
+        own, by_rank = original(*args)
         found.append(sorted(by_rank))
-        return by_rank
+        return own, by_rank
 
     monkeypatch.setattr(halo_windows, "opened", noted)
     return found

@@ -12,8 +12,8 @@ from dask_p2p.backends import Backend, backend_for, backend_named
 from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
-from dask_p2p.sections.exchange.movers import HaloMover, RegionMover
+from dask_p2p.sections.exchange.halo_messages import HaloMessages
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.wire.connections import Connections
@@ -89,9 +89,9 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def halo_mover(self, call: HaloCall) -> HaloMover:
+    def halo_mover(self, call: ExchangeCall, connections: Connections | None) -> HaloMover:
         """Return an object that exchanges packed halos with other ranks."""
-        return HaloMessages(call)
+        return HaloMessages(call, connections)
 
     def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""

@@ -20,12 +20,12 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.sections.gang.gathering import Gathering
 from dask_p2p.sections.gang.nesting import Nesting
 from dask_p2p.sections.gang.waiting import Waiting
-from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
 #: Requests of ranks to the scheduler.
@@ -189,7 +189,7 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._gathering.record_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Record the loss of a worker. Only this event has a flag for an expected leave."""
+        """Record the loss of a worker. Only this event shows whether the departure was expected."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
         if not msg.get("expected"):

@@ -20,6 +20,7 @@ from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
@@ -28,7 +29,6 @@ from dask_p2p.sections.gang.registration import give_plugin
 from dask_p2p.sections.gang.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import versioned
 
 _ENDS = ("committed", "stopped")  # final states

@@ -114,6 +114,8 @@ class Connections:
 
         Parameters
         ----------
+        call
+            Text of the call, the same on all ranks.
         sends
             Data to send, by destination.
         receives

@@ -23,10 +23,12 @@ from dask_p2p.backends.kernels.pitch import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.plans.exchange import Exchange
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.exchange.regions import RegionCall, RegionExchange
+from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.gpu import regions as gpu_regions
 from dask_p2p.sections.gpu.device import Gpu
@@ -524,13 +526,13 @@ def one_after_the_other(gpu, slow):
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
-            call = RegionCall(f"call {number}", a.dtype, "auto", (0, 1), 80)
-            regions.bring(
-                call,
-                a,
-                dict.fromkeys(gives.get(ctx.rank, ()), ((0, 4), (0, 20))),
-                dict.fromkeys(gets.get(ctx.rank, ()), out),
+            sends, receives = (
+                {rank: [((0, 4), (0, 20))] for rank in each.get(ctx.rank, ())}
+                for each in (gives, gets)
             )
+            own = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, own, mean_elements=80)
+            regions.bring(call, a, out)
             if ctx.rank in gets:
                 assert np.array_equal(out.get(), np.full((4, 20), number))
         regions.settle()
@@ -588,11 +590,12 @@ def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
     """The test above would fail without messages to all ranks."""
     original = GpuRegions.bring
 
-    def bring(own, call, local_block, boxes, targets, local=None):
+    def bring(own, call, source, target):
         every = own._open(connections_of(own), call)
-        own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
+        partners = {*call.exchange.sends, *call.exchange.receives}
+        own._near = {rank: every[rank] for rank in every if rank in partners}
         try:
-            original(own, call, local_block, boxes, targets, local)
+            original(own, call, source, target)
             own.settle()
         finally:
             own._near = every
