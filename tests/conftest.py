@@ -60,12 +60,12 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts a cluster, or programs; put files in order; skip what cannot be run."""
+    """Mark tests that start clusters or programs; sort files; skip tests that cannot run here."""
     for item in items:
         if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
-    places = places_in_order(items)
-    items.sort(key=lambda item: places[item.path])
+    order = file_order(items)
+    items.sort(key=lambda item: order[item.path])
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Look for no garbage meanwhile: there is hardly any, and it would take a third of the time."""
+    """Collect no garbage meanwhile: there is hardly any, and it would take a third of the time."""
     gc.disable()
     try:
         return (yield)
@@ -83,8 +83,8 @@ def pytest_collection():
         gc.enable()
 
 
-def places_in_order(items):
-    """Where each file stands, from 0 to 1: those that wait are to run beside those that compute.
+def file_order(items):
+    """Return the position of each file, from 0 to 1: files that wait run with files that compute.
 
     Of files with clusters, and of the others, those that take long go first: no process is left
     alone with one at the end. A test with a cluster takes about as long as ten others.
@@ -97,17 +97,17 @@ def places_in_order(items):
             others[item.path] += 1
     for path in with_clusters:
         with_clusters[path] += others.pop(path, 0)
-    places = {}
+    order = {}
     for weights in (with_clusters, others):
         before = 0
         for path, weight in weights.most_common():
-            places[path] = before / weights.total()
+            order[path] = before / weights.total()
             before += weight
-    return places
+    return order
 
 
-def keep_what_is_there():
-    """Have garbage collections leave out what is there by now: it is much, and it stays.
+def freeze_objects():
+    """Exclude all present objects from garbage collections: they are many, and they stay.
 
     Many tests collect garbage, and each time all that earlier files left would be looked through.
     """
@@ -119,10 +119,10 @@ last_path = None
 
 
 def pytest_runtest_setup(item):
-    """See that what is not marked starts no cluster: the quick tests are to stay quick."""
+    """Permit clusters only in marked tests, so that the quick tests stay quick."""
     global last_path, may_start_clusters
     if item.path != last_path:
-        keep_what_is_there()
+        freeze_objects()
         last_path = item.path
     may_start_clusters = item.get_closest_marker("cluster") or item.get_closest_marker("gpu")
 
@@ -132,7 +132,7 @@ may_start_clusters = False
 
 
 def starts_cluster(item):
-    """Tell whether a test, one of its fixtures, or a helper of theirs names a class of clusters."""
+    """Return whether a test, one of its fixtures, or a helper of theirs names a cluster class."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()  # with those that they override
     functions = [each.func for of_name in fixtures for each in of_name]
     return any(map(names_starter, [item.function, *functions]))
@@ -140,7 +140,7 @@ def starts_cluster(item):
 
 @cache  # cases of one test have it in common, and fixtures
 def names_starter(function):
-    """Look at the names in a function of the tests, in those that it names, and so on."""
+    """Search the names in a function of the tests, in the functions that it names, and so on."""
     left, seen = [function], set()
     while left:
         function = inspect.unwrap(left.pop())
@@ -157,7 +157,7 @@ def names_starter(function):
 
 @cache
 def names_in(code):
-    """Names that a function uses, and the functions inside of it."""
+    """Return the names that a function and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*map(names_in, inner))
 
@@ -178,9 +178,9 @@ def skip_without_gpus(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _light_clusters():
-    """Have clusters that a test starts in this process take little time, to start and to idle.
+    """Make clusters that a test starts in this process start and idle in little time.
 
-    Programs that tests run, and workers on GPUs, are as users have them.
+    Programs that tests run, and workers on GPUs, have the settings of users.
     """
     if gpu_count():
         yield
@@ -197,7 +197,7 @@ def _light_clusters():
         init(self, *args, **kwargs)
 
     async def close_patiently(self, timeout=30, reason="nanny-close"):
-        """Dask's five seconds would make an error of each process that a busy machine ends late."""
+        """Dask's five seconds are too short for processes of a busy machine."""
         return await close(self, timeout, reason)
 
     prepare_to_fork()

@@ -1,4 +1,4 @@
-"""What several test modules need."""
+"""Clusters, arrays and checks for several test modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
 #: On a busy machine a nanny may take longer than Dask's 15 s to bring a worker back. The cluster
 #: then closes it, and starts no other one.
 PATIENT = {"distributed.deploy.lost-worker-timeout": "5 minutes"}
-#: For servers that do not look every few milliseconds what they do: idle ones take a fifth.
+#: For servers that do not profile themselves every few milliseconds: idle ones take a fifth.
 UNWATCHED = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "500 ms",
@@ -34,7 +34,7 @@ UNWATCHED = {
 
 
 def prepare_to_fork():
-    """Have workers forked off a server that has imported everything: a tenth of the time."""
+    """Fork workers off a server that has imported everything: a tenth of the time."""
     from distributed.utils import get_mp_context
 
     with dask.config.set(FORKED):
@@ -43,7 +43,7 @@ def prepare_to_fork():
 
 
 def loaded_anew(name):
-    """Another module of the same code, which has kept nothing yet; others have the one they had."""
+    """Return a new module of the same code, without state. Other modules keep the old one."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -72,7 +72,7 @@ def persisted(client, x):
 
 
 def result_of(client, future, timeout_s=BOUND_S):
-    """A future's result; if it does not come, a failure that shows where tasks stand."""
+    """Return a future's result; if it does not come, fail with the states of all tasks."""
     try:
         return future.result(timeout=timeout_s)
     except TimeoutError:
@@ -90,7 +90,7 @@ def _unfinished(dask_scheduler):
 
 
 def given_up(client):
-    """What workers do not use any more, or never did, and why; for messages of assertions."""
+    """Return the routes that workers do not use, and why; for messages of assertions."""
 
     workers = sorted(workers_of(client))
 
@@ -111,7 +111,7 @@ def run_of(client, y):
 
 
 def used(client, y):
-    """Names of the transports by which the regions of a persisted output came."""
+    """Return the names of the transports that moved the regions of a persisted output."""
     run = run_of(client, y)
     return {transport for _, _, transport in run.pairs} if run else set()
 
@@ -157,7 +157,7 @@ def worker_process(address, *args, cwd=None, **variables):
 
 
 def tls_client():
-    """A client of two worker processes that speak TLS."""
+    """A client of two worker processes that use TLS."""
     from distributed import Security
 
     return own_client(security=Security.temporary(), protocol="tls://")
@@ -179,12 +179,12 @@ def pairwise(*lists):
 
 
 def indexed(shape, dtype=np.int64):
-    """An array whose cells say where they are."""
+    """An array whose elements are their positions."""
     return np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
 
 
 def bits(positions, dtype):
-    """An array of any dtype whose cells' bits follow from these numbers, one for each cell."""
+    """An array of any dtype. The bits of each element follow from one of these numbers."""
     dtype = np.dtype(dtype)
     if dtype.kind == "U":  # not all bits are characters
         return (positions % 1000).astype(dtype)

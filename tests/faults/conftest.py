@@ -8,7 +8,7 @@ from tests.faults.support import Gate, as_new, cluster_of
 
 @pytest.fixture(autouse=True)
 def _by_messages():
-    """Have what a test does not say otherwise come by comm, where there is the most to go wrong."""
+    """Move regions by comm by default, as it has the most faults."""
     with dask.config.set({"p2p.transports.order": ["comm"]}):
         yield
 
@@ -21,14 +21,14 @@ def gate(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared(request):
-    """The cluster of a module, of which its `CLUSTER` says how many workers and which options."""
+    """The cluster of a module. Its `CLUSTER` has the number of workers and the options."""
     with cluster_of(*request.module.CLUSTER) as client:
         yield client
 
 
 @pytest.fixture
 def client(shared, request):
-    """The same for each test, whatever those before it did to workers."""
+    """The cluster, restored after each test."""
     n_workers, _ = request.module.CLUSTER
     with as_new(shared, n_workers) as client:
         yield client

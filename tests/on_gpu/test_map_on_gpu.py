@@ -38,9 +38,9 @@ def test_values_are_those_of_map_overlap(case, axis, part_bytes):
     axis = min(axis, len(chunks) - 1)
     x = da.from_array(np.random.default_rng(1).random(tuple(map(sum, chunks))), chunks=chunks)
     function = partial(windows, depth=depth)
-    given_rims = {"depth": depth, "boundary": boundary}
-    y = on_gpu(function, x, **given_rims, axis=axis, part_bytes=part_bytes, dtype="f8")
-    expected = dask_p2p.map_overlap(function, x, **given_rims, dtype="f8")
+    halo = {"depth": depth, "boundary": boundary}
+    y = on_gpu(function, x, **halo, axis=axis, part_bytes=part_bytes, dtype="f8")
+    expected = dask_p2p.map_overlap(function, x, **halo, dtype="f8")
     assert y.chunks == x.chunks
     np.testing.assert_array_equal(computed(y), computed(expected))
 
@@ -290,9 +290,9 @@ def test_what_it_takes_of_a_gpu_is_known_before():
     found = dask_p2p.estimate(
         dask_p2p.map_on_gpu(np.sqrt, x, depth={0: 2}, part_bytes=100 * 800, dtype="f4")
     )
-    assert found.parts == 3  # of 96 rows without their rims at most
+    assert found.parts == 3  # of 96 rows without their halos at most
     assert found.input_bytes == 3 * 70656  # 84 + 4 rows, in units of 512
-    assert found.output_bytes == 4 * 35328, "one of them without its rims"
+    assert found.output_bytes == 4 * 35328, "one of them without its halos"
     assert found.total_bytes == 3 * 70656 + 4 * 35328
     there = on_gpu(np.sqrt, da.from_array(X, chunks=5)).persist(scheduler="sync")
     assert dask_p2p.estimate(there, workers=2).input_bytes > 0, "of a transpose"

@@ -16,7 +16,7 @@ from dask_p2p.sections.gang.checkpoints import (
     replica_ranks,
 )
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire.test_connections import Gang
+from tests.sections.wire.support import Gang
 from tests.support import BOUND_S
 
 

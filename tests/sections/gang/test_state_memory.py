@@ -7,7 +7,7 @@ from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.interprocess.segments import Segment
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gang.state_memory import StateMemory, copied_from, copied_into, size_of
-from tests.sections.wire.test_connections import Gang
+from tests.sections.wire.support import Gang
 
 
 def arrays(start=0.0):

@@ -16,7 +16,7 @@ from dask_p2p.sections.wire.channel import LEAST_BYTES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.sections.gangs import connection_to
-from tests.sections.wire.test_connections import Gang, hosts  # noqa: F401
+from tests.sections.wire.support import Gang
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
@@ -43,13 +43,13 @@ def messengers():
 
 
 @pytest.fixture
-def pair(hosts, messengers):  # noqa: F811
+def pair(hosts, messengers):
     with Gang(2, Reach("127.0.0.1"), messengers) as gang:
         yield gang
 
 
 @pytest.fixture
-def impatient(hosts, messengers):  # noqa: F811
+def impatient(hosts, messengers):
     with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
         yield gang
 
@@ -97,7 +97,7 @@ def test_small_messages_go_by_the_socket(pair, messengers, size_bytes):
     ] == [size_bytes >= LEAST_BYTES] * 2
 
 
-def test_ranks_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
+def test_ranks_without_ucx_have_sockets(hosts, messengers):
     with Gang(3, messengers=[*messengers, None]) as gang:
 
         def exchange(rank, connections):
@@ -197,7 +197,7 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):  # noqa: F811
+def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):
     """A rank's call differs: no peer sends a matching message, or receives one."""
     monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
 

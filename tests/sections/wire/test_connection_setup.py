@@ -13,14 +13,8 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire import test_connections
-from tests.sections.wire.test_connections import LARGE, TCP, Gang, tls
+from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S
-
-# The same fixtures as there.
-gang, hosts, messengers, processes = (
-    getattr(test_connections, name) for name in ("gang", "hosts", "messengers", "processes")
-)
 
 
 def finished(rank, connections):

@@ -3,131 +3,30 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import select
 import socket
 import threading
 import time
 import weakref
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
-from contextlib import closing as closed_at_end
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
-from distributed import Security
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
-from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections.wire import connections as module
 from dask_p2p.sections.wire import endpoint
-from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError, RankAddress
-from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.sections.gangs import disconnect, has_come, stop_listening
+from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
-
-LARGE = 5_000_000  # bytes: more than the buffers of a socket
-
-
-TCP = Reach("127.0.0.1")
-
-
-@cache
-def tls():
-    """Return the reach of a worker with a certificate that only one cluster has."""
-    security = Security.temporary()
-    listening = security.get_listen_args("worker")["ssl_context"]
-    connecting = security.get_connection_args("worker")["ssl_context"]
-    return Reach("127.0.0.1", listening, connecting)
-
-
-class Gang:
-    """Ranks that have started, each with a thread."""
-
-    def __init__(self, size, reach=TCP, messengers=None, first=None):
-        """`first` is the reach of the first rank, if it differs from that of the others."""
-        of_all = (
-            [first or reach, *[reach] * (size - 1)]
-            if messengers is None
-            else [replace(reach, uses_ucx=each is not None) for each in messengers]
-        )
-        self.connections = [Connections(each) for each in of_all]
-        self.peers = [
-            RankAddress("worker", f"{rank:032}", connections.endpoint)
-            for rank, connections in enumerate(self.connections)
-        ]
-        for rank, connections in enumerate(self.connections):
-            connections.start(rank, self.peers)
-        self.threads = ThreadPoolExecutor(size)
-        if messengers is not None:
-            self.run(lambda rank, connections: connections.open_channels(lambda: messengers[rank]))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.wake()  # ends the ranks that still wait after a failed test
-        self.threads.shutdown()
-        for connections in self.connections:
-            connections.close()
-
-    def wake(self):
-        for connections in self.connections:
-            connections.wake()
-
-    def begin(self, function):
-        """Call a function on each rank; return futures, by rank."""
-        return [
-            self.threads.submit(function, rank, connections)
-            for rank, connections in enumerate(self.connections)
-        ]
-
-    def run(self, function):
-        return [future.result(BOUND_S) for future in self.begin(function)]
-
-
-@pytest.fixture
-def hosts(monkeypatch):
-    """Give each rank a host of its own."""
-    kernels = itertools.count()
-    monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
-
-
-@pytest.fixture
-def messengers():
-    """Make the UCX messengers of three ranks."""
-    with ExitStack() as closing:
-        yield [closing.enter_context(closed_at_end(Messenger(None))) for _ in range(3)]
-
-
-class Nowhere(dict):
-    """Endpoints of a process that do not find each other."""
-
-    def __setitem__(self, key, value):
-        pass
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """Give each rank a process of its own."""
-    monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
-
-
-@pytest.fixture(params=["one process", "one host", "tcp", "tls", "ucx"])
-def gang(request):
-    if request.param != "one process":
-        request.getfixturevalue("processes" if request.param == "one host" else "hosts")
-    messengers = request.getfixturevalue("messengers") if request.param == "ucx" else None
-    with Gang(3, tls() if request.param == "tls" else TCP, messengers) as gang:
-        yield gang
-
 
 #: Ranks that have exchanged nothing yet.
 UNCONNECTED = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from dask_p2p.sections.wire.endpoint import TlsSocket
-from tests.sections.wire.test_connections import tls
+from tests.sections.wire.support import tls
 
 
 @pytest.fixture

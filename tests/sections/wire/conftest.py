@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack, closing
+
+import pytest
+
+from dask_p2p.interprocess.messenger import Messenger
+from dask_p2p.sections.wire import endpoint
+from tests.sections.wire.support import TCP, Gang, tls
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Give each rank a host of its own."""
+    kernels = itertools.count()
+    monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
+
+
+@pytest.fixture
+def messengers():
+    """Make the UCX messengers of three ranks."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Messenger(None))) for _ in range(3)]
+
+
+class Nowhere(dict):
+    """Endpoints of a process that do not find each other."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Give each rank a process of its own."""
+    monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
+
+
+@pytest.fixture(params=["one process", "one host", "tcp", "tls", "ucx"])
+def gang(request):
+    if request.param != "one process":
+        request.getfixturevalue("processes" if request.param == "one host" else "hosts")
+    messengers = request.getfixturevalue("messengers") if request.param == "ucx" else None
+    with Gang(3, tls() if request.param == "tls" else TCP, messengers) as gang:
+        yield gang
