@@ -60,8 +60,9 @@ def run_rank(
         if ranks.size == 1:
             ctx = body.context(ranks, device=device_for(body.kind, options))
             watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
-            with watch.running():
-                watch.made(result := _called(body, ctx, arrays))
+            with watch.recorded() as fields:
+                result = _called(body, ctx, arrays)
+                fields["nbytes"] = _size_bytes(result)
             return result
         return _run_in_gang(gang, rank, ranks, body, options, arrays)
     except DeviceLostError as exc:
@@ -113,12 +114,12 @@ def _run_in_gang(
             )
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
-            with watch.running():
-                result, order = _attempt(rank_attempt, ctx, body, arrays, watch, ucx)
+            with watch.recorded() as fields:
+                result, order = _attempt(rank_attempt, ctx, body, arrays, fields, ucx)
                 if order.state == "committed":
-                    watch.made(result)
+                    fields["nbytes"] = _size_bytes(result)
                 else:
-                    watch.error = watch.error or order.reason or "ended by another rank"
+                    fields.setdefault("error", order.reason or "ended by another rank")
     if order.state != "committed":
         _raise_end(order, options)
     return result
@@ -156,7 +157,7 @@ def _attempt(
     ctx: Any,
     body: Callable[..., Any],
     arrays: Sequence[Any],
-    watch: Watch,
+    fields: dict[str, Any],  # of the attempt's record
     ucx: UcxTransport | None,
 ) -> tuple[Any, Order]:
     """Call the function; return its result, and the scheduler's order once all ranks are done."""
@@ -171,15 +172,16 @@ def _attempt(
         ctx.device.let_go(is_orderly=True)
         return result, rank_attempt.leave()
     except AttemptEndedError as exc:
-        watch.error = str(exc)
+        fields["error"] = str(exc)
         return None, rank_attempt.leave(str(exc))
     except DeviceLostError as exc:
         rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
         raise  # all ranks run again, this one on another worker
     except Exception as exc:
         if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
-            watch.error = f"another rank was lost; then the function raised {_described(exc)}"
-            return None, rank_attempt.leave(watch.error)
+            cause = f"another rank was lost; then the function raised {_described(exc)}"
+            fields["error"] = cause
+            return None, rank_attempt.leave(cause)
         error, is_itself = _pickled(exc, rank_attempt.rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
@@ -188,6 +190,11 @@ def _attempt(
         return None, order
     finally:
         ctx.device.let_go(is_orderly=False)
+
+
+def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
+    """Return the size of a rank's outputs."""
+    return sum(block.nbytes for each in blocks for block in each)
 
 
 def _called(body: Callable[..., Any], ctx: Any, arrays: Sequence[Any]) -> Any:
