@@ -92,7 +92,7 @@ class Host:
         """Return an object that exchanges packed halos with other ranks."""
         return HaloMessages(call)
 
-    def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
+    def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""
         return RegionExchange(connections, reads_memory)
 

@@ -60,7 +60,7 @@ class HaloCall:
     halo: RankHalo  # halo of this rank's local block
     dtype: DType
     text: str  # text of the call, the same on all ranks
-    connections: Connections | None  # connections to other ranks; None for a single rank
+    connections: Connections  # connections to other ranks
     order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
 
 
@@ -88,7 +88,7 @@ class HaloMessages(HaloMover):
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it and unpacks the halo."""
         connections, order, text = self._call.connections, self._call.order, self._call.text
-        if connections is None:
+        if connections.is_alone:
             return None
         for packed in self._outgoing:
             packed.pack(data)
@@ -104,10 +104,8 @@ class HaloMessages(HaloMover):
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a local block of this size should be computed during the exchange."""
-        connections = self._call.connections
-        if connections is None or elements < _LEAST_OVERLAPPED:
-            return False
-        return any(map(connections.is_on_other_host, self._receives))
+        is_on_other_host = self._call.connections.is_on_other_host
+        return elements >= _LEAST_OVERLAPPED and any(map(is_on_other_host, self._receives))
 
 
 def elements_of(boxes: Sequence[Box]) -> int:

@@ -12,6 +12,7 @@ from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import DType, Key
 
 #: Name of the exchanges between ranks, used like a transport's name.
@@ -37,7 +38,7 @@ class Watch:
     dtype: DType  # data type of the first output
     progress: Progress  # current step
     context: TaskContext | None  # task context of the worker; None: nothing is recorded
-    connections: Connections | None = None  # connections to other ranks
+    connections: Connections = ONE_RANK  # connections to other ranks
     workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
     start_s: float = field(default_factory=time.time)
@@ -75,5 +76,5 @@ class Watch:
         )
 
     def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self.connections.received) if self.connections is not None else []
+        received = sorted(self.connections.received)
         return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -50,7 +50,6 @@ from dask_p2p.sections.gpu.windows import (
     try_share,
 )
 from dask_p2p.sections.wire.connection import Buffer
-from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class HaloWindows(HaloMover):
 
     def begin(self, data: Array, in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""
-        if self._connections is None:
+        if self._connections.is_alone:
             return None
         if not self._slots:
             self._open()
@@ -123,7 +122,7 @@ class HaloWindows(HaloMover):
         in_background = in_background and bool(self._down or self._up)  # else no large message
         order, text = self._call.order, self._call.text
         end = begin_in_order(self._connections, order, text, sends, receives, in_background)
-        return partial(self._end, self._connections, data, end, slot)
+        return partial(self._end, data, end, slot)
 
     def put(self, data: Array) -> None:
         """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
@@ -157,9 +156,7 @@ class HaloWindows(HaloMover):
                 of = data.data.ptr + run.start_bytes
                 self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
 
-    def _end(
-        self, connections: Connections, data: Array, end: Callable[[], Any], slot: int
-    ) -> None:
+    def _end(self, data: Array, end: Callable[[], Any], slot: int) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
@@ -170,7 +167,7 @@ class HaloWindows(HaloMover):
                 for rank, window in self._windows.items():
                     window.wait(copies, slot)
                     self._pull(rank, window.address(slot), data, copies)
-                    connections.count(rank, self._received[rank].whole.nbytes)
+                    self._connections.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
         for packed, memory in self._up.values():
@@ -204,8 +201,7 @@ class HaloWindows(HaloMover):
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
         sends, receives = self._halo.sends, self._halo.receives
-        if self._connections is not None:
-            self._open_windows(self._connections)
+        self._open_windows()
         slots = [{} if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
         for rank, boxes in sends.items():
             if rank not in self._windows:
@@ -219,7 +215,7 @@ class HaloWindows(HaloMover):
 
     def _message_memory(self, rank: int, whole: Array) -> Array:
         """Return the buffer for messages from or to a rank."""
-        if self._connections is not None and self._connections.carries(rank, whole.nbytes):
+        if self._connections.carries(rank, whole.nbytes):
             return whole.view(np.uint8)
         return _host_memory(whole.nbytes)
 
@@ -229,18 +225,18 @@ class HaloWindows(HaloMover):
             for rank in self._windows
         }
 
-    def _open_windows(self, connections: Connections) -> None:
+    def _open_windows(self) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
         if gpu.has_windows:
             both = self._halo.sends.keys() & self._halo.receives.keys()
-            near = {rank for rank in both if not connections.is_on_other_host(rank)}
+            near = {rank for rank in both if not self._connections.is_on_other_host(rank)}
         sizes = {rank: elements_of(self._halo.sends[rank]) * item_bytes for rank in sorted(near)}
         own = try_share(gpu, partial(OwnWindow, gpu, sizes)) if sizes else None
         descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in sizes}
         self._windows = opened(
             gpu,
-            connections,
+            self._connections,
             self._call.text,
             descriptors,
             lambda rank, descriptor: PeerWindow(gpu, descriptor, self._received[rank].whole.nbytes),

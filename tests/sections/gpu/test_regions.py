@@ -589,7 +589,7 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     original = GpuRegions.bring
 
     def bring(own, call, local_block, boxes, targets, local=None):
-        every = own._open(connections_of(own), call)
+        every = own._open(call)
         own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
         try:
             original(own, call, local_block, boxes, targets, local)
