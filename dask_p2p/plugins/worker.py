@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from distributed import Worker, WorkerPlugin
 
@@ -45,6 +46,16 @@ _REFUSAL = (
 )
 
 
+class PluginPart(Protocol):
+    """An object that the worker's plugin keeps for a package above it, such as `sections`."""
+
+    def close(self) -> None:
+        """End its work when the plugin is removed. On the event loop."""
+
+
+_P = TypeVar("_P", bound=PluginPart)
+
+
 @versioned(strict=True)
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Worker plugin for peer-to-peer transfers.
@@ -60,6 +71,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.options = options
         self._at_once = AtOnce()
         self._background: set[asyncio.Future[None]] = set()
+        self._parts: dict[Any, Any] = {}  # by the function that made the part
+
+    def part(self, make: Callable[[Worker], _P]) -> _P:
+        """Return the part that `make` returned for this worker. It is closed with the plugin."""
+        if make not in self._parts:
+            self._parts[make] = make(self._worker)
+        found: _P = self._parts[make]
+        return found
 
     def setup(self, worker: Worker) -> None:
         """Replace the worker's handlers, and add those of the transports: all or none."""
@@ -154,6 +173,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 for op in transport.handlers():
                     ending.callback(worker.handlers.pop, op, None)
                 ending.push_async_callback(transport.close)
+            for part in self._parts.values():  # first: the last callback runs first
+                ending.callback(part.close)
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Notify transports of released blocks, and flush the stream of a worker without tasks."""

@@ -16,10 +16,9 @@ from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.registration import on_missing_plugin
+from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.gang.inside import within_gang
 from dask_p2p.sections.gang.progress import Watch
-from dask_p2p.sections.gang.units import Units
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError, RankAddress
 from dask_p2p.types import Kind
@@ -27,8 +26,8 @@ from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
     from dask_p2p.interprocess.messenger import Messenger
-    from dask_p2p.sections.gang.coordinator import Order
-    from dask_p2p.sections.gang.threads import PoolThread
+    from dask_p2p.plugins.gangs.coordinator import Order
+    from dask_p2p.plugins.gangs.threads import PoolThread
     from dask_p2p.sections.gang.worker import RankAttempt
     from dask_p2p.transports.packed.ucx import UcxTransport
 
@@ -78,7 +77,7 @@ def _run_in_gang(
     arrays: Sequence[Sequence[Any]],
 ) -> Any:
     """Wait for the other ranks of the gang, and run the function together with them."""
-    worker, context = current_worker()
+    worker, _ = current_worker()
     if worker is None:
         raise InputError(
             f"expected a cluster for {ranks.size} ranks that run at the same time, got another "
@@ -86,17 +85,17 @@ def _run_in_gang(
         )
     from distributed.utils import sync
 
-    from dask_p2p.sections.gang.threads import PoolThread
-    from dask_p2p.sections.gang.worker import plugin_on
+    from dask_p2p.plugins.gangs.threads import PoolThread
+    from dask_p2p.sections.gang.worker import ranks_on
 
-    if context is None:  # request the plugin; this task runs without it
-        on_missing_plugin(worker, [])
-    plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
+    worker_ranks = sync(worker.loop, ranks_on, worker)
+    _, context = current_worker()  # with the plugin, if it was missing
+    ucx = _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
     units, thread = Units(worker, (gang, rank)), PoolThread(worker)
     with (
         closing(thread),
-        plugin.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
+        worker_ranks.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
         closing(units),
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None

@@ -1,4 +1,4 @@
-"""The connections of a section's only rank: there are none, and exchanges return at once."""
+"""The connections of a rank that is alone in its section: none. Exchanges return immediately."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from distributed.protocol.pickle import loads
 from dask_p2p import spmd
 from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
+from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.sections.gang import rank
-from dask_p2p.sections.gang.coordinator import Order
-from dask_p2p.sections.gang.worker import SectionsPlugin, plugin_on
-from tests.sections.support import be_on_hosts, members_that_run
+from dask_p2p.sections.gang.worker import ranks_on
+from tests.sections.support import be_on_hosts, members_that_run, ranks_of
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
 
@@ -98,7 +98,7 @@ def test_encrypted_clusters_have_encrypted_links():
 
 
 def protocol(dask_worker):
-    return dask_worker.plugins[SectionsPlugin.name].reach.protocol
+    return ranks_of(dask_worker).reach.protocol
 
 
 def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
@@ -106,13 +106,13 @@ def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
 
     async def main():
         async with in_process(1) as (cluster, _):
-            plugin, told = await plugin_on(cluster.workers[0]), asyncio.Event()
+            ranks, told = await ranks_on(cluster.workers[0]), asyncio.Event()
 
             async def call(op, **kwargs):
                 await asyncio.sleep(0.1)
                 told.set()
 
-            with plugin.rank_attempt("x", 0, 2) as own:
+            with ranks.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
                 await asyncio.sleep(0.02)  # it has begun
