@@ -133,12 +133,18 @@ def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
         del scheduler.plugins[PLUGIN_NAME]
         scheduler.is_rootish.remove()
         assert not isinstance(scheduler.is_rootish, Overlay)
+        order = scheduler.handlers[ORDER]  # a request that arrived before
         if taken == "by another":
-            scheduler.plugins[PLUGIN_NAME] = other = P2PSchedulerPlugin()
-        answer = await scheduler.handlers[ORDER](gang="x", rank=0, token="t", known="running")
-        assert answer["state"] == "stopped"
-        assert scheduler.plugins == {PLUGIN_NAME: other if taken == "by another" else plugin}
-        assert isinstance(scheduler.is_rootish, Overlay) == (taken == "off")
+            await plugin.close()
+            plugin = P2PSchedulerPlugin()
+            await plugin.start(scheduler)
+            scheduler.add_plugin(plugin, PLUGIN_NAME)
+        of_graphs = scheduler._create_taskstate_from_graph
+        assert (await order(gang="x", rank=0, token="t", known="running"))["state"] == "stopped"
+        assert scheduler.plugins == {PLUGIN_NAME: plugin}
+        assert isinstance(scheduler.is_rootish, Overlay)
+        is_same = scheduler._create_taskstate_from_graph is of_graphs
+        assert is_same == (taken == "by another"), "the other one goes on as before"
         await plugin.close()
 
     run_clocked(main())

@@ -92,15 +92,18 @@ class Gangs:
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
 
-        While it was removed, no event of the ranks' tasks was recorded.
+        While it was removed, no event of the ranks' tasks was recorded. If the scheduler has
+        another plugin now, that one runs the gangs.
         """
         if self._is_on():
             return
         self.close()
-        self._begin()
+        self._coordinator = Coordinator(self._options.attempts)
         for gang in tuple(self._keepers):
             self._drop_states(gang)
         self._put_back()
+        if self._is_on():
+            self._begin()
 
     @answering
     async def join(
