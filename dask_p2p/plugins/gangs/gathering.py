@@ -67,6 +67,11 @@ class Gathering:
         if self._gangs and self._timer is None:
             self._look_later()
 
+    @property
+    def has_gangs(self) -> bool:
+        """True if there are gangs to check."""
+        return bool(self._gangs)
+
     def forget(self, key: Any) -> None:
         """Stop checking a gang whose tasks are forgotten."""
         for gang in gangs_of([key]):
