@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
@@ -46,16 +46,6 @@ _REFUSAL = (
 )
 
 
-class PluginPart(Protocol):
-    """An object that the worker's plugin keeps for a package above it, such as `sections`."""
-
-    def close(self) -> None:
-        """End its work when the plugin is removed. On the event loop."""
-
-
-_P = TypeVar("_P", bound=PluginPart)
-
-
 @versioned(strict=True)
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Worker plugin for peer-to-peer transfers.
@@ -73,12 +63,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._background: set[asyncio.Future[None]] = set()
         self._parts: dict[Any, Any] = {}  # by the function that made the part
 
-    def part(self, make: Callable[[Worker], _P]) -> _P:
-        """Return the part that `make` returned for this worker. It is closed with the plugin."""
+    def part(self, make: Callable[[Worker], Any]) -> Any:
+        """Return the part of the plugin that `make` returned for this worker.
+
+        The plugin calls the part's method `close` when it is removed. On the event loop.
+        """
         if make not in self._parts:
             self._parts[make] = make(self._worker)
-        found: _P = self._parts[make]
-        return found
+        return self._parts[make]
 
     def setup(self, worker: Worker) -> None:
         """Replace the worker's handlers, and add those of the transports: all or none."""

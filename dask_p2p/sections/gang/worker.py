@@ -238,5 +238,5 @@ def _reach(worker: Worker) -> Reach:
 async def ranks_on(worker: Worker) -> WorkerRanks:
     """Return the ranks on a worker; install the worker's plugin if it is missing."""
     await set_up(P2PPlugin(), worker)
-    plugin: P2PPlugin = worker.plugins[PLUGIN_NAME]
-    return plugin.part(WorkerRanks)
+    ranks: WorkerRanks = worker.plugins[PLUGIN_NAME].part(WorkerRanks)
+    return ranks
