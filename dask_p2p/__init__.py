@@ -17,9 +17,9 @@ from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
     from dask_p2p.monitoring.runs import last_runs as last_runs
+    from dask_p2p.on_gpu.map_on_gpu import map_on_gpu as map_on_gpu
     from dask_p2p.ops.estimate import MemoryEstimate as MemoryEstimate
     from dask_p2p.ops.estimate import estimate as estimate
-    from dask_p2p.ops.on_gpu import map_on_gpu as map_on_gpu
     from dask_p2p.ops.overlap import map_overlap as map_overlap
     from dask_p2p.ops.rechunk import rechunk as rechunk
     from dask_p2p.ops.transpose import transpose as transpose
@@ -43,7 +43,7 @@ _FUNCTIONS = {
     "iterate": "dask_p2p.sections.iterate.iterate",
     "last_runs": "dask_p2p.monitoring.runs",
     "local_cluster": "dask_p2p.tools.cluster",
-    "map_on_gpu": "dask_p2p.ops.on_gpu",
+    "map_on_gpu": "dask_p2p.on_gpu.map_on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",

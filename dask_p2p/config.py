@@ -172,7 +172,7 @@ class TransportOptions:
     def of(cls: type[_S], options: Options) -> _S:
         """Return the section in `options`, or this process's own if the client lacks the transport.
 
-        `ConfigError` if this process's own configuration has an invalid value.
+        Raises `ConfigError` if this process's own configuration has an invalid value.
         """
         for given in options.sections:
             if type(given) is cls:
@@ -229,7 +229,7 @@ def checked_options() -> Options:
 
     Workers accept unknown names, because other versions of the package may share a configuration.
 
-    `ConfigError` if a name is unknown or a value invalid.
+    Raises `ConfigError` if a name is unknown or a value invalid.
     """
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):

@@ -41,7 +41,7 @@ class AxesError(InputError):
 class ChunksError(InputError, TypeError):
     """The chunks are unknown, or do not fit the array's shape.
 
-    Also a `TypeError`, as Dask raises for names instead of axes.
+    It is a `TypeError` as well, since Dask raises one for names instead of axes.
     """
 
 
@@ -136,8 +136,8 @@ class MemoryLimitError(MemoryError, P2PError):
     needed_bytes : int
         Largest memory need of the task at any time.
     missing_bytes : int, optional
-        The part of it that the worker can never provide. None if an allocation failed, since other
-        tasks may hold the missing memory.
+        The part of the need that the worker can never provide. None if an allocation failed, since
+        other tasks may hold the missing memory.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class MemoryLimitError(MemoryError, P2PError):
 
 
 class DeviceLostError(P2PError):
-    """The CUDA context of a process is lost, by a failed kernel or by the hardware.
+    """The CUDA context of a process is lost, after a failed kernel or a fault of the hardware.
 
     The process cannot use its GPU any more; restart it.
     """
@@ -171,10 +171,10 @@ class RegistrationError(P2PError):
 
 
 class SectionError(P2PError):
-    """The ranks of a gang made different calls, or too many of their attempts failed.
+    """The ranks of a section made different calls, or too many of their attempts failed.
 
-    Also if the ranks can never run at the same time, since workers lack resources or another gang
-    waits for them.
+    Also raised if the ranks can never run at the same time, since workers lack resources or another
+    section waits for them.
     """
 
 
@@ -192,7 +192,8 @@ _Error = TypeVar("_Error", bound=BaseException)
 def without_frames(exc: _Error) -> _Error:
     """Return an exception that is to be kept, without the frames of its traceback and its causes.
 
-    Frames have arrays, and some have the exception: all would stay until Python collects garbage.
+    Frames refer to arrays, and some to the exception itself. Without this function all of them
+    would stay in memory until Python collects garbage.
     """
     each: BaseException | None = exc
     while each is not None:

@@ -11,7 +11,8 @@ from dask_p2p.errors import InputError
 def checked_client(client: Any) -> Any:
     """Return an open client; by default the current one.
 
-    `ValueError` without a current client, `InputError` if the argument is closed or no client.
+    Raises `ValueError` without a current client, and `InputError` if the argument is closed or is
+    no client.
     """
     from distributed import Client, default_client
 
@@ -29,7 +30,7 @@ def checked_client(client: Any) -> Any:
 def checked_count(of: str, least: int = 1, **given: Any) -> int:
     """Return a number of at least `least`, given as a keyword with its parameter's name.
 
-    `InputError` for any other value.
+    Raises `InputError` for any other value.
     """
     ((name, value),) = given.items()
     try:
@@ -47,7 +48,7 @@ def checked_count(of: str, least: int = 1, **given: Any) -> int:
 def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool:
     """Return a Boolean parameter, of Python or NumPy.
 
-    `InputError` for any other type, because a text or a number may be a mistake.
+    Raises `InputError` for any other type, because a text or a number may be a mistake.
     """
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)

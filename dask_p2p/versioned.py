@@ -71,8 +71,8 @@ def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _
 def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
     """Return a value from its pickled form; all versions keep these parameters.
 
-    `VersionError` if another version wrote it, or this process lacks its class, perhaps of another
-    package.
+    Raises `VersionError` if another version wrote it, or this process lacks its class, perhaps
+    of another package.
     """
     check_version(version)
     try:

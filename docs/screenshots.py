@@ -11,9 +11,12 @@ The second command writes ``docs/images/p2p-page.png``, and ``p2p-page-dark.png`
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
 import dask
@@ -22,11 +25,11 @@ from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.records import packed, unpacked
-from dask_p2p.monitoring.runs import fetch_records
+from dask_p2p.monitoring.records import Record, packed, unpacked
+from dask_p2p.monitoring.runs import runs_of
 from tests.browser import chromium, until, visit
 
-RUNS = 5  # of `compute`
+RUNS = 5  # in a picture: the last four of `compute`, and the running `iterate`
 IMAGES = Path(__file__).parent / "images"
 SIZE = (1700, 860)
 
@@ -40,27 +43,39 @@ def main() -> None:
 @click.argument("records", type=click.Path(path_type=Path))
 @click.option("--gpus", is_flag=True, help="On GPUs, and larger.")
 @click.option("--side", type=int, help="Rows and columns of the array.")
-def record(records: Path, gpus: bool, side: int | None) -> None:
-    """Run the operations, and write their records."""
+@click.option("--steps", type=int, help="Steps of the last run.")
+def record(
+    records: Path, gpus: bool, side: int | None, steps: int | None
+) -> None:
+    """Run the operations, and write their records while the last one runs."""
     side = side or (32_768 if gpus else 8_000)
+    steps = steps or (1_000 if gpus else 50)
     with (
         dask_p2p.local_cluster(gpus=gpus) as cluster,
         Client(cluster) as client,
     ):
         dask_p2p.register(client)
-        compute(client, side, len(client.nthreads()), gpus)
-        found = client.sync(fetch_records, client, RUNS)
+        field = compute(client, side, len(client.nthreads()), gpus)
+        running = client.persist(
+            dask_p2p.iterate(heat, field, {0: 1}, steps=steps)
+        )
+        while True:
+            found = client.run_on_scheduler(newest_records)
+            if runs_of(found)[0].steps > 0.6 * steps:
+                break
+            time.sleep(0.02)
         records.write_bytes(packed(found))
+        wait(running)
 
 
-def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
-    """Run time steps, a rechunk, a transpose by messages and two others, after a warm-up."""
+def compute(client: Client, side: int, workers: int, gpus: bool) -> da.Array:
+    """Run time steps, a rechunk and three transposes, one by messages. Return the field."""
     with dask.config.set({"array.backend": "cupy" if gpus else "numpy"}):
         x = da.random.random((side, side), chunks=(side // workers, -1))
-    for _ in range(2):
+    for _ in range(2):  # the first time is a warm-up
         x = client.persist(x + 1)
         wait(x)
-        field = x[:, : side // 8].persist()
+        field = client.persist(x[:, : side // 8])
         runs = [dask_p2p.iterate(heat, field, {0: 1}, steps=20)]
         runs += [dask_p2p.rechunk(x, (-1, side // workers))]
         with dask.config.set({"p2p.transports.order": ["comm"]}):
@@ -71,6 +86,15 @@ def compute(client: Client, side: int, workers: int, gpus: bool) -> None:
         ]
         for y in runs:
             wait(client.persist(y))
+    return field
+
+
+async def newest_records(dask_scheduler: Any) -> list[Record]:
+    """Return the records of the newest runs, those of running tasks included."""
+    plugin = dask_scheduler.plugins[PLUGIN_NAME]
+    running = await asyncio.gather(*map(plugin._fetch, plugin.ready()))
+    runs = runs_of([*plugin._records, *chain.from_iterable(running)])[:RUNS]
+    return [record for run in runs for record in run.records]
 
 
 def heat(u, out):
@@ -84,13 +108,13 @@ def heat(u, out):
 def draw(records: Path, name: str) -> None:
     """Show the records on a dashboard, and save the page in both themes."""
     IMAGES.mkdir(exist_ok=True)
-    nobody = {
+    no_workers = {
         "n_workers": 0,
         "processes": False,
         "dashboard_address": "127.0.0.1:0",
     }
     with (
-        LocalCluster(**nobody) as cluster,
+        LocalCluster(**no_workers) as cluster,
         Client(cluster) as client,
         tempfile.TemporaryDirectory() as profile,
         chromium(profile, SIZE) as driver,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import time
 from contextlib import contextmanager
+
+from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 FLAGS = (
     "--headless",
@@ -64,13 +66,11 @@ def wait_for_bokeh(driver):
     )
 
 
-def until(driver, script, *args, limit_s=60):
+def until(driver, script, *args, limit_s=BOUND_S):
     """Wait until a script returns something true, and return that."""
-    deadline_s = time.monotonic() + limit_s
-    while not (found := driver.execute_script(script, *args)):
-        assert time.monotonic() < deadline_s, f"in vain: {script} {args}"
-        time.sleep(0.02)
-    return found
+    return wait_until(
+        lambda: driver.execute_script(script, *args), limit_s, lambda: f"{script} {args}"
+    )
 
 
 def data(driver, source):

@@ -227,6 +227,24 @@ def cluster():
 
 
 @pytest.fixture
+def gpu(monkeypatch):
+    """An emulated GPU that replaces CuPy, and checks the order of all accesses of memory."""
+    from tests.simulation.streams import emulated
+
+    return emulated(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """An event loop in a thread, as a worker has one."""
+    from tests.transports.loopback import EventLoop
+
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
 def client(cluster):
     from distributed import Client
 

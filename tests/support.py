@@ -19,6 +19,8 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.runs import fetch_records, runs_of
 from dask_p2p.plugins.registration import workers_of
 
+#: Limit in seconds for everything that must end, also on a busy machine.
+BOUND_S = 120.0
 #: Dask's configuration for workers that are forked off a server, which `prepare_to_fork` sets up.
 FORKED = {"distributed.worker.multiprocessing-method": "forkserver"}
 #: On a busy machine a nanny may take longer than Dask's 15 s to bring a worker back. The cluster
@@ -69,7 +71,7 @@ def persisted(client, x):
     return x
 
 
-def result_of(client, future, timeout_s=120):
+def result_of(client, future, timeout_s=BOUND_S):
     """A future's result; if it does not come, a failure that shows where tasks stand."""
     try:
         return future.result(timeout=timeout_s)

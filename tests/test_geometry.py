@@ -17,7 +17,7 @@ from dask_p2p.geometry import (
     split_evenly,
     taper_last,
 )
-from tests.plans.support import cut
+from tests.plans.support import chunks_of
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
@@ -32,9 +32,9 @@ def test_split_evenly(length, parts):
 
 @st.composite
 def two_cuts(draw):
-    """Two ways to cut one axis, empty pieces included."""
+    """Return two chunkings of one axis, with empty blocks."""
     length = draw(st.integers(0, 40))
-    return cut(draw, length, 7), cut(draw, length, 7)
+    return chunks_of(draw, length, 7), chunks_of(draw, length, 7)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)

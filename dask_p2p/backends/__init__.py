@@ -61,8 +61,8 @@ def as_array(block: Array) -> Any:
 def backend_for(block: Array) -> Backend:
     """Return the backend of a block, an array or a NumPy scalar.
 
-    `UnsupportedArrayError` if copies of the block's bytes would not keep its values, or if its
-    library has no backend.
+    Raises `UnsupportedArrayError` if copies of the block's bytes would not keep its values, or if
+    its library has no backend.
     """
     block = as_array(block)
     backend = _backend_of(block)
@@ -73,7 +73,7 @@ def backend_for(block: Array) -> Backend:
 def backend_named(name: str) -> Backend:
     """Return the backend of this name, without importing its library.
 
-    `UnsupportedArrayError` for any other name.
+    Raises `UnsupportedArrayError` for any other name.
     """
     backend = BACKENDS.get(name)
     if backend is None:

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.backends.timing import Timer as Timer
+from dask_p2p.config import Options
 from dask_p2p.errors import AxesError, BlockMismatchError
-from dask_p2p.types import Array, DTypeLike, Kind
+from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 #: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8 bytes.
 RUN_BYTES = 512
@@ -69,8 +70,8 @@ class Backend(ABC):
 
         On a device the work is queued on the current stream, and the call returns before its end.
 
-        `AxesError` if `axes` is no permutation of the axes of `src`. `BlockMismatchError` if the
-        shape or dtype of `dst` does not match.
+        Raises `AxesError` if `axes` is no permutation of the axes of `src`, and
+        `BlockMismatchError` if the shape or dtype of `dst` does not match.
         """
 
     @abstractmethod
@@ -79,6 +80,26 @@ class Backend(ABC):
 
         Its kernels may leave bandwidth for concurrent copies between workers.
         """
+
+    def queue_for(
+        self,
+        nbytes: int,  # size of the block
+        dtype: DType,  # dtype of the block
+        options: Options,  # options of the task
+        where: str,  # name of the worker in errors and warnings
+        warn: Callable[[str], None] | None,  # warns the user; None: a Python warning
+        *,
+        leave_bandwidth: bool = False,  # see `queue`
+    ) -> Queue:
+        """Return a new queue for an output block.
+
+        `NoDeviceError` if the options require a GPU and this process has none.
+        """
+        return self.queue(leave_bandwidth=leave_bandwidth)
+
+    def queue_bytes(self, options: Options) -> int:
+        """Return the bytes of the slots of `queue_for`, in host memory and again on a GPU."""
+        return 0
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:

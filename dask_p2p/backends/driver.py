@@ -65,7 +65,8 @@ def is_managed(address: int) -> bool:
 def buffer_id(address: int) -> int:
     """Return the id, unique in this process, of the allocation that memory belongs to.
 
-    `ImportError` without cuda-bindings, `TransferError` if the driver does not report it.
+    Raises `ImportError` without cuda-bindings, and `TransferError` if the driver does not report
+    the id.
     """
     from cuda.bindings import driver as api
 
@@ -75,7 +76,7 @@ def buffer_id(address: int) -> int:
 def allocation(address: int) -> tuple[int, int]:
     """Return the address and the size in bytes of the allocation that memory belongs to.
 
-    Errors as of `buffer_id`.
+    Raises the errors of `buffer_id`.
     """
     from cuda.bindings import driver as api
 

@@ -1,60 +1,29 @@
-"""The NumPy backend: the reference that every other one equals bit for bit.
-
-::
-
-        src, read                              dst, written
-        512 columns ->                         rows ->
-      r +-----+-----+---                     5 +-----+-----+---
-      o |  1  |  3  |                        1 |  1  |  2  | ..
-      w +-----+-----+---                     2 +-----+-----+---
-      s |  2  |  4  |                          |  3  |  4  | ..
-        +-----+-----+---                       +-----+-----+---
-
-An assignment writes one row of `dst` after another. Each row takes one item from each of many cache
-lines of `src`. When the next row needs their neighbours, those lines have been evicted, so each
-line is fetched once per item. Here the copy goes block by block, in the order of `dst`. A block has
-so few source rows that their lines stay in the cache.
-
-This is the tiling of G. Ruetsch and P. Micikevicius, "Optimizing Matrix Transpose in CUDA" (NVIDIA,
-2009), with the CPU's cache instead of shared memory. NumPy releases the interpreter lock inside
-each block.
-"""
+"""The NumPy backend: the reference that every other one equals bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import product
-from math import gcd, prod
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import Backend, transposed
+from dask_p2p.backends.base import Backend
+from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.host.hardware import cpu_name
+from dask_p2p.backends.host.permute import permute_into
+from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.types import Array, DTypeLike
-
-# The sizes below were the fastest, or within 5 % of it, for matrices from 100 x 100 to
-# 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
-
-# For smaller arrays, the computation of a block shape takes as long as it saves.
-SMALL_ITEMS = 1 << 15
-# A block has at least `BLOCK_ITEMS` items, to hide the interpreter's overhead, and is extended over
-# further axes up to `GROWN_ITEMS`.
-BLOCK_ITEMS = 1 << 13
-GROWN_ITEMS = 1 << 15
-BLOCK_COLUMNS = 512
-MAX_BLOCK_ROWS = 256
-MIN_BLOCK_ROWS = 32
-# With up to this many rows, plain copies hit the second-level cache and the translation cache. Then
-# blocks have no advantage, unless rows compete (see below).
-UNBLOCKED_ROWS = 1024
-# A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
-# lines. Rows at a distance of a power of two all compete, so fewer of them fit.
-CACHE_WAY_BYTES = 4096
-CACHE_WAYS = 8
+from dask_p2p.backends.pipelines.host_through_device import (
+    HostThroughDeviceQueue,
+    is_for_device,
+    part_bytes,
+    slots_bytes,
+)
+from dask_p2p.config import Options
+from dask_p2p.errors import NoDeviceError, UnsupportedArrayError
+from dask_p2p.types import Array, DType, DTypeLike
 
 
 class NumpyBackend(Backend):
@@ -94,22 +63,39 @@ class NumpyBackend(Backend):
         return np.empty(tuple(shape), dtype)
 
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        view = transposed(dst, src, axes)
-        if dst.dtype.names and not dst.dtype.hasobject:
-            # NumPy would copy structures field by field, without their padding.
-            raw = f"V{dst.dtype.itemsize}"
-            dst, view = dst.view(raw), view.view(raw)
-        block = None
-        if dst.size >= SMALL_ITEMS:
-            block = block_shape(dst.shape, view.strides, dst.strides)
-        if block is None:
-            dst[...] = view  # for small arrays twice as fast as np.copyto
-            return
-        for box in _boxes(dst.shape, block):
-            dst[box] = view[box]
+        permute_into(dst, src, axes)
 
     def queue(self, *, leave_bandwidth: bool = False) -> HostQueue:
         return HostQueue(self)
+
+    def queue_for(
+        self,
+        nbytes: int,
+        dtype: DType,
+        options: Options,
+        where: str,
+        warn: Callable[[str], None] | None,
+        *,
+        leave_bandwidth: bool = False,
+    ) -> HostQueue:
+        if not is_for_device(options.permute_numpy, nbytes, dtype):
+            return self.queue()
+        obstacle = gpu_obstacle()
+        if obstacle is None:
+            size_bytes = part_bytes(options.staging_limit_bytes)
+            return HostThroughDeviceQueue(self, size_bytes, partial(warn_once, warn, where))
+        if options.permute_numpy == "auto":
+            return self.queue()
+        raise NoDeviceError(
+            f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "
+            f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
+            f"p2p.permute-numpy to cpu."
+        )
+
+    def queue_bytes(self, options: Options) -> int:
+        if not is_for_device(options.permute_numpy, sys.maxsize):
+            return 0
+        return slots_bytes(options.staging_limit_bytes)
 
     def to_host(self, array: Array) -> Any:
         return array
@@ -129,68 +115,6 @@ class NumpyBackend(Backend):
 
     def device_name(self) -> str:
         return cpu_name()
-
-
-@lru_cache(maxsize=1024)  # a call costs as much as a copy of 10 000 items, and blocks are similar
-def block_shape(
-    shape: tuple[int, ...],  # shape of `dst`, and of the transposed `src`
-    src_strides: tuple[int, ...],  # in bytes, in the order of the axes of `dst`
-    dst_strides: tuple[int, ...],
-) -> tuple[int, ...] | None:
-    """Return the shape of the blocks to copy one by one, or None for a plain copy.
-
-    Its axes are in the order of `dst`.
-
-    Examples
-    --------
-    >>> block_shape((10000, 10000), (8, 80000), (80000, 8))  # float64, transposed
-    (512, 256)
-    >>> block_shape((10000, 10000), (80000, 8), (80000, 8)) is None  # same order
-    True
-    """
-    # Axes of `dst`, with its contiguous axis first.
-    by_dst = sorted(
-        (a for a in range(len(shape)) if shape[a] > 1), key=lambda a: abs(dst_strides[a])
-    )
-    moving = [a for a in by_dst if src_strides[a]]
-    if not moving:
-        return None
-    row_axis = by_dst[0]
-    column_axis = min(moving, key=lambda a: abs(src_strides[a]))
-    # Number of cache lines that are used before the first one is used again.
-    lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
-    cached_rows = _cached_rows(src_strides[row_axis])
-    if lines <= (UNBLOCKED_ROWS if cached_rows >= MAX_BLOCK_ROWS else cached_rows):
-        return None
-    columns = min(shape[column_axis], BLOCK_COLUMNS)
-    rows = max(min(cached_rows, MAX_BLOCK_ROWS), MIN_BLOCK_ROWS, BLOCK_ITEMS // columns)
-    return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
-
-
-def _cached_rows(stride_bytes: int) -> int:
-    """Return the number of rows at this distance that fit into the first-level cache."""
-    return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
-
-
-def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
-    """Extend a two-dimensional tile over the other axes, up to `GROWN_ITEMS` items."""
-    block = [1] * len(shape)
-    for axis, extent in tile.items():
-        block[axis] = min(extent, shape[axis])
-    for axis in by_dst:
-        if axis not in tile:
-            block[axis] = max(1, min(shape[axis], GROWN_ITEMS // prod(block)))
-    return tuple(block)
-
-
-def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Yield the boxes that tile `shape`, in C order."""
-    return product(
-        *(
-            [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
-            for extent, step in zip(shape, block, strict=True)
-        )
-    )
 
 
 NUMPY = NumpyBackend()

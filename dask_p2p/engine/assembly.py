@@ -18,29 +18,23 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from math import prod
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import numpy as np
+from dask.utils import format_bytes
 
 from dask_p2p.backends import Queue, Timer, backend_named, device_of
-from dask_p2p.backends.device import device_work, gpu_obstacle
-from dask_p2p.backends.host.pinned import warn_once
-from dask_p2p.backends.pipelines.host_through_device import (
-    HostThroughDeviceQueue,
-    is_for_device,
-    part_bytes,
-)
+from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
 from dask_p2p.engine.local import HeldBlocks
-from dask_p2p.engine.memory import Need, is_out_of_memory
+from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
-from dask_p2p.errors import BlockMismatchError, NoDeviceError, P2PError, TransferError
+from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
 from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.plans import BlockPlan, Source
@@ -70,6 +64,31 @@ class OutputSpec:
     def key(self, source: Source) -> tuple[Any, ...]:
         """Return the Dask key of an input block."""
         return (self.arrays[source.array], *source.block)
+
+    def need(
+        self,
+        kind: Kind,
+        shape: tuple[int, ...],
+        largest_bytes: int,
+        remote_bytes: int,
+        input_bytes: int = 0,
+    ) -> MemoryNeed:
+        """Return the peak memory of the task that assembles a block of this kind and shape.
+
+        The sizes are those of the largest region from one remote block, of all regions from other
+        workers, and of this worker's input blocks in memory.
+        """
+        item_bytes = self.dtype.itemsize
+        staged_bytes = staging_bytes(self.options, kind, largest_bytes, remote_bytes, item_bytes)
+        extra_bytes = getattr(self.epilogue, "extra_bytes", lambda *_: 0)(shape, self.dtype)
+        return MemoryNeed(
+            {
+                "for itself": prod(shape) * item_bytes,
+                "for this worker's input blocks": input_bytes,
+            },
+            ({"for regions in transfer": staged_bytes}, {"to transform it": extra_bytes}),
+            kind,
+        )
 
 
 class Assembly:
@@ -134,9 +153,8 @@ class Assembly:
                 self._input_bytes = self.local.needed_bytes(local, kind)
                 if self.context is not None:
                     need = self._need(kind)
-                    limit_bytes = self.context.memory_below(need.total_bytes, kind)
-                    if limit_bytes is not None:
-                        raise need.too_large(limit_bytes, self._where)
+                    limit_bytes = self.context.memory_below(need.peak_bytes, kind)
+                    need.check(limit_bytes, "a block", self._where, self._remedy)
                 if self.plan.is_copy and local and self.output.epilogue is None:
                     return local[0]
                 if self._remote and self.context is not None:
@@ -153,7 +171,8 @@ class Assembly:
             # `exc` keeps the frames below alive, and they may hold half an output.
             traceback.clear_frames(exc.__traceback__)
             self._out = None
-        raise self._need(self.output.kind).error(message, self._where)
+        need = self._need(self.output.kind)
+        raise need.error(message, "a block", self._where, self._remedy)
 
     def finish(self, block: Any, index: Index) -> Any:
         """Return the result of `OutputSpec.epilogue` for the block that `run` returned."""
@@ -173,8 +192,15 @@ class Assembly:
             remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
             same-host lane        read place  read place        read place        read place ...
         """
-        dtype, is_shared = self.output.dtype, bool(self._remote)
-        queue = queue_for(self.plan, dtype, kind, self.options, self.context, is_shared)
+        dtype, context = self.output.dtype, self.context
+        queue = backend_named(kind).queue_for(
+            prod(self.plan.shape) * dtype.itemsize,
+            dtype,
+            self.options,
+            self._where,
+            None if context is None else context.warn,
+            leave_bandwidth=bool(self._remote),
+        )
         try:
             if self._in_sync:
                 self._queue_local(queue)
@@ -217,19 +243,16 @@ class Assembly:
             )
         return self._out
 
-    def _need(self, kind: Kind) -> Need:
-        itemsize = self.output.dtype.itemsize
-        sizes = [box_size(p.src) * itemsize for p in self.plan.pieces if p.source in self._remote]
-        extra_bytes = getattr(self.output.epilogue, "extra_bytes", lambda *_: 0)
-        return Need(
-            output_bytes=prod(self.plan.shape) * itemsize,
-            staging_bytes=staging_bytes(
-                self.options, kind, max(sizes, default=0), sum(sizes), itemsize
-            ),
-            input_bytes=self._input_bytes,
-            staging_limit_bytes=self.options.staging_limit_bytes,
-            epilogue_bytes=extra_bytes(self.plan.shape, self.output.dtype),
-        )
+    def _need(self, kind: Kind) -> MemoryNeed:
+        item_bytes = self.output.dtype.itemsize
+        sizes = [box_size(p.src) * item_bytes for p in self.plan.pieces if p.source in self._remote]
+        largest_bytes = max(sizes, default=0)
+        return self.output.need(kind, self.plan.shape, largest_bytes, sum(sizes), self._input_bytes)
+
+    @property
+    def _remedy(self) -> str:
+        limit = format_bytes(self.options.staging_limit_bytes)
+        return f"{SMALLER_CHUNKS} It may also help to lower p2p.memory.staging-limit (now {limit})."
 
     def _finish(self, queue: Queue) -> None:
         """Wait for all kernels, then end the leases, even after an error."""
@@ -313,32 +336,3 @@ class Assembly:
         if self._in_sync:
             queue.synchronize()
         return True
-
-
-def queue_for(
-    plan: BlockPlan,
-    dtype: DType,
-    kind: Kind,  # array library of the block
-    options: Options,  # the task's
-    context: TaskContext | None,  # the worker's; None without the plugin
-    leave_bandwidth: bool,  # see `Backend.queue`
-) -> Queue:
-    """Return a new queue for an output block.
-
-    Raises `NoDeviceError` if the options require a GPU and this process has none.
-    """
-    backend, nbytes = backend_named(kind), prod(plan.shape) * dtype.itemsize
-    if backend.on_device or not is_for_device(options.permute_numpy, nbytes, dtype):
-        return backend.queue(leave_bandwidth=leave_bandwidth)
-    where = where_is(context)
-    obstacle = gpu_obstacle()
-    if obstacle is not None and options.permute_numpy == "auto":
-        return backend.queue(leave_bandwidth=leave_bandwidth)
-    if obstacle is not None:
-        raise NoDeviceError(
-            f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "
-            f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
-            f"p2p.permute-numpy to cpu."
-        )
-    warn = partial(warn_once, None if context is None else context.warn, where)
-    return HostThroughDeviceQueue(backend, part_bytes(options.staging_limit_bytes), warn)

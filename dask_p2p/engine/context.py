@@ -58,10 +58,10 @@ class TaskContext(WorkerContext, Protocol):
         """Return whether a silent worker answers now. If so, clear its record of silence."""
 
     def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
-        """See `AttemptLog`."""
+        """Record a failed attempt, as `AttemptLog` does."""
 
     def forget_attempts(self, key: Key) -> None:
-        """See `AttemptLog`."""
+        """Forget the attempts at a task, as `AttemptLog` does."""
 
     def record(self, record: Record) -> None:
         """Record a finished attempt at a task, successful or failed."""

@@ -153,7 +153,7 @@ class Fetch:
             self.waited_s += self.last_s - start_s
 
     def record_written(self, region: Region) -> None:
-        """Record that a region is in the output, at the latest when the queue is synchronised."""
+        """Record that a region is in the output, or will be once the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
         self.silences.record_answer(self.route.holder, self.route.transport.name)
 

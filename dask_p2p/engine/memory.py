@@ -1,64 +1,69 @@
-"""Memory requirement of an assembling task, and the error if there is too little memory."""
+"""Peak memory of a task or of a rank, and the errors about too little memory."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from dask.utils import format_bytes
 
+from dask_p2p.backends import backend_named
 from dask_p2p.backends.host.pinned import bases
 from dask_p2p.errors import MemoryLimitError
-from dask_p2p.types import Array
+from dask_p2p.types import Array, Kind
 
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY
-_CURE = (
+SMALLER_CHUNKS = (
     "Use smaller chunks (chunks= for the result, rechunk for the input), or more workers if all "
-    "of them together lack memory. It may also help to lower p2p.memory.staging-limit"
+    "of them together lack memory."
 )
 
 
-class Need(NamedTuple):
-    """The peak memory of one task, by purpose."""
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The peak memory of one task or one rank: bytes by purpose. Errors name the purposes."""
 
-    output_bytes: int  # block of the result
-    staging_bytes: int  # regions in transfer, at most
-    input_bytes: int  # input blocks of this worker that are in memory at the same time
-    staging_limit_bytes: int  # value of p2p.memory.staging-limit
-    epilogue_bytes: int = (
-        0  # additional memory of `OutputSpec.epilogue`, after all regions have arrived
-    )
+    always: Mapping[str, int]  # held from the start to the end
+    phases: tuple[Mapping[str, int], ...] = ()  # one after another; the largest counts
+    kind: Kind = "numpy"  # memory of this backend
 
     @property
-    def total_bytes(self) -> int:
-        """The task's peak memory."""
-        return self.output_bytes + max(self.staging_bytes, self.epilogue_bytes) + self.input_bytes
+    def peak_bytes(self) -> int:
+        """The sum of `always` and of the largest phase."""
+        phases_bytes = (sum(phase.values()) for phase in self.phases)
+        return sum(self.always.values()) + max(phases_bytes, default=0)
 
-    def too_large(self, limit_bytes: int, where: str) -> MemoryLimitError:
-        """Return the error for a block larger than all memory of a worker."""
-        return self._error(
-            f"expected a block that fits into the {_bytes(limit_bytes)} of {where}, got one",
-            self.total_bytes - limit_bytes,
-        )
+    @property
+    def purposes(self) -> str:
+        """The bytes of each purpose as text, except for purposes without memory."""
+        phases = filter(None, (" and ".join(_sizes(phase)) for phase in self.phases))
+        return ", ".join(filter(None, [*_sizes(self.always), ", or afterwards ".join(phases)]))
 
-    def error(self, cause: str, where: str) -> MemoryLimitError:
-        """Return the error for a failed allocation on a worker, with the allocator's cause."""
-        return self._error(f"out of memory on {where} ({cause}) while assembling a block", None)
+    def __str__(self) -> str:
+        return f"{_bytes(self.peak_bytes)}: {self.purposes}"
 
-    def _error(self, head: str, missing_bytes: int | None) -> MemoryLimitError:
-        missing = "" if missing_bytes is None else f"; {_bytes(missing_bytes)} are missing"
-        after = (
-            f", or afterwards {_bytes(self.epilogue_bytes)} to transform it"
-            if self.epilogue_bytes
-            else ""
-        )
-        return MemoryLimitError(
-            f"{head} that needs {_bytes(self.total_bytes)}: {_bytes(self.output_bytes)} for "
-            f"itself, {_bytes(self.staging_bytes)} for regions in transfer{after}, "
-            f"{_bytes(self.input_bytes)} for this worker's input blocks{missing}. "
-            f"{_CURE} (now {_bytes(self.staging_limit_bytes)}).",
-            self.total_bytes,
+    def check(self, limit_bytes: int | None, what: str, where: str, remedy: str) -> None:
+        """Raise `MemoryLimitError` if there is a limit, which is then below the peak."""
+        if limit_bytes is None:
+            return
+        missing_bytes = self.peak_bytes - limit_bytes
+        raise MemoryLimitError(
+            f"expected {what} that fits into the {_bytes(limit_bytes)} of {self._place(where)}, "
+            f"got one that needs {self}; {_bytes(missing_bytes)} are missing. {remedy}",
+            self.peak_bytes,
             missing_bytes,
         )
+
+    def error(self, cause: str, what: str, where: str, remedy: str) -> MemoryLimitError:
+        """Return the error for a failed allocation, with the allocator's cause."""
+        return MemoryLimitError(
+            f"out of memory on {self._place(where)} ({cause}) for {what} that needs {self}. "
+            f"{remedy}",
+            self.peak_bytes,
+        )
+
+    def _place(self, where: str) -> str:
+        return f"the GPU of {where}" if backend_named(self.kind).on_device else where
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -81,6 +86,10 @@ def in_memory_bytes(block: Array) -> int:
     for length, stride in zip(block.shape, block.strides, strict=True):
         nbytes *= length if stride or not length else 1
     return nbytes
+
+
+def _sizes(by_purpose: Mapping[str, int]) -> list[str]:
+    return [f"{format_bytes(nbytes)} {name}" for name, nbytes in by_purpose.items() if nbytes]
 
 
 def _bytes(nbytes: int) -> str:

@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 #: Name under which the worker plugin is registered.
 PLUGIN_NAME = "dask-p2p"
 
+#: Start of the names of arrays whose tasks Dask may fuse with those of their inputs. Such a task is
+#: of Dask's class, and its key joins the names of both arrays.
+FUSABLE = "p2p-on-gpu"
+
 #: Callback for a worker without the plugin, and the keys of the blocks of a task on it.
 OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
@@ -169,6 +173,18 @@ class RankTask(Task):  # type: ignore[misc]
     def block_fusion(self) -> bool:
         """True: fusing would rename the task, and the scheduler finds it by its name."""
         return True
+
+
+def run_name(key: Any) -> Any:
+    """Return the name of the array that a task makes; of a fused task's name, the last part."""
+    name = key[0] if isinstance(key, tuple) else key
+    start = name.find(FUSABLE) if isinstance(name, str) else -1
+    return name[start:] if start > 0 else name
+
+
+def is_fusable(key: Any) -> bool:
+    """Return whether the task with this key, fused or not, makes a block of a `FUSABLE` array."""
+    return str(run_name(key)).startswith(FUSABLE)
 
 
 @drops_frames

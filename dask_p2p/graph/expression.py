@@ -15,7 +15,7 @@ from dask.array.utils import meta_from_array
 
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import assemble_tasks, output_spec
+from dask_p2p.graph.layer import assemble_tasks, output_spec
 
 
 class PlannedExpr(ArrayExpr):  # type: ignore[misc]

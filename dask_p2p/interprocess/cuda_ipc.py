@@ -90,8 +90,8 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
 def export(block: Array) -> IpcHandle:
     """Return the location of a block.
 
-    `TransferError` if its memory cannot be exported: memory of `cudaMallocAsync`, managed memory,
-    a refusal of the driver, or missing cuda-bindings.
+    Raises `TransferError` if its memory cannot be exported: memory of `cudaMallocAsync`, managed
+    memory, a refusal of the driver, or missing cuda-bindings.
     """
     import cupy
 
@@ -188,7 +188,7 @@ class Mappings:
     def acquire(self, peer: Peer, ipc_handle: IpcHandle, block_bytes: int) -> MappedAllocation:
         """Return a mapping of the allocation of a peer's block, open or new, and count a user.
 
-        `TransferError` if the allocation cannot be mapped.
+        Raises `TransferError` if the allocation cannot be mapped.
         """
         process = peer.process
         with self._lock:

@@ -190,7 +190,7 @@ def new_token() -> np.ndarray[Any, Any]:
 
 
 def holds(pid: int, address: int, token: bytes) -> bool:
-    """Return true if a process has this token at an address; errors as of `read`."""
+    """Return true if a process has this token at an address. Raises the errors of `read`."""
     runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
 

@@ -292,7 +292,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 
     Returns
     -------
-    Runs or awaitable
+    RunTable or awaitable
         The runs, the newest first; an awaitable if the client is asynchronous. Empty for a cluster
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,

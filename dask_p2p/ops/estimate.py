@@ -11,10 +11,9 @@ from typing import Any
 
 from dask.utils import key_split
 
-from dask_p2p.backends import SLOTS, backend_for
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.engine.parts import OPERATION, GpuMap
-from dask_p2p.engine.task import RankTask
+from dask_p2p.engine.task import FUSABLE, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.inputs import checked_count
@@ -90,9 +89,9 @@ def estimate(
     Computes nothing. The estimate is that of a transpose of `x`, except for two kinds of results,
     given without `axes` and `chunks`:
 
-    - `iterate` or `spmd`: a `sections.estimate.SectionEstimate` for one rank, including the bytes
-      that ranks send in a step and for a checkpoint.
-    - `map_on_gpu`: an `ops.estimate.PartsEstimate`, the GPU memory of one task.
+    - `iterate` or `spmd`: a `SectionEstimate` for one rank, including the bytes that ranks send in
+      a step and for a checkpoint.
+    - `map_on_gpu`: a `PartsEstimate`, the GPU memory of one task.
 
     The estimate follows from chunks and options. It assumes that every worker holds the same number
     of blocks, and that the input is kept until the last task ends.
@@ -100,8 +99,8 @@ def estimate(
     Parameters
     ----------
     x, axes, chunks
-        As for `dask_p2p.transpose`; or only `x`, a result of `dask_p2p.iterate`, `dask_p2p.spmd` or
-        `dask_p2p.map_on_gpu`.
+        The arguments of `dask_p2p.transpose`; or only `x`, a result of `dask_p2p.iterate`,
+        `dask_p2p.spmd` or `dask_p2p.map_on_gpu`.
     workers : int, optional
         Number of workers, each with one thread. Default: the workers and threads of the current
         synchronous client, each thread with one block. Without a client: the largest number of
@@ -115,7 +114,7 @@ def estimate(
     Raises
     ------
     UnsupportedArrayError, AxesError, ChunksError
-        As raised by `dask_p2p.transpose`.
+        The errors of `dask_p2p.transpose`.
     InputError
         If `workers` is not a positive integer, or is given for `iterate` or `spmd`, whose ranks
         are already chosen.
@@ -129,7 +128,8 @@ def estimate(
     (8000000, 8000000)
     """
     if axes is None and chunks is None and (mapped := _mapped(x)) is not None:
-        return _parts_estimate(mapped)
+        of_task: MemoryEstimate = mapped.estimate()
+        return of_task
     if axes is None and chunks is None and (section := _section(x)) is not None:
         if workers is not None:
             raise InputError(
@@ -182,16 +182,9 @@ def _section(x: Any) -> Any:
     return next((each.body for each in ranks if isinstance(each, RankTask)), None)
 
 
-def _mapped(x: Any) -> GpuMap | None:
-    """Return the function that the tasks of `x` run; None if not from `map_on_gpu`."""
-    if not is_dask_array(x) or key_split(x.name) != OPERATION:
+def _mapped(x: Any) -> Any:
+    """Return the `GpuMap` of the tasks of `x`; None if `x` is not a result of `map_on_gpu`."""
+    if not is_dask_array(x) or key_split(x.name) != FUSABLE:
         return None
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]
-    mapped: GpuMap | None = getattr(getattr(task, "func", None), "mapped", None)
-    return mapped  # None if x is already computed
-
-
-def _parts_estimate(mapped: GpuMap) -> PartsEstimate:
-    plans = list(mapped.largest_plans())
-    inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
-    return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))
+    return getattr(getattr(task, "func", None), "mapped", None)  # None if x is already computed

@@ -22,7 +22,8 @@ from dask.utils import has_keyword
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue, planned_array
+from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.layer import Epilogue
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,

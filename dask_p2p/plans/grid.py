@@ -1,8 +1,8 @@
 """Plans of grids of blocks, with independent axes.
 
 Along one axis an output block is a row of segments; each segment lies in one block of the source.
-The pieces of the block are the product of its segments along all axes. A *mapping* cuts an axis
-into segments: `SplitAxis` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with
+The pieces of the block are the product of its segments along all axes. A *mapping* divides an
+axis into segments: `SplitAxis` for plain redistribution, `dask_p2p.plans.halo.Halo` for blocks with
 halos.
 """
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 #: Schedules. With "auto" all messages go concurrently, as sockets accept them.
 ORDERS = ("auto", "diagonal", "left-right", "pairwise")
 
-_WIDTH = 8  # of a tree: how many are below one
+_WIDTH = 8  # most children of a rank in the tree
 
 
 class Partners(NamedTuple):
@@ -49,21 +49,19 @@ def partners(
     return [Partners((rank + by) % size, (rank - by) % size) for by in far]
 
 
-def branch(rank: int, size: int) -> tuple[list[int], list[int], list[int]]:
-    """Return a member's place in a tree of all: those above and below it, by links of its own.
-
-    The last ones are those below it that have others below them in turn.
+def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the parent and the children of a rank in a tree of all ranks. The root has no parent.
 
     Examples
     --------
     >>> branch(0, 12)
-    ([], [1, 2, 3, 4, 5, 6, 7, 8], [1])
+    ([], [1, 2, 3, 4, 5, 6, 7, 8])
     >>> branch(9, 12)
-    ([1], [], [])
+    ([1], [])
     """
     below = list(range(rank * _WIDTH + 1, min(size, rank * _WIDTH + 1 + _WIDTH)))
     above = [(rank - 1) // _WIDTH] if rank else []
-    return above, below, [each for each in below if each * _WIDTH + 1 < size]
+    return above, below
 
 
 def _opponents(rank: int, size: int) -> list[int | None]:

@@ -1,29 +1,16 @@
-"""Redistribution of an array between the ranks of a gang, from one partition to another.
+"""Partitions of an array between the ranks of a gang.
 
-A *partition* names the divided axes. Four ranks, first divided along axis 0, then along axis 1::
-
-    +-------------+          +---+---+---+---+
-    |      0      |          |   |   |   |   |
-    +-------------+          |   |   |   |   |
-    |      1      |          |   |   |   |   |      each rank sends one box to each other rank:
-    +-------------+   --->   | 0 | 1 | 2 | 3 |      where its row crosses the other's column
-    |      2      |          |   |   |   |   |
-    +-------------+          |   |   |   |   |
-    |      3      |          |   |   |   |   |
-    +-------------+          +---+---+---+---+
+A *partition* names the divided axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dask_p2p.geometry import Box, split_evenly
-from dask_p2p.plans.base import Piece
+from dask_p2p.geometry import split_evenly
 from dask_p2p.plans.fft import FftStage, Transform, stages
-from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.ranks import RankGrid, grids, surface
 
 
@@ -74,56 +61,6 @@ def repartition(
         for axis, (length, count) in enumerate(zip(shape, grid, strict=True))
     ]
     return RankGrid(tuple(sizes), grid)
-
-
-@dataclass(frozen=True)
-class Moves:
-    """The messages of one rank in a redistribution."""
-
-    before: tuple[int, ...]  # shape of the local block before
-    after: tuple[int, ...]  # shape of the local block afterwards
-    local: tuple[Box, Box] | None  # the box that stays: in the block before, and afterwards
-    sends: dict[int, Box]  # by receiver: box of the block before
-    receives: dict[int, Box]  # by sender: box of the block afterwards
-
-    def permuted(self, order: Sequence[int]) -> Moves:
-        """Return the moves for permuted result blocks: axis ``i`` is axis ``order[i]`` here."""
-
-        def of(box: Any) -> Any:
-            return tuple(box[axis] for axis in order)
-
-        return replace(
-            self,
-            after=of(self.after),
-            local=None if self.local is None else (self.local[0], of(self.local[1])),
-            receives={rank: of(box) for rank, box in self.receives.items()},
-        )
-
-
-def moves(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> Moves:
-    """Return the messages of one rank between two distributions of an array.
-
-    Axis ``i`` afterwards is axis ``axes[i]`` before.
-    """
-    back = sorted(range(len(axes)), key=axes.__getitem__)
-    received = _pieces(before, after, axes, rank)
-    sent = _pieces(after, before, back, rank)
-    own = received.pop(rank, None)
-    sent.pop(rank, None)
-    return Moves(
-        before.shape(rank),
-        after.shape(rank),
-        None if own is None else (own.src, own.dst),
-        {other: piece.dst for other, piece in sent.items()},
-        {other: piece.dst for other, piece in received.items()},
-    )
-
-
-def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
-    """Return the pieces of a rank's new local block by sender: at most one from each."""
-    plan = redistribution(before.local_sizes, axes, after.local_sizes)
-    block = plan.block(after.indices[rank])
-    return {before.rank(block.sources[piece.source].block): piece for piece in block.pieces}
 
 
 class TransformStage(NamedTuple):

@@ -35,46 +35,48 @@ from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Box, Index, box_size
 from dask_p2p.plans.base import Fill
+from dask_p2p.plans.exchange import Exchange
 from dask_p2p.plans.grid import AxisMapping
 from dask_p2p.plans.halo import halo_plan, halo_widths_of
 from dask_p2p.plans.ranks import RankGrid
 
 
 @dataclass(frozen=True)
-class RankHalo:
-    """The halo around one rank's local block. All boxes are in the local block with its halo.
+class RankHalo(Exchange):
+    """The halo around one rank's local block, and the exchange that fills it.
 
-    An exchange makes the copies, one after another, then the fills. It packs messages only
-    afterwards, because they include copied and filled regions.
+    Source and target are the local block with its halo. An exchange makes the local copies, one
+    after another, then the fills. Where fills overlap, the last one wins. The exchange packs
+    messages only afterwards, because they include copied and filled regions.
     """
 
-    shape: tuple[int, ...]  # shape of the local block with its halo
     inner: Box  # the local block
-    copies: list[tuple[Box, Box]]  # source and target, both in this local block
-    fills: list[Fill]  # regions beyond the array's ends; the last one wins where they overlap
-    receives: dict[int, list[Box]]  # by sender
-    sends: dict[int, list[Box]]  # by receiver, in the order of the receiver's boxes
     unread: list[Box]  # corners that no exchange fills
     depth: tuple[tuple[int, int], ...]  # halo widths, also at ends without a halo ("none")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local block with its halo."""
+        return self.after
 
-def rank_halo(
+
+def halo_exchange(
     ranks: RankGrid,
     rank: int,
     depth: Sequence[tuple[int, int]],
     boundary: Sequence[Any],
     has_corners: bool,
 ) -> RankHalo:
-    """Return the halo around a rank's local block; see `halo_plan` for the parameters.
+    """Return the exchange that fills a rank's halo; see `halo_plan` for the parameters.
 
     It may reach over several other ranks.
     """
     shares = _HaloBlocks.of(ranks, depth, boundary, has_corners)
     at = ranks.indices[rank]
-    copies, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
+    local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
     for piece in shares.pieces(at):
         if piece.holder == at:
-            copies.append((piece.src, piece.dst))
+            local.append((piece.src, piece.dst))
         else:
             receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
     for reader, index in enumerate(ranks.indices):
@@ -82,12 +84,14 @@ def rank_halo(
             boxes = [piece.src for piece in shares.pieces(index) if piece.holder == at]
             sends |= {reader: boxes} if boxes else {}
     return RankHalo(
-        shape=shares.shape(at),
-        inner=shares.inner(at),
-        copies=copies,
+        before=shares.shape(at),
+        after=shares.shape(at),
+        axes=tuple(range(len(at))),
+        local=local,
         fills=shares.fills(at),
-        receives=receives,
         sends=sends,
+        receives=receives,
+        inner=shares.inner(at),
         unread=shares.unread(at),
         depth=tuple(depth),
     )

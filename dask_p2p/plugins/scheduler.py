@@ -19,8 +19,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol import deserialize
 from distributed.protocol.pickle import dumps
 
-from dask_p2p.engine.parts import is_of_parts, run_name
-from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask
+from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
 from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.monitoring import prometheus
@@ -280,7 +279,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
 
 def _is_ours(task: Any) -> bool:
-    return isinstance(task.run_spec, (ReferenceTask, RankTask)) or is_of_parts(task.key)
+    return isinstance(task.run_spec, (ReferenceTask, RankTask)) or is_fusable(task.key)
 
 
 def _is_near_ours(task: Any) -> bool:

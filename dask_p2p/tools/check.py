@@ -57,7 +57,7 @@ def check(client: AsynchronousClient) -> Awaitable[Report]: ...
 def check(client: Any = None) -> Any:
     """Measure the transports between a cluster's workers, and find causes of slow transfers.
 
-    Registers the plugin if it is missing, and reports no problem then. Run it on an idle cluster:
+    A missing plugin is registered, and is no problem in the report. Run it on an idle cluster:
     other work slows the measured transfers down.
 
     Parameters
@@ -70,7 +70,7 @@ def check(client: Any = None) -> Any:
     Report or awaitable
         A report, or an awaitable of one if the client is asynchronous. ``workers`` includes the
         rates of copies between host and GPU. ``links`` has an entry for each ordered pair of
-        workers, ``hosts`` for each ordered pair of hosts. ``problems`` are causes with their cures.
+        workers, ``hosts`` for each ordered pair of hosts. ``problems`` has causes and cures.
 
     Raises
     ------

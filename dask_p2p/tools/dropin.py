@@ -12,33 +12,26 @@ functions reject: those with several blocks along a transformed axis.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from importlib import import_module
-from threading import RLock
 from typing import Any
-from weakref import WeakSet
 
 import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
-from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.ops.arguments import has_unknown_chunks, is_dask_array
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.plugins.registration import connection_of, current_client
+from dask_p2p.tools.taken import COUNTING, LACKING, LOCK, tried
 from dask_p2p.types import DaskArray
 
-_lock = RLock()
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _lasting = 0  # number of installations without a `with` statement
 _entered: set[Installation] = set()  # installations inside their `with` statements
-_installations: WeakSet[Installation] = WeakSet()  # active installations that are referenced
-_lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
 
 
 class Installation(AbstractContextManager["Installation"]):
@@ -66,26 +59,26 @@ class Installation(AbstractContextManager["Installation"]):
     def uninstall(self) -> None:
         """End this installation only; no effect if it has ended."""
         global _lasting
-        with _lock:
+        with LOCK:
             _lasting -= self._lasts
             self._lasts, self._depth = False, 0
             _entered.discard(self)
-            _installations.discard(self)
+            COUNTING.discard(self)
             _take_off_unless_needed()
 
     def __enter__(self) -> Installation:
         global _lasting
-        with _lock:
+        with LOCK:
             _put_in_place()
             _lasting -= self._lasts
             self._lasts = False
             self._depth += 1
             _entered.add(self)
-            _installations.add(self)
+            COUNTING.add(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        with _lock:
+        with LOCK:
             if self._depth > 1:
                 self._depth -= 1
             else:
@@ -139,11 +132,11 @@ def install() -> Installation:
     """
     global _lasting
     installation = Installation()
-    with _lock:
+    with LOCK:
         _put_in_place()
         installation._lasts = True
         _lasting += 1
-        _installations.add(installation)
+        COUNTING.add(installation)
     return installation
 
 
@@ -154,8 +147,8 @@ def uninstall() -> None:
     not change.
     """
     global _lasting
-    with _lock:
-        for installation in list(_installations):
+    with LOCK:
+        for installation in list(COUNTING):
             if installation not in _entered:
                 installation.uninstall()
         _lasting = 0  # the others have no references any more
@@ -201,7 +194,7 @@ def _take_off_unless_needed() -> None:
         if getattr(owner, name) is replacement:  # not replaced by other code
             setattr(owner, name, original)
     _replaced.clear()
-    _lacking.clear()
+    LACKING.clear()
 
 
 def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
@@ -216,30 +209,6 @@ def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
 
     setattr(owner, name, replacement)
     _replaced.append((owner, name, original, replacement))
-
-
-def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return the array that `make` returns, and count the call under `verb`.
-
-    None if this package does not support the arguments, or the cluster lacks the package.
-    """
-    connection = connection_of(current_client())
-    if connection in _lacking:
-        return None
-    try:
-        result = make(*args, **kwargs)
-    except InputError:
-        return None
-    except RegistrationError as exc:
-        if connection is not None:
-            _lacking.add(connection)
-        warnings.warn(f"dask_p2p: Dask's own function is used: {exc}", P2PWarning, stacklevel=4)
-        return None
-    if result is not None:
-        with _lock:
-            for installation in _installations:
-                installation.counts[verb] += 1
-    return result
 
 
 def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:

@@ -15,7 +15,7 @@ from dask.array._array_expr._rechunk import Rechunk
 from dask.array.rechunk import _choose_rechunk_method
 
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.tools.dropin import tried
+from dask_p2p.tools.taken import tried
 
 __all__ = ["ArrayExpr", "Rechunk", "lowered", "rechunked"]
 

@@ -19,53 +19,119 @@ EXPECTED = ("other-kind", "same-process")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The hardware and software state of one worker."""
+    """The hardware and software state of one worker.
+
+    Attributes
+    ----------
+    address, host : str
+        Address of the worker, and name of its host.
+    had_plugin : bool
+        Whether the worker had the plugin before `check` registered it.
+    kind : str
+        Kind of the measured blocks: "numpy" or "cupy".
+    gpu : str or None
+        Name of the GPU.
+    mig : bool
+        Whether the GPU is a MIG instance.
+    memory_resource : str or None
+        Class name of RMM's memory resource.
+    pool_bytes : int or None
+        Size of RMM's pool.
+    cupy_uses_rmm : bool or None
+        Whether CuPy allocates from RMM; None without CuPy.
+    link_gbs : float or None
+        Nominal rate of the GPU's NVLinks in one direction, in 1e9 bytes per second.
+    host_link : HostLink or None
+        Measured rates between host and GPU.
+    cannot_pin : str or None
+        Reason why no host memory could be pinned for `host_link`.
+    leased_bytes : int
+        Size of blocks that are kept for readers.
+    versions : mapping of str to str or None
+        Versions of packages; None for a package that is not installed.
+    """
 
     address: str
-    host: str  # host name
-    had_plugin: bool  # before `check` registered it
-    kind: Kind  # kind of the measured blocks: "numpy" or "cupy"
-    gpu: str | None = None  # name of the GPU
+    host: str
+    had_plugin: bool
+    kind: Kind
+    gpu: str | None = None
     mig: bool = False
-    memory_resource: str | None = None  # class name of RMM's memory resource
-    pool_bytes: int | None = None  # size of RMM's pool
-    cupy_uses_rmm: bool | None = None  # None without CuPy
-    link_gbs: float | None = None  # nominal rate of the GPU's NVLinks, one way; None if unknown
-    host_link: HostLink | None = None  # measured rates; None without a GPU
-    cannot_pin: str | None = None  # reason why no host memory could be pinned for `host_link`
-    leased_bytes: int  # size of blocks that are kept for readers
+    memory_resource: str | None = None
+    pool_bytes: int | None = None
+    cupy_uses_rmm: bool | None = None
+    link_gbs: float | None = None
+    host_link: HostLink | None = None
+    cannot_pin: str | None = None
+    leased_bytes: int
     versions: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The measured transfer from one worker to another."""
+    """The measured transfer from one worker to another.
 
-    reader: str  # address
-    holder: str  # address
-    transport: str | None  # transport in use; None if none works
-    gbs: float  # rate for one large block, in 1e9 bytes per second
-    latency_s: float  # time for one small block
-    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)  # by preferred transport
+    Attributes
+    ----------
+    reader, holder : str
+        Addresses of the workers.
+    transport : str or None
+        Transport in use; None if none works.
+    gbs : float
+        Rate for one large block, in 1e9 bytes per second.
+    latency_s : float
+        Seconds for one small block.
+    obstacles : mapping of str to Obstacle
+        Obstacles to preferred transports, by transport.
+    error : str or None
+        Reason why the block could not be read.
+    quicker : str or None
+        Transport later in the order that takes less than half the time.
+    """
+
+    reader: str
+    holder: str
+    transport: str | None
+    gbs: float
+    latency_s: float
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
     error: str | None = None
-    quicker: str | None = None  # later transport that takes less than half the time
+    quicker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A cause of slow transfers, or of a preferred transport not being used."""
+    """A cause of slow transfers, or the reason why a preferred transport is not used.
 
-    workers: tuple[str, ...]  # addresses
+    Attributes
+    ----------
+    workers : tuple of str
+        Addresses of the affected workers.
+    what : str
+        The cause.
+    cure : str
+        The remedy.
+    """
+
+    workers: tuple[str, ...]
     what: str
     cure: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostPair:
-    """The links from workers of one host to workers of another host or the same host."""
+    """The links from workers of one host to workers of another host or the same host.
 
-    reader: str  # host name
-    holder: str  # host name
+    Attributes
+    ----------
+    reader, holder : str
+        Names of the hosts.
+    links : tuple of Link
+        A link for each pair of workers.
+    """
+
+    reader: str
+    holder: str
     links: tuple[Link, ...]
 
     @property
@@ -97,7 +163,17 @@ class HostPair:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """The result of `check`; it prints as text, and shows as tables in a notebook."""
+    """The result of `check`: text if it is printed, tables in a notebook.
+
+    Attributes
+    ----------
+    workers : list of Status
+        State of each worker.
+    links : list of Link
+        Measurement of each ordered pair of workers.
+    problems : list of Problem
+        Causes of slow transfers, with cures.
+    """
 
     workers: list[Status]
     links: list[Link]

@@ -7,7 +7,6 @@ limit: their memory is reserved in a `ByteBudget`.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 from dask_p2p.backends import MOST_UNREAD, backend_named
-from dask_p2p.backends.pipelines.host_through_device import is_for_device, slots_bytes
 from dask_p2p.config import Options, transport_classes
 from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.types import Kind
@@ -135,14 +133,7 @@ def left_bytes(options: Options, kind: Kind) -> int:
     local = _used(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
     # The queue has its slots twice, in host memory and on a GPU.
-    return options.staging_limit_bytes - held_bytes - 2 * _queue_bytes(options, kind)
-
-
-def _queue_bytes(options: Options, kind: Kind) -> int:
-    """Return the memory of a task's queue, in the kind of memory that holds the blocks."""
-    if backend_named(kind).on_device or not is_for_device(options.permute_numpy, sys.maxsize):
-        return 0
-    return slots_bytes(options.staging_limit_bytes)
+    return options.staging_limit_bytes - held_bytes - 2 * backend_named(kind).queue_bytes(options)
 
 
 def staging_bytes(
@@ -155,7 +146,7 @@ def staging_bytes(
     regions from other workers, and of one element, the smallest part.
     """
     wanted = largest_bytes, remote_bytes, item_bytes
-    return _queue_bytes(options, kind) + brought_bytes(options, kind, wanted)
+    return backend_named(kind).queue_bytes(options) + brought_bytes(options, kind, wanted)
 
 
 @lru_cache(maxsize=1024)  # every task of an array calls it first, with the same arguments

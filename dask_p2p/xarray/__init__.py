@@ -262,7 +262,7 @@ class P2PAccessor(Generic[T]):
         Raises
         ------
         InputError
-            If a name is of no dimension or variable, or if labels of dimensions differ.
+            If no dimension or variable has a name, or if labels of dimensions differ.
         ChunksError, UnsupportedArrayError, BlockMismatchError, SectionError
             As `dask_p2p.iterate` raises them.
 

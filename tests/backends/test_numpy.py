@@ -1,79 +1,24 @@
-import itertools
+"""NumPy blocks: their memory, and the queue of an output block."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dask_p2p.backends import numpy as numpy_backend
-from dask_p2p.backends.numpy import NUMPY, block_shape
-from dask_p2p.errors import AxesError, BlockMismatchError
+from dask_p2p.backends import backend_named
+from dask_p2p.backends import numpy as module
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.pipelines import host_through_device
+from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue
+from dask_p2p.config import options
+from dask_p2p.errors import NoDeviceError
 
-from .support import DTYPES, bits, boxes, permutations, random_bits
-
-
-@pytest.fixture(params=["in one piece", "in blocks"], autouse=True)
-def block_sizes(request):
-    """Everything also with blocks so small that all code runs on small arrays."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "in blocks":
-            for name, value in [
-                ("SMALL_ITEMS", 0), ("BLOCK_ITEMS", 4), ("GROWN_ITEMS", 8), ("BLOCK_COLUMNS", 3),
-                ("MAX_BLOCK_ROWS", 2), ("MIN_BLOCK_ROWS", 2), ("UNBLOCKED_ROWS", 1),
-                ("CACHE_WAYS", 1),
-            ]:  # fmt: skip
-                patch.setattr(numpy_backend, name, value)
-        block_shape.cache_clear()
-        yield request.param
-    block_shape.cache_clear()
-
-
-@given(st.data(), permutations(), st.sampled_from([*DTYPES, np.dtype("O")]))
-def test_equals_transpose_bit_for_bit(data, case, dtype):
-    shape, axes = case
-    outer, box = data.draw(boxes(shape))
-    block = random_bits(outer, dtype)
-    block.flags.writeable = data.draw(st.booleans())
-    src = block[(*box, ...)]  # with an ellipsis, no axes give an array too
-    dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
-    target = random_bits(dst_outer, dtype, seed=1)
-    raw = dtype if dtype.kind == "O" else f"V{dtype.itemsize}"  # padding of structures included
-    expected = target.view(raw).copy()
-    expected[(*dst_box, ...)] = src.view(raw).transpose(axes)
-
-    NUMPY.permute_into(target[(*dst_box, ...)], src, axes)
-
-    if dtype.kind == "O":
-        assert all(a is b for a, b in zip(target.flat, expected.flat, strict=True))
-    else:
-        assert target.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_orders_of_memory(axes, order):
-    src = np.asarray(random_bits((40, 50, 60), "f8"), order=order)
-    dst = NUMPY.empty([src.shape[a] for a in axes], "f8")
-    NUMPY.permute_into(dst, src, axes)
-    assert bits(dst) == bits(src.transpose(axes))
-
-
-@pytest.mark.parametrize("dtype", ["i1", "f4", "f8", "c16"])
-@pytest.mark.parametrize("shape", [(1025, 1023), (1024, 1024), (3, 70001), (70001, 3), (1, 90000)])
-def test_sizes_around_those_of_blocks(shape, dtype):
-    src = random_bits(shape, dtype)
-    dst = NUMPY.empty(shape[::-1], dtype)
-    NUMPY.permute_into(dst, src, (1, 0))
-    assert bits(dst) == bits(src.T)
-
-
-def test_a_broadcast_source():
-    src = np.broadcast_to(np.arange(300.0)[:, None, None], (300, 20, 30))
-    dst = NUMPY.empty((30, 300, 20), "f8")
-    NUMPY.permute_into(dst, src, (2, 0, 1))
-    assert bits(dst) == bits(src.transpose(2, 0, 1))
-    NUMPY.permute_into(dst, np.broadcast_to(7.0, (300, 20, 30)), (2, 0, 1))
-    assert (dst == 7).all()
+NBYTES = 128  # of an output block of 16 items of f8
 
 
 def test_empty_gives_c_order():
@@ -82,22 +27,43 @@ def test_empty_gives_c_order():
     assert NUMPY.empty((2, 0), ">f4").dtype == np.dtype(">f4")
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "match"),
-    [
-        ((2, 3), "f8", r"shape \(3, 2\).*got \(2, 3\)"),
-        ((1, 2), "f8", r"shape \(3, 2\)"),  # NumPy would not broadcast this, but would the next
-        ((4, 3, 2), "f8", r"shape \(3, 2\)"),
-        ((3, 2), "f4", "dtype float64, got float32"),
-        ((3, 2), ">f8", "dtype float64, got >f8"),
-    ],
-)
-def test_a_target_that_does_not_fit_is_refused(shape, dtype, match):
-    with pytest.raises(BlockMismatchError, match=match):
-        NUMPY.permute_into(np.zeros(shape, dtype), np.zeros((2, 3)), (1, 0))
+def chosen(by, dtype="f8", kind="numpy"):
+    nbytes, given = NBYTES * np.dtype(dtype).itemsize // 8, replace(options(), permute_numpy=by)
+    return backend_named(kind).queue_for(nbytes, np.dtype(dtype), given, "worker b", None)
 
 
-@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2)])
-def test_axes_that_are_no_permutation_are_refused(axes):
-    with pytest.raises(AxesError, match="permutation of the 2 axes"):
-        NUMPY.permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)
+def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):
+    assert options().permute_numpy == "auto"
+    assert "cupy" in sys.modules, "what is emulated"
+    assert type(chosen("auto")) is HostQueue, "a small one"
+    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", NBYTES)
+    assert type(chosen("auto")) is HostThroughDeviceQueue
+    assert type(chosen("auto", "f4")) is HostQueue
+    assert type(chosen("cpu")) is HostQueue
+    monkeypatch.delitem(sys.modules, "cupy")
+    assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
+
+
+def test_the_permute_option_chooses_the_queue(gpu):
+    assert type(chosen("gpu")) is HostThroughDeviceQueue
+    assert type(chosen("gpu", "O")) is HostQueue
+    assert type(chosen("gpu", kind="cupy")) is DeviceQueue
+
+
+def test_a_worker_without_a_gpu_reports_it(monkeypatch):
+    monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
+    with pytest.raises(NoDeviceError) as caught:
+        chosen("gpu")
+    for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):
+        assert words in str(caught.value)
+    assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
+    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
+    monkeypatch.setattr(host_through_device, "on_gpu", lambda: True)
+    assert type(chosen("auto")) is HostQueue
+
+
+def test_memory_of_the_queue_is_that_of_its_slots():
+    by_cpu, by_gpu = (replace(options(), permute_numpy=by) for by in ("cpu", "gpu"))
+    slots_bytes = host_through_device.slots_bytes(by_gpu.staging_limit_bytes)
+    assert (NUMPY.queue_bytes(by_cpu), NUMPY.queue_bytes(by_gpu)) == (0, slots_bytes)
+    assert backend_named("cupy").queue_bytes(by_gpu) == 0

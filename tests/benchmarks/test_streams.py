@@ -11,7 +11,7 @@ from benchmarks import streams
 from benchmarks.streams import Issuer, by_kind, by_part
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import NoDeviceError
-from tests.simulation.streams import HOST, RaceError, Stream, emulated
+from tests.simulation.streams import HOST, RaceError, Stream
 
 
 def test_without_a_gpu_it_says_that_it_needs_one(monkeypatch):
@@ -19,11 +19,6 @@ def test_without_a_gpu_it_says_that_it_needs_one(monkeypatch):
     done = CliRunner().invoke(streams.main, [])
     assert done.exit_code == 1
     assert "needs a GPU, and there is none: CuPy cannot be imported" in done.output
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
 
 
 def issued(gpu, order, count):

@@ -15,6 +15,7 @@ from skimage import data
 
 from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import transpose as command
+from tests.transports.loopback import wait_until
 
 pytestmark = pytest.mark.programs
 
@@ -239,11 +240,12 @@ def test_the_program_goes_on_under_nohup():
 
 def wait_for_partial(started):
     """Wait until a program writes its output."""
-    deadline_s = time.monotonic() + 120
-    while not [name for name in os.listdir() if "partial" in name]:
-        assert time.monotonic() < deadline_s
+
+    def is_writing():
         assert started.poll() is None
-        time.sleep(0.05)
+        return any("partial" in name for name in os.listdir())
+
+    wait_until(is_writing)
     time.sleep(0.3)
 
 

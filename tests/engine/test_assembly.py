@@ -40,7 +40,7 @@ OPTIONS = replace(options(), transports=("quick", "slow"))
 
 
 class FakeTransport(Transport):
-    """Notes what is asked of it, and fails where it was told to.
+    """Records its requests, and fails for the blocks that a test chose.
 
     `fails` maps (holder, key) to an exception, raised when the block is opened, or with
     ``late`` when the second of its regions is waited for.
@@ -206,7 +206,7 @@ def test_stage_order_and_leases(peers, quick, log):
     assert peers.served == [("x", 1, 0)]
 
 
-def test_a_transport_is_told_which_axis_comes_last_in_the_output(peers, quick):
+def test_a_transport_gets_the_axis_that_comes_last_in_the_output(peers, quick):
     check(assembly(peers).run())
     assert [request.fast_axis for request in quick.requests] == [0]
 
@@ -381,7 +381,7 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     assert kinds.count("close") == (3 if late else 2)
 
 
-def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatch):
+def test_an_answer_that_does_not_come_in_time(quick, slow, peers, log, monkeypatch):
     """Where the event loop that keeps the deadlines is stuck."""
     request = FakeReading.request
     monkeypatch.setattr(
@@ -393,9 +393,9 @@ def test_an_answer_that_nobody_gives_in_time(quick, slow, peers, log, monkeypatc
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":
-        said = peers.router.failure(holder, "quick").text
+        text = peers.router.failure(holder, "quick").text
         loop = "the worker's event loop did not respond"
-        assert said == f"no answer from {holder} in time, and {loop}"
+        assert text == f"no answer from {holder} in time, and {loop}"
 
 
 def test_an_obstacle_is_no_failure(peers, log):
@@ -416,7 +416,7 @@ def test_replicas_are_read_by_their_nearest_readers(peers, log):
     assert [holder for _, holder in opened(log)] == ["c", "a"]
 
 
-def test_a_block_that_nobody_has(quick, peers):
+def test_a_block_that_no_worker_has(quick, peers):
     quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
     with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be read"):
         assembly(peers).run()
@@ -501,13 +501,13 @@ def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
     quick.fails["c", ("x", 2, 0)] = TransferError("c is deaf")
     slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")
-    told = []
+    texts = []
     for _ in range(2):  # and again: what failed everywhere is tried again
         with pytest.raises(TransferError) as caught:
             assembly(peers).run()
-        told.append(str(caught.value))
+        texts.append(str(caught.value))
     brought = "block ('x', 2, 0) could not be read: "
-    assert told == [f"{brought}quick: c is deaf; slow: c is dumb", f"{brought}slow: c is dumb"]
+    assert texts == [f"{brought}quick: c is deaf; slow: c is dumb", f"{brought}slow: c is dumb"]
     assert quick.open_now == slow.open_now == []
 
 
@@ -561,7 +561,7 @@ def test_what_does_not_come_whole_is_brought_by_another_way(quick, slow, peers, 
 
 
 def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeypatch):
-    """And is told apart from what is confirmed, which is not brought again."""
+    """But not the confirmed regions, which are not brought again."""
     request, wrong = FakeReading.request, ("x", 2, 0)
 
     def request_wrong(self, of, *args):
@@ -630,8 +630,8 @@ def test_what_a_function_gets_is_its_own_and_not_known_to_be_written(peers):
     assert (result == 7).all()
     np.testing.assert_array_equal(block, X[:3])
     assert made.epilogue.seconds > 0
-    handed_on = Assembly(plan, replace(output, epilogue=None), [block], peers)
-    assert handed_on.finish(handed_on.run(), (0, 0)) is block
+    reused = Assembly(plan, replace(output, epilogue=None), [block], peers)
+    assert reused.finish(reused.run(), (0, 0)) is block
 
 
 def test_a_holder_that_was_given_up_is_read_as_soon_as_it_answers(peers, monkeypatch):

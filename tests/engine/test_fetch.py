@@ -49,14 +49,14 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
     return Fetch(sources, reading, SilenceLog(), options(), start_s, begun_s)
 
 
-def place(fetch, *sources):
+def record_written(fetch, *sources):
     for number in sources:
         fetch.record_written(Region(number, 0, BOX))
 
 
 def test_a_stage_of_messages():
     fetch = begun()
-    place(fetch, 0, 1)
+    record_written(fetch, 0, 1)
     fetch.waited_s, fetch.last_s = 0.25, 5.75
     fetch.kernels.groups, fetch.kernels.timed, fetch.kernels.timed_s = 4, 2, 0.0625
     assert fetch.stage() == Stage("b", "cma", 2 * 8 * 4, 0.25, 0.75, 0.5, 0.125)
@@ -73,7 +73,7 @@ def test_a_stage_in_which_copy_engines_or_kernels_read(copied_s, wire_s):
 def test_a_stage_has_what_came_and_no_more():
     """A block that failed goes by its next route, perhaps from another holder."""
     fetch = begun()
-    place(fetch, 0, 1)
+    record_written(fetch, 0, 1)
     failed = fetch.sources[0]
     failed.give_up(TransferError("broken"))
     failed.routes = [Route("c", fetch.route.transport)]
@@ -86,11 +86,11 @@ def test_what_has_come_so_far():
     start_s = time.perf_counter() - 1.5
     fetch = begun(begun_s=start_s + 0.5, start_s=start_s)
     fetch.last_s = fetch.begun_s + 0.25
-    place(fetch, 0)
+    record_written(fetch, 0)
     stage = fetch.progress()
     assert (stage.holder, stage.transport, stage.nbytes, stage.begun_s) == ("b", "cma", 32, 0.5)
     assert stage.wire_s >= 1, "the second is still on its way"
-    place(fetch, 1)
+    record_written(fetch, 1)
     stage = fetch.progress()
     assert (stage.nbytes, stage.wire_s) == (64, pytest.approx(0.25))
     fetch.sources[0].fetch = object()  # it failed, and comes otherwise
@@ -103,14 +103,14 @@ def test_what_has_come_ends_a_silence(in_place):
     transport = fetch.route.transport.name
     fetch.silences.record_failure("b", transport, SilentError("no answer"), 0.0, options())
     assert fetch.silences.known
-    place(fetch, 0)
+    record_written(fetch, 0)
     assert not fetch.silences.known
 
 
 def test_waiting_is_timed_also_where_it_fails():
     fetch = begun(begun_s=time.perf_counter())
 
-    def late(limit_s, place):
+    def late(limit_s, destination):
         time.sleep(0.01)
         raise KeyError(1)
 

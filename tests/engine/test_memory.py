@@ -14,7 +14,12 @@ from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
-from dask_p2p.engine.memory import Need, in_memory_bytes, is_out_of_memory
+from dask_p2p.engine.memory import (
+    SMALLER_CHUNKS,
+    MemoryNeed,
+    in_memory_bytes,
+    is_out_of_memory,
+)
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports import footprint
@@ -37,14 +42,21 @@ def test_the_error_is_of_both_trees_and_travels():
 
 
 def test_what_can_never_fit_is_refused_with_figures():
-    need = Need(4 * MIB, 2 * MIB, 1 * MIB, 2 * MIB)
-    error = need.too_large(6 * MIB, "worker a")
-    said = str(error)
-    for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB", "4.00 MiB",
-                  "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers",
-                  "p2p.memory.staging-limit (now 2.00 MiB"):  # fmt: skip
-        assert words in said
+    always = {"for itself": 4 * MIB, "for inputs": MIB, "for no purpose": 0}
+    need = MemoryNeed(always, ({"for regions": MIB}, {"to fold": MIB, "to cut": MIB}))
+    need.check(None, "a block", "worker a", SMALLER_CHUNKS)
+    with pytest.raises(MemoryLimitError) as caught:
+        need.check(6 * MIB, "a block", "worker a", SMALLER_CHUNKS)
+    error = caught.value
+    for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB",
+                  "4.00 MiB for itself, 1.00 MiB for inputs, 1.00 MiB for regions, or afterwards "
+                  "1.00 MiB to fold and 1.00 MiB to cut; ",
+                  "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers"):  # fmt: skip
+        assert words in str(error)
     assert (error.needed_bytes, error.missing_bytes) == (7 * MIB, MIB)
+    assert str(need) == str(replace(need, phases=(*need.phases, {}))), "a phase without memory"
+    with pytest.raises(MemoryLimitError, match="of the GPU of worker a, got one"):
+        replace(need, kind="cupy").check(0, "a block", "worker a", SMALLER_CHUNKS)
 
 
 def test_what_counts_as_out_of_memory():
@@ -94,7 +106,7 @@ class Quick(FakeTransport):
 @pytest.fixture
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
-    # It keeps what it said of the same options for a name that it did not know.
+    # Its cache may have a result for the same options, without this transport.
     monkeypatch.setattr(footprint, "brought_bytes", footprint.brought_bytes.__wrapped__)
     return FakePeers(quick, FakeTransport("slow", log))
 
@@ -110,6 +122,7 @@ def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
     peers.memory -= 1
     with pytest.raises(MemoryLimitError, match=r"576 B.*worker b|worker b.*needs 576 B") as caught:
         assembly(peers).run()
+    assert "p2p.memory.staging-limit (now 2.00 GiB)" in str(caught.value)
     assert caught.value.missing_bytes == 1
     assert log == peers.served == []
 

@@ -1,10 +1,6 @@
-"""Which queue an output block gets, and what comes of it: NumPy blocks through an emulated GPU."""
+"""Output blocks of NumPy arrays that an emulated GPU permutes."""
 
 from __future__ import annotations
-
-import sys
-from dataclasses import replace
-from math import prod
 
 import dask
 import dask.array as da
@@ -14,39 +10,30 @@ import pytest
 import dask_p2p
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_streams import HostStreams
-from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue, slots_bytes
-from dask_p2p.config import options
-from dask_p2p.engine import assembly as module
-from dask_p2p.engine.assembly import queue_for
+from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.errors import MemoryLimitError, NoDeviceError
-from dask_p2p.plans import redistribution
 from tests.backends.support import bits, random_bits
 from tests.engine.test_assembly import FakePeers, FakeTransport, X, assembly, check
-from tests.simulation.streams import HOST, emulated
+from tests.simulation.streams import HOST
 
-PLAN = redistribution(((4,), (4,)), (1, 0), ((4,), (4,))).block((0, 0))
 LIMIT_BYTES = 2**17  # for staging: parts of 2.5 KiB
 BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(gpu, monkeypatch):
     """Every array of the host has been written: that is looked at elsewhere."""
-    recorder = emulated(monkeypatch)
-    access, by_producer = recorder.access, (("its producer", HOST, 0, True),)
+    access, by_producer = gpu.access, (("its producer", HOST, 0, True),)
 
     def written(what, timeline, clock, where, is_write):
         if not is_write:
             for address in where:
-                recorder.accesses[address] = recorder.accesses[address] or by_producer
+                gpu.accesses[address] = gpu.accesses[address] or by_producer
         access(what, timeline, clock, where, is_write)
 
-    monkeypatch.setattr(recorder, "access", written)
-    return recorder
+    monkeypatch.setattr(gpu, "access", written)
+    return gpu
 
 
 @pytest.fixture
@@ -63,43 +50,8 @@ def parts(monkeypatch):
     return seen
 
 
-def chosen(where, dtype="f8", kind="numpy", context=None):
-    given = replace(options(), permute_numpy=where)
-    return queue_for(PLAN, np.dtype(dtype), kind, given, context, False)
-
-
-def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):
-    assert options().permute_numpy == "auto"
-    assert "cupy" in sys.modules, "what is emulated"
-    assert type(chosen("auto")) is HostQueue, "a small one"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", prod(PLAN.shape) * 8)
-    assert type(chosen("auto")) is HostThroughDeviceQueue
-    assert type(chosen("auto", "f4")) is HostQueue
-    assert type(chosen("cpu")) is HostQueue
-    monkeypatch.delitem(sys.modules, "cupy")
-    assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
-
-
-def test_what_is_asked_for(gpu):
-    assert type(chosen("gpu")) is HostThroughDeviceQueue
-    assert type(chosen("gpu", "O")) is HostQueue
-    assert type(chosen("gpu", kind="cupy")) is DeviceQueue
-
-
-def test_a_worker_without_a_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(module, "gpu_obstacle", lambda: "no GPU is visible")
-    with pytest.raises(NoDeviceError) as caught:
-        chosen("gpu", context=FakePeers())
-    for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):
-        assert words in str(caught.value)
-    assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
-    monkeypatch.setattr(host_through_device, "on_gpu", lambda: True)
-    assert type(chosen("auto")) is HostQueue
-
-
 @pytest.mark.skipif(gpu_obstacle() is None, reason="there is a GPU")
-def test_workers_of_a_cluster_say_so(client):
+def test_workers_of_a_cluster_report_it(client):
     with dask.config.set({"p2p.permute-numpy": "gpu"}):
         y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
     with pytest.raises(NoDeviceError, match=r"on worker tcp://.* CuPy cannot be"):
@@ -133,7 +85,7 @@ def test_objects_and_structures_are_left_to_the_cpu(gpu, parts):
     assert parts == []
 
 
-def test_rims_beyond_the_end_are_filled(gpu, parts):
+def test_halos_beyond_the_end_are_filled(gpu, parts):
     values = np.arange(12.0)
     with dask.config.set(BY_GPU):
         x = da.from_array(values, chunks=4)
@@ -177,8 +129,8 @@ def test_a_lack_of_memory_is_warned_of_once(gpu, parts):
     worker = FakePeers(FakeTransport("quick", log), FakeTransport("slow", log))
     for _ in range(2):
         check(assembly(worker, permute_numpy="gpu").run())
-    (said,) = worker.warnings
-    assert said.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
+    (text,) = worker.warnings
+    assert text.startswith("dask_p2p: worker b: its GPU is out of memory (MemoryError: ")
     assert parts == []
 
 

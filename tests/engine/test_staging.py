@@ -28,7 +28,7 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
-from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
+from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
 
@@ -57,13 +57,6 @@ class Meter:
         weakref.finalize(array, self.add, -nbytes)
 
 
-@pytest.fixture(scope="module")
-def loop():
-    loop = EventLoop()
-    yield loop
-    loop.close()
-
-
 class Peers:
     address = "reader"
 
@@ -72,6 +65,9 @@ class Peers:
 
     def publish(self, blocks, kind, options):
         pass
+
+    def warn(self, text):
+        pytest.fail(text)
 
     def empty_output(self, shape, dtype, queue):
         return queue.empty(shape, dtype)
@@ -171,7 +167,7 @@ def test_ucx(workers, buffers, limit_bytes):
 
 
 class InPlace(IpcTransport):
-    """What ipc does, with blocks that need not be mapped."""
+    """The methods of ipc, with blocks that need not be mapped."""
 
     def probe(self, holder, kind):
         pass
@@ -358,7 +354,7 @@ def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
 
 
 @pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
-def test_a_holder_that_never_has_room_says_so(workers, cls):
+def test_a_holder_that_never_has_room_reports_it(workers, cls):
     if cls is UcxTransport:
         pytest.importorskip("ucxx")
     make, network = workers
@@ -378,7 +374,7 @@ def test_a_holder_that_never_has_room_says_so(workers, cls):
 
 
 def test_a_holder_gives_up_by_itself(workers, loop):
-    """Not only because the reader does, of which its thread would hear nothing."""
+    """Not only because the reader does, as its thread would not notice that."""
     pytest.importorskip("ucxx")
     make, network = workers
     make(UcxTransport, "reader", options())

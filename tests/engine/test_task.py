@@ -17,7 +17,7 @@ from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, worst_case_s
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask
+from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
 from tests.clock import Clock
@@ -32,6 +32,20 @@ def task():
     return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "is_ours"),
+    [
+        (("p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
+        (("array-p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
+        (("array-01", 0), "array-01", False),
+        ((7, 0), 7, False),
+        ("finalize-01", "finalize-01", False),
+    ],
+)
+def test_a_task_that_is_fused_has_the_name_of_its_array(key, name, is_ours):
+    assert (run_name(key), is_fusable(key)) == (name, is_ours)
+
+
 def test_dependencies_are_all_blocks_that_are_read(task):
     assert task.dependencies == frozenset(KEYS)
     assert task.block_fusion
@@ -42,7 +56,7 @@ def test_it_computes(task):
     np.testing.assert_array_equal(task(dict(zip(KEYS, (x[:2], x[2:]), strict=True))), x.T[2:])
 
 
-def test_references_take_the_place_of_dependencies(task):
+def test_references_replace_dependencies(task):
     ref = BlockRef(KEYS[0], ("tcp://a",))
     rewritten = task.substitute({KEYS[0]: ref})
     assert type(rewritten) is AssembleTask
@@ -118,7 +132,7 @@ def test_the_worst_case_adds_up():
     assert worst_case_s(replace(chosen, attempts=1)) == 30.0
 
 
-def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
+def test_the_last_error_names_the_cause_of_each_attempt(monkeypatch):
     monkeypatch.setattr(module, "time", Clock())
     chosen = replace(options(), attempts=4)
     runtime = AttemptLog("tcp://here")
@@ -129,13 +143,13 @@ def test_the_last_error_tells_the_cause_of_each_attempt(monkeypatch):
         module.try_again("key", TransferError("x"), runtime, chosen)
 
 
-def test_what_is_told_of_attempts_is_bounded():
+def test_the_text_about_attempts_is_bounded():
     log = AttemptLog("tcp://here")
     for i in range(1000):
         count, causes = log.count_attempt("key", f"{i} {'x' * 10_000}")
     assert count == 1000
     assert "attempt 1000: 999 x" in causes
-    assert "x ..." in causes, "what is cut is marked"
+    assert "x ..." in causes, "omitted text is marked"
     assert len(causes) < 5000
 
 

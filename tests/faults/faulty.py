@@ -1,4 +1,4 @@
-"""Faulty connections: what a worker hears from others comes late, twice, changed, or not at all.
+"""Faulty connections: messages of other workers come late, twice, changed, or not at all.
 
 `install` and the rest are for `client.run`. Answers to RPCs are spoilt where they arrive, messages
 of UCX where they are sent.
@@ -36,7 +36,7 @@ def flipped(array, bit):
 
 
 class Faults:
-    """Which fault is next: at chosen places, or at random.
+    """Chooses the next fault: at chosen positions, or at random.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Faults:
         return self.random.choice(possible)
 
     def was_none(self, names):
-        """Give the next one the fault: there is nothing to spoil in this one's place."""
+        """Give the fault to the next message: this one has nothing to spoil."""
         self.number[names] -= 1
 
 
@@ -160,7 +160,7 @@ _SEND = Messenger.send
 
 
 def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
-    """Have this worker's connections go wrong; what it has learnt about others is forgotten."""
+    """Make this worker's connections faulty; forget its failures of other workers."""
     plugin = dask_worker.plugins[PLUGIN_NAME]
     remove(dask_worker=dask_worker)
     dask_worker.faults = Faults(f"{seed} {dask_worker.name}", faults, at, share)
@@ -171,7 +171,7 @@ def install(seed, faults, deadline_s, at=None, share=1.0, *, dask_worker):
 
 
 def remove(*, dask_worker):
-    """Have everything go right again; return how often each fault happened."""
+    """Remove all faults; return the number of times that each happened."""
     plugin = dask_worker.plugins[PLUGIN_NAME]
     plugin.context.__dict__.pop("call", None)
     plugin.context.router.failures.clear()

@@ -1,4 +1,4 @@
-"""Values and requests that no reader sends, and what is a good request, in other words."""
+"""Values and requests that no reader sends, and an independent check of good requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = {
 
 
 class Bomb:
-    """Any use of it is noted."""
+    """An object that records each use."""
 
     went_off: list[str] = []  # noqa: RUF012  # one list for all
 
@@ -34,7 +34,7 @@ class Bomb:
 
 
 class Fuse:
-    """Unpickling it is noted."""
+    """An object that records its unpickling."""
 
     def __reduce__(self):
         return (Bomb.went_off.append, ("unpickled",))
@@ -95,7 +95,7 @@ NEAR = [
 
 
 def spoiled(value):
-    """Copies of a value with something else in one place, however deep in there."""
+    """Copies of a value with another value at one position, at any depth."""
     yield from NEAR
     if type(value) is str:
         yield value.encode()
@@ -112,7 +112,7 @@ def spoiled(value):
 
 
 def spoiled_requests(good):
-    """Requests, each with one field that is other than in this one, and the field's name."""
+    """Copies of a request, each with one changed field, and the field's name."""
     yield "more", good | {"more": 1}
     for name, value in good.items():
         yield name, {other: good[other] for other in good if other != name}
@@ -191,7 +191,7 @@ def whole(values):
 
 
 def is_good(request, fields):
-    """Say what is a good request, in other words than the product's."""
+    """Return whether a request is good, by rules written independently of the package."""
     if set(request) != set(fields) or not is_key(request["key"]) or request["key"] not in BLOCKS:
         return False
     shape = BLOCKS[request["key"]].shape
@@ -209,8 +209,8 @@ def is_good(request, fields):
 
 
 def is_refusal(reply):
-    """A short text and nothing else."""
-    if "parts" in reply:  # it is said of each
+    """Return whether a reply is a short text and nothing else."""
+    if "parts" in reply:  # a reply for each part
         return all(map(is_refusal, reply["parts"])) and reply["parts"] != []
     if reply == {"status": "missing"}:
         return True
@@ -223,10 +223,10 @@ def is_refusal(reply):
 
 
 def with_checksum(request, choices):
-    """Take the checksum out of a request; say whether it may be in there."""
+    """Return a request without its checksum, and whether the checksum is permitted."""
     rest = {name: value for name, value in request.items() if name != "checksum"}
-    said = request.get("checksum", choices[0])
-    return rest, any(type(said) is type(choice) and said == choice for choice in choices)
+    checksum = request.get("checksum", choices[0])
+    return rest, any(type(checksum) is type(choice) and checksum == choice for choice in choices)
 
 
 @st.composite
@@ -292,7 +292,7 @@ def are_good_parts(parts, blocks):
 
 
 def is_good_read(request, is_good_where):
-    """Say what is a good request for regions of blocks of eight-byte numbers."""
+    """Return whether a request for regions of blocks of eight-byte numbers is good."""
     needed = {"blocks", "parts", "dtype", "item_bytes", "wait_s"}
     return (
         needed <= request.keys() <= needed | {"where", "checksum"}
@@ -309,5 +309,5 @@ def is_good_read(request, is_good_where):
 
 
 def wanted_bytes(request):
-    """How long the regions of a good request are."""
+    """Return the sizes of the regions of a good request."""
     return sum(8 * prod(stop - start for start, stop in box) for _, box in request["parts"])

@@ -21,11 +21,10 @@ from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.transports.packed.ucx import Outgoing
-from tests.support import FORKED, prepare_to_fork
+from tests.support import BOUND_S, FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 from tests.usage import usage_of_worker
 
-BOUND_S = 120  # within which everything must have ended, also on a busy machine
 CLOSING = {Status.closing_gracefully, Status.closing}  # which takes Dask two seconds
 
 
@@ -37,7 +36,7 @@ def cluster_of(n_workers, options=None, **kwargs):
     kwargs = {"threads_per_worker": 1, "silence_logs": 50} | quick | kwargs
     settings = FORKED | {
         "distributed.scheduler.work-stealing": False,  # tasks stay where the test put them
-        "p2p.transports.directory.retain": "100 ms",  # nobody waits long until nothing is held
+        "p2p.transports.directory.retain": "100 ms",  # so that tests wait for it only shortly
     }
     with (
         dask.config.set(settings | (options or {})),
@@ -51,14 +50,14 @@ def cluster_of(n_workers, options=None, **kwargs):
 
 @contextmanager
 def as_new(client, n_workers):
-    """Give a client that tests share; leave as many workers, without tasks, that know nothing.
+    """Give a client that tests share; restore the number of workers, without tasks or failures.
 
     Nannies replace workers that were killed; others take the places of those that were closed.
     """
     try:
         yield client
     finally:
-        # Errors keep the frames that they passed, and those futures.
+        # Errors keep their stack frames, and these keep futures.
         client.cancel([Future(key, client) for key in list(client.futures)])
         wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
         try:
@@ -66,11 +65,11 @@ def as_new(client, n_workers):
         except AssertionError:
             _replace_missing(client)
             wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
-        wait_until(lambda: _know_nothing(client, n_workers), BOUND_S)
+        wait_until(lambda: _have_no_records(client, n_workers), BOUND_S)
 
 
 def _is_complete(client, n_workers):
-    """Whether there are so many workers; others are started for those that were closed."""
+    """Return whether all workers are there; start new ones for those that were closed."""
     cluster, closing = client.cluster, 0
     for name, nanny in list(cluster.workers.items()):
         if nanny.status == Status.closed:
@@ -81,7 +80,7 @@ def _is_complete(client, n_workers):
 
 
 def _replace_missing(client):
-    """Give up workers that nannies did not bring back, as happens to them on a busy machine."""
+    """Replace workers that nannies did not restart, as happens on a busy machine."""
     there = set(addresses(client))
     for name, nanny in list(client.cluster.workers.items()):
         if nanny.worker_address not in there:
@@ -92,10 +91,10 @@ def _count_tasks(dask_scheduler):
     return len(dask_scheduler.tasks)
 
 
-def _know_nothing(client, n_workers):
-    """Whether so many workers have forgotten all others; of one that leaves the plugin may be gone.
+def _have_no_records(client, n_workers):
+    """Return whether these workers have dropped all records of others.
 
-    It answers with an error then.
+    A worker that leaves may lack the plugin, and answers with an error.
     """
     answers = client.run(_forget_others, addresses(client), on_error="return")
     return [*answers.values()] == [True] * n_workers
@@ -112,21 +111,21 @@ def addresses(client):
 
 
 def source(shape, chunks, dtype=float):
-    """An array whose cells say where they are; its blocks can be made again anywhere."""
+    """An array whose elements are their positions; any worker can compute its blocks again."""
     return da.fromfunction(
         functools.partial(_positions, shape), shape=shape, chunks=chunks, dtype=dtype
     )
 
 
 def _positions(shape, *indices):
-    place = np.zeros_like(indices[0])
+    position = np.zeros_like(indices[0])
     for length, index in zip(shape, indices, strict=True):
-        place = place * length + index
-    return place
+        position = position * length + index
+    return position
 
 
 def expected(shape, dtype=float):
-    """What `source` computes to."""
+    """The values of `source`."""
     return np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
@@ -140,7 +139,7 @@ def one_block_each(client, x, workers):
 
 
 def held(client):
-    """What transfers hold on each worker; a worker that just leaves need not answer."""
+    """Resources that transfers hold on each worker; a worker that leaves need not answer."""
     answers = client.run(_held, on_error="return")
     return {worker: of for worker, of in answers.items() if not isinstance(of, OSError)}
 
@@ -150,7 +149,7 @@ def _held(dask_worker):
 
 
 def assert_nothing_is_held(client):
-    """At once, or as soon as the last answers are through."""
+    """Immediately, or after the last answers."""
     wait_until(lambda: not any(any(of.values()) for of in held(client).values()))
 
 
@@ -160,9 +159,9 @@ def attempts(dask_worker):
 
 
 class Gate:
-    """Where a worker's thread waits, in the middle of a task, for the test to go on.
+    """Stops a worker's thread in the middle of a task, until the test opens it.
 
-    Files, since the two are in different processes; they are all that the workers are given.
+    It consists of files, since the two are in different processes.
     """
 
     def __init__(self, folder):
@@ -179,7 +178,7 @@ class Gate:
         return self
 
     def __exit__(self, *exc):
-        self.open()  # whatever happens: a thread that waits would keep its worker from closing
+        self.open()  # always: a thread that waits would keep its worker from closing
 
 
 def wait_at(path):

@@ -1,4 +1,4 @@
-"""A peer that always fails: so many attempts and no more, then an error that tells all of them."""
+"""A peer that always fails: a limited number of attempts, then an error that lists them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recover(dask_worker):
 
 
 def failure(client, y, reader):
-    """What the error says in which this ends; when this returns, the scheduler has forgotten it."""
+    """Return the text of the error; the scheduler has dropped the task then."""
     future = client.compute(y, workers=[reader])
     with pytest.raises(TransferError) as caught:
         future.result(timeout=BOUND_S)
@@ -107,13 +107,13 @@ def test_a_peer_that_always(client, how, cause):
     x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
     wait(x)
     client.run(fail, how, workers=[holder])
-    y = dask_p2p.transpose(x)[:16]  # which needs one block of each
-    said = failure(client, y, reader)
-    assert holder in said
-    assert f"block ('{x.name}', 1, 0)" in said
-    assert "comm: " in said
+    y = dask_p2p.transpose(x)[:16]  # these rows need one block of each
+    text = failure(client, y, reader)
+    assert holder in text
+    assert f"block ('{x.name}', 1, 0)" in text
+    assert "comm: " in text
     for number in range(1, ATTEMPTS + 1) if "{}" in cause else [1]:
-        assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", said)
+        assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", text)
     assert_nothing_is_held(client)
     assert client.run(recover, workers=[holder])[holder] == ATTEMPTS
     got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)

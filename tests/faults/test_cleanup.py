@@ -33,7 +33,7 @@ CLUSTER = 3, PARTS
 
 
 def in_the_middle(client, gate):
-    """Have all workers wait in the middle of the next transpose's tasks."""
+    """Let all workers wait in the middle of the next transpose's tasks."""
     client.run(set_trap, "placed", 1, "wait", gate.path)
 
 
@@ -61,8 +61,8 @@ def folder(dask_worker):
 
 def directories(client):
     """Folders of the workers' descriptor directories."""
-    places = client.run(folder).values()
-    return [directory for place in places for directory in glob(os.path.join(place, "p2p-*"))]
+    folders = client.run(folder).values()
+    return [directory for path in folders for directory in glob(os.path.join(path, "p2p-*"))]
 
 
 def test_after_cancelling(client, gate):
@@ -146,11 +146,11 @@ def test_after_a_workers_end(client):
     assert len(folders) == 2 * 3  # of ipc, and of cma
     killed, closed, _ = addresses(client)
     (pid,) = client.run(os.getpid, workers=[killed]).values()
-    (place,) = client.run(
+    (folder_of_closed,) = client.run(
         lambda dask_worker: dask_worker.local_directory, workers=[closed]
     ).values()
     client.retire_workers([closed])
-    wait_until(lambda: not os.path.exists(place), BOUND_S)
+    wait_until(lambda: not os.path.exists(folder_of_closed), BOUND_S)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: killed not in addresses(client), BOUND_S)
     works(client)

@@ -1,7 +1,7 @@
 """Connections that drop, delay, duplicate, reorder, truncate and change what they carry.
 
-Whatever happens to them, a transpose ends within its bound: right, or with an error that says what
-could not be brought, and from where.
+A transpose always ends within its bound: with right values, or with an error that names the block
+that could not be brought, and its holder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def x(client):
 
 @pytest.fixture(scope="module", autouse=True)
 def connected(client):
-    """What takes a while the first time, ucx's context above all, is not to end in a deadline."""
+    """Run once without deadlines: the first run takes long, above all for ucx's context."""
     x = one_block_each(client, source(SHAPE, (16, 60)), addresses(client))
     for transport in ("comm", "ucx"):
         with dask.config.set({"p2p.transports.order": [transport]}):
@@ -74,7 +74,7 @@ def connected(client):
 
 
 def transposed(client, x, faults, *, seed=0, checksum=True, workers=None, **when):
-    """Transpose with faults; return the result, or the error, and how often which fault was."""
+    """Transpose with faults; return the result or the error, and the number of each fault."""
     client.run(faulty.install, seed, faults, DEADLINE_S, workers=workers, **when)
     start_s = time.monotonic()
     with dask.config.set({"p2p.checksum": checksum}):
@@ -105,11 +105,11 @@ def assert_right(end):
 
 
 def assert_named(error, client):
-    """The error says what could not be brought, from whom, by what, and how often."""
-    said = str(error)
-    assert any(holder in said for holder in addresses(client)), said
+    """The error names the block, its holder, the transport, and the number of attempts."""
+    text = str(error)
+    assert any(holder in text for holder in addresses(client)), text
     for word in ("block (", "failed 6 times", "comm"):
-        assert word in said, said
+        assert word in text, text
 
 
 def check_one_fault(client, x, fault, position, options):
@@ -123,7 +123,7 @@ def check_one_fault(client, x, fault, position, options):
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("fault", faulty.ANSWERS)
 def test_one_fault_in_answers(client, x, fault, position):
-    """One fault for each worker: there are attempts enough for all of them."""
+    """One fault for each worker: there are enough attempts for all of them."""
     check_one_fault(client, x, fault, position, {})
 
 
@@ -180,7 +180,7 @@ def test_messages_of_ucx_that_always_come_changed_go_another_way(client, x):
     ("fault", "order"), [("flip", "comm"), ("message-flip", "ucx"), ("message-swap", "ucx")]
 )
 def test_without_checksums_changed_data_go_through(client, x, fault, order):
-    """So what finds them above are the checksums."""
+    """So the checksums find them in the test above."""
     # With a short deadline a busy machine could bring what was changed again, unchanged.
     patient = {"p2p.timeouts.request": "10 s", "p2p.transports.order": [order]}
     with dask.config.set(SETTINGS | patient):

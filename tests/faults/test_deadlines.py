@@ -58,8 +58,8 @@ def x(client):
     with dask.config.set(PATIENT):
         y = dask_p2p.transpose(x)
     read = [
-        client.compute(y[16 * place : 16 * place + 16], workers=[worker])
-        for place, worker in enumerate(addresses(client))
+        client.compute(y[16 * row : 16 * row + 16], workers=[worker])
+        for row, worker in enumerate(addresses(client))
     ]
     wait([x, *read])
     return x
@@ -120,14 +120,14 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
             late.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < BOUND_S / 2  # two deadlines, on a busy machine
-    said = str(caught.value)
+    text = str(caught.value)
     for words in (
         f"block ('{x.name}', 3, 0)",
         f"no answer from {holder}",
         f"{used}: ",
         "p2p.timeouts",
     ):
-        assert words in said
+        assert words in text
     del late
     check(client, x, (8, -1))
 
@@ -138,7 +138,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     x = client.persist(x, workers=[holder], allow_other_workers=True)
     with dask.config.set(PATIENT):
         y = client.persist(dask_p2p.transpose(x)[:512], workers=[reader], allow_other_workers=True)
-    wait([x, y])  # they have met
+    wait([x, y])  # routes are known
     del y
     with halted(client, holder):
         start_s = time.monotonic()
@@ -155,7 +155,7 @@ def halo_of_alternate_blocks(client, reader, holder, blocks):
     x = source((2 * blocks, 16), (2, 16))
     x = one_block_each(client, x, [reader, holder] * (blocks // 2))
     with dask.config.set(PATIENT):
-        wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # they have met
+        wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # routes are known
     return dask_p2p.map_overlap(add_one, x, depth={0: 1}, boundary="none")
 
 

@@ -48,7 +48,7 @@ def client():
 
 
 def fail_once(module, name, function, number, error, dask_worker):
-    """Have the n-th of these calls fail on a worker."""
+    """Make the n-th of these calls fail on a worker."""
     module = import_module(f"dask_p2p.{module}")
     owner = module if module.__name__.endswith(name) else getattr(module, name)
     real, counter = getattr(owner, function), itertools.count(1)
@@ -61,7 +61,7 @@ def fail_once(module, name, function, number, error, dask_worker):
         return real(*args, **kwargs)
 
     patch = dask_worker.p2p_patch = pytest.MonkeyPatch()
-    if name in ("os", "fcntl"):  # as this module sees it, and nobody else
+    if name in ("os", "fcntl"):  # as this module sees it, and no other one
         names = {key: getattr(owner, key) for key in dir(owner)}
         patch.setattr(module, name, SimpleNamespace(**names | {function: failing}))
     else:
@@ -69,7 +69,7 @@ def fail_once(module, name, function, number, error, dask_worker):
 
 
 def undo(others, dask_worker):
-    """Take it back, and what was learnt of other workers; return how many calls failed."""
+    """Undo it, and forget failures of other workers; return the number of calls that failed."""
     dask_worker.p2p_patch.undo()
     for other in others:
         dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(other)

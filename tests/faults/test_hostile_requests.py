@@ -73,7 +73,7 @@ EXAMPLES = {
 }
 
 
-async def nobody(**request):
+async def no_answers(**request):
     return {}
 
 
@@ -98,7 +98,7 @@ def holder(tmp_path_factory):
     context.records, context.running = RecordLog(10), {}
     scheduler = P2PSchedulerPlugin()
     scheduler.scheduler = SimpleNamespace(
-        plugins={PLUGIN_NAME: scheduler}, worker_plugins={}, workers={}, broadcast=nobody
+        plugins={PLUGIN_NAME: scheduler}, worker_plugins={}, workers={}, broadcast=no_answers
     )
     handlers["worker's p2p_records"] = context.new_records
     handlers["p2p_records"] = scheduler.records
@@ -173,7 +173,7 @@ def test_arguments_with_the_names_of_handlers_own(holder):
 
 
 def wheres(segment):
-    """Where regions are wanted, by handler, and what is good in place of that."""
+    """Valid values of `where`, and checks of them, by handler."""
     name = segment.name
 
     def is_name(where):
@@ -202,7 +202,7 @@ def wheres(segment):
     }
 
 
-#: Of which an error speaks where a field is wrong.
+#: Words of the error, one at least, by the field that is wrong.
 WORDS = {
     "blocks": "blocks|block|key|shape",
     "parts": "parts|block|box|where",
@@ -212,15 +212,15 @@ WORDS = {
 
 def assert_refused(name, reply):
     assert is_refusal(reply), name
-    for said in reply.get("parts", [reply]):
-        if said["status"] == "error":
-            assert re.search(WORDS.get(name, name), said["message"])
+    for part in reply.get("parts", [reply]):
+        if part["status"] == "error":
+            assert re.search(WORDS.get(name, name), part["message"])
 
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("op", ["p2p_comm_read", "p2p_ucx_read", "p2p_pinned_read"])
 def test_reads_with_one_thing_wrong(holder, op):
-    """Anywhere in the request; whatever is refused has nothing packed, sent, or mapped."""
+    """Anywhere in the request. A refused request packs, sends and maps nothing."""
     segment = Segment.make(4096)
     where, is_good_where = wheres(segment)[op]
     good = {
@@ -384,7 +384,7 @@ def test_records_and_registrations(holder, op, data):
 
 
 def test_a_raw_client_of_a_worker(caplog):
-    """The same over a connection: the worker answers each, says nothing of it in its log."""
+    """The same over a connection: the worker answers each request, and logs nothing."""
     good = {"key": ("x", 0, 0), "box": ((0, 1), (0, 2)), "shape": (6, 10)}
     wrong = [
         {},
@@ -427,8 +427,8 @@ def test_a_raw_client_of_a_worker(caplog):
                 for transport in ("ipc", "cma"):
                     assert is_refusal(await ask(comm, f"p2p_{transport}_publish", request)), request
                     if request:
-                        said = await ask(comm, f"p2p_{transport}_peer", request)
-                        assert is_refusal(said), request
+                        reply = await ask(comm, f"p2p_{transport}_peer", request)
+                        assert is_refusal(reply), request
                 if request:
                     assert is_refusal(await ask(comm, "p2p_records", request)), request
                     for op in ("p2p_records", "p2p_register"):

@@ -1,8 +1,9 @@
 """Workers that are killed, or closed, at moments that the tests choose.
 
 Three workers hold one row slab each and make one row slab each of the transpose, every remote
-region in four parts: so each is asked for eight, and places eight, four in stage 1 and four in
-stage 2. A fourth has nothing to do with it. By cma nobody is asked, but each publishes its block.
+region in four parts. So each worker serves eight parts, and writes eight: four in stage 1 and four
+in stage 2. A fourth worker takes no part. By cma there are no requests, but each worker publishes
+its block.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ READER = {
     "reader has the first part of stage 2": ("placed", 5),
     "reader has all parts": ("complete", 1),
 }
-# A worker that closes is met by the same code as one that is killed, and what a reader does is the
-# same code by all transports.
+# The same code handles a worker that closes and one that is killed. The code of readers is the same
+# for all transports.
 QUICK = {("comm", name, "kill") for name in (*HOLDER["comm"], *READER)} | {
     ("comm", "holder asked for the first part", "close"),
     ("cma", "holder publishes its block", "kill"),
@@ -80,7 +81,7 @@ def transposed_while(client, act):
     y = client.persist(y, workers=workers, allow_other_workers=True)
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
     wait_until(lambda: victim not in addresses(client), BOUND_S)
-    # Also where it was in memory when it was lost.
+    # Also if it was in memory when it was lost.
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
     np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
     assert_nothing_is_held(client)
@@ -149,7 +150,7 @@ def test_a_worker_that_makes_groups_of_blocks(client, when):
         assert 4 in map(len, y.dask.layers.values())
         victim = addresses(client)[1]
         if when == "a group is assembled":
-            # Where all are free to choose, a worker on a busy machine may make none of the groups.
+            # If Dask chooses freely, a worker on a busy machine may make none of the groups.
             client.run(set_trap, "placed", 1, "kill", workers=[victim])
             y = client.persist(y, workers=[victim], allow_other_workers=True)
         else:

@@ -1,4 +1,4 @@
-"""Workers whose GPU is lost while tasks run, as far as that can be told without a GPU."""
+"""Workers whose GPU is lost while tasks run, as far as that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def break_device(others=()):
 
 
 def outlast_device(path):
-    """Run for long where it runs first, and give the process' number where it runs again."""
+    """Run for long on the first worker; return the process' number on the next one."""
     if not os.path.exists(path):
         with open(path, "x"):
             time.sleep(BOUND_S)
@@ -45,7 +45,7 @@ def pid_of(client, worker):
     return client.run(os.getpid, workers=[worker])[worker]
 
 
-def test_the_task_that_broke_it_tells():
+def test_the_task_that_broke_it_reports_it():
     with cluster_of(2) as client:
         victim = addresses(client)[0]
         pid = pid_of(client, victim)
@@ -56,7 +56,7 @@ def test_the_task_that_broke_it_tells():
 
 
 def test_tasks_beside_it_run_again(tmp_path):
-    """They do not wait until these have ended, nor fail with the one that broke it."""
+    """They do not wait for the end of these tasks, and do not fail with the task that broke it."""
     path = str(tmp_path / "began")
     with cluster_of(2, threads_per_worker=2) as client:
         victim = addresses(client)[0]
@@ -72,7 +72,7 @@ def test_tasks_beside_it_run_again(tmp_path):
 
 
 def test_nothing_begins_on_it(tmp_path):
-    """Where a thread is free for it, while another one's task may still tell."""
+    """A thread is free for it, while the task of another one may still report it."""
     path = str(tmp_path / "began")
     with cluster_of(1, threads_per_worker=2) as client:
         (victim,) = addresses(client)

@@ -38,7 +38,7 @@ def check(client, y):
 
 
 def started(client, gate, who):
-    """Start a transpose of which the worker at this place waits in the middle of its task."""
+    """Start a transpose; the worker with this index waits in the middle of its task."""
     workers = addresses(client)[:3]
     x = one_block_each(client, source(SHAPE, (16, 48)), workers)
     wait(x)
@@ -60,7 +60,7 @@ def test_a_worker_is_paused_in_the_middle(client, gate, who):
     client.run(set_status, Status.paused, workers=[paused])
     gate.open()
     check(client, y)
-    # It starts no tasks, but others read what it holds.
+    # It starts no tasks, but others read the blocks that it holds.
     check(client, dask_p2p.transpose(x, chunks=(12, -1)))
     assert status_of(client, paused) == "paused"
     client.run(set_status, Status.running, workers=[paused])

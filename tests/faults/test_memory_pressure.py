@@ -140,7 +140,7 @@ def test_a_block_on_disk_stays_there_and_is_mapped(spilled, monkeypatch):
 
 
 def test_a_block_that_has_to_be_read_is_not_read_for_each_region(spilled, monkeypatch):
-    """As one that Dask has compressed."""
+    """A block that Dask has compressed."""
     host, buffer = spilled
     files, read = buffer.disk.data, []
     load = files.load

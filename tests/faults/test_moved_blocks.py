@@ -1,6 +1,6 @@
 """Blocks that move, or go, between a task's assignment and its pull.
 
-One reader waits before its first pull; what it was told of the blocks' holders is old when it
+One reader waits before its first pull; its addresses of the blocks' holders are old when it
 goes on.
 """
 
@@ -24,7 +24,7 @@ from tests.faults.support import (
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-# It would drop replicas that a test has just made. The test that is about it starts it.
+# It would drop replicas that a test has just made. One test starts it.
 NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
 CLUSTER = 4, NO_MANAGER
 
@@ -47,7 +47,7 @@ def replicate(client, x, row, workers):
 
 
 def drop(client, worker, x, row):
-    """Have a worker drop its replica of a block, as rebalancing does."""
+    """Drop a worker's replica of a block, as rebalancing does."""
 
     async def delete(dask_scheduler):
         await dask_scheduler.delete_worker_data(worker, [key], "test")
@@ -57,7 +57,7 @@ def drop(client, worker, x, row):
 
 
 def read_from(client, reader):
-    """Which workers the reader's last task had its remote blocks from."""
+    """Return the workers that the reader's last task read its remote blocks from."""
 
     def stages(dask_worker):
         *_, record = dask_worker.plugins[PLUGIN_NAME].context.records
@@ -67,7 +67,7 @@ def read_from(client, reader):
 
 
 def start(client, gate, x, reader):
-    """Start a transpose; return its rows when the reader has been told where the blocks are.
+    """Start a transpose; return its rows when the reader has received the holders of the blocks.
 
     The others are done by then: a task that is about to run fails in Dask if its input is dropped.
     """
@@ -86,7 +86,7 @@ def finish(client, gate, y):
 
 
 def test_a_block_of_the_readers_own_that_moved(client, gate):
-    """It is a reference as well: the task is sent anew, with the block's new holder."""
+    """It is a reference as well: the task is sent again, with the block's new holder."""
     reader, *_, other = addresses(client)
     x = slabs(client)
     rows = start(client, gate, x, reader)

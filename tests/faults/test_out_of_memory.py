@@ -54,13 +54,13 @@ def run_out(what, number, dask_worker):
     setattr(owner, name, fails)
 
 
-def have_enough(what, dask_worker):
+def restore_allocation(what, dask_worker):
     owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[what]
     setattr(owner, name, dask_worker.allocate)
 
 
 def refused_replies(dask_worker):
-    """Let answers that come here find no memory."""
+    """Make answers to this worker fail for lack of memory."""
     host = dask_worker.plugins[PLUGIN_NAME].context
     dask_worker.call = host.call
 
@@ -81,7 +81,7 @@ def lent_bytes(dask_worker):
 
 
 def forget(client, future):
-    """Have the scheduler forget a task that failed: what has the same key would fail, too."""
+    """Wait until the scheduler has dropped a failed task: another of its key would fail, too."""
     future.release()
     wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"))
 
@@ -128,7 +128,7 @@ def test_a_reader_runs_out(pair, x, what, number, order):
         assert caught.value.needed_bytes > 192 * 384 * 8
         assert pair.run(attempts, workers=[reader])[reader] == {}, "it is not tried again"
         assert_nothing_is_held(pair)
-        pair.run(have_enough, what, workers=[reader])
+        pair.run(restore_allocation, what, workers=[reader])
         forget(pair, future)
         check(pair, x)
 
@@ -159,7 +159,7 @@ def test_a_holder_that_packs_runs_out(pair, x):
     expected = f"{holder} could not send .*out of memory while packing"
     with pytest.raises(TransferError, match=expected):
         future.result(timeout=BOUND_S)
-    pair.run(have_enough, "kernel", workers=[holder])
+    pair.run(restore_allocation, "kernel", workers=[holder])
     forget(pair, future)
     check(pair, x)
 
@@ -181,10 +181,10 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
         wait_until(lambda: any(issubclass(w.category, P2PWarning) for w in caught))
         assert_nothing_is_held(client)
         wait_until(lambda: set(client.run(lent_bytes).values()) == {0})
-        client.run(have_enough, "buffer", workers=[holder])
-    said = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
-    assert len(said) == 1
-    assert "out of memory while packing" in said[0]
+        client.run(restore_allocation, "buffer", workers=[holder])
+    texts = [str(w.message) for w in caught if issubclass(w.category, P2PWarning)]
+    assert len(texts) == 1
+    assert "out of memory while packing" in texts[0]
 
 
 def test_leased_bytes_are_among_a_workers_metrics(pair):

@@ -30,7 +30,7 @@ MIB = 2**20
 # Dask's own logs grow by 20 kiB a run, with its own rechunk too. A leak of a block would be 128 kiB
 # a run, one of all regions 192 kiB.
 MOST_BYTES_A_RUN = 32 * 1024
-MOST_BYTES_BESIDES = 4 * MIB  # an allocator grows by 2 MiB at a time, in one of several threads
+MOST_OTHER_BYTES = 4 * MIB  # an allocator grows by 2 MiB at a time, in one of several threads
 MOST_FILES = 3  # connections that Dask makes; a leak of one file a run would be 15
 MOST_THREADS = 2  # of pools that start a thread when all they have are busy
 
@@ -64,6 +64,6 @@ def test_nothing_grows(client, runs, order):
         assert_nothing_is_held(client)
     for worker in before:
         grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
-        assert grown.pop("memory") < MOST_BYTES_BESIDES + (runs - WARM_UP) * MOST_BYTES_A_RUN
+        assert grown.pop("memory") < MOST_OTHER_BYTES + (runs - WARM_UP) * MOST_BYTES_A_RUN
         assert grown["files"] <= MOST_FILES, grown
         assert grown["threads"] <= MOST_THREADS, grown

@@ -1,4 +1,4 @@
-"""Several transposes at once on workers of one thread: none waits for another, all end.
+"""Several concurrent transposes on workers of one thread: none waits for another, all end.
 
 A task that waited for another *task*, on a worker whose only thread is taken, would never end.
 """
@@ -29,7 +29,7 @@ CLUSTER = 3, PARTS
 
 @pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, number):
-    """Its thread is taken, and yet the others read the blocks that it holds."""
+    """Its thread is busy, but the others read the blocks that it holds."""
     workers = addresses(client)
     waiting, *free = workers
     xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(number)]

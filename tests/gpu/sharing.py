@@ -1,7 +1,7 @@
-"""Clusters whose workers share one GPU: tests of two GPUs run with `--share-gpu` where one is.
+"""Clusters whose workers share one GPU: tests of two GPUs on one, by `--share-gpu`.
 
-Whatever crosses processes is the same. What only two GPUs show is not there: links between them,
-and memory that one of them has left while the other has not.
+All transfers between processes are the same. Two GPUs also have links between them, and one may
+have free memory while the other has none: these are not tested.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from tests.gpu.support import POOL
 
 
 def shared_cluster(n_workers=2, *, gpus=True, **kwargs):
-    """Stand for `dask_p2p.local_cluster`."""
+    """Replace `dask_p2p.local_cluster`."""
     from dask_cuda import LocalCUDACluster
 
     class SharedCluster(LocalCUDACluster):
         def new_worker_spec(self):
-            """Return what it is for the first worker, by the name of the next one."""
+            """Return the specification of the first worker, under the name of the next one."""
             there, self.worker_spec = self.worker_spec, {}
             try:
                 [spec] = super().new_worker_spec().values()

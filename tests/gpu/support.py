@@ -1,4 +1,4 @@
-"""GPU clusters for tests, and what is asked of them."""
+"""Blocks, kernels and checks for tests on GPU clusters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ extern "C" __global__ void hold(const volatile int* go_on, volatile int* found, 
 
 
 class HeldKernel:
-    """A kernel that goes on when this process lets it; after some time it does so by itself."""
+    """A kernel that runs until this process ends it, or until a time limit."""
 
     def __init__(self, stream):
         import cupy
@@ -59,12 +59,12 @@ class HeldKernel:
 
     @property
     def was_let_go(self):
-        """Whether it has ended, and not by itself."""
+        """True if this process ended the kernel, and not the time limit."""
         return bool(self._found[0])
 
 
-def said(client, caught):
-    """All that this package's warnings say which workers have sent by now."""
+def warnings_of(client, caught):
+    """Return the texts of this package's warnings that workers have sent so far."""
 
     def send_last(dask_worker):
         warn_client(dask_worker, f"the last of {dask_worker.address}", P2PWarning)

@@ -1,4 +1,4 @@
-"""Which way blocks take between GPUs, and what `check` says about it."""
+"""The transports of blocks between GPUs, and the report of `check` about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.backends import device, driver
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools.indexed import count_wrong, indexed_array
-from tests.gpu.support import POOL, on_gpu, said
+from tests.gpu.support import POOL, on_gpu, warnings_of
 from tests.support import persisted, used
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_check_finds_nothing_in_the_way(client):
     dask_p2p.register(client)
     report = dask_p2p.check(client)
     assert [link.transport for link in report.links] == ["ipc", "ipc"]
-    # Of links that reach hundreds: a busy host makes these figures much smaller.
+    # The links reach hundreds of GB/s. A busy host makes these figures much smaller.
     assert all(link.gbs > 2 and link.latency_s < 5 for link in report.links)
     assert report.problems == []
     for worker in report.workers:
@@ -63,7 +63,7 @@ def test_check_names_what_is_in_the_way(settings, words):
 
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
-def test_an_allocator_that_ipc_cannot_local_block_falls_back_with_one_warning(setting):
+def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
     from distributed import Client
 
     x = np.arange(400 * 300.0).reshape(400, 300)
@@ -80,7 +80,7 @@ def test_an_allocator_that_ipc_cannot_local_block_falls_back_with_one_warning(se
             np.testing.assert_array_equal(y.compute().get(), x.T)
             assert used(client, y) <= {"ucx", "comm"}
             del y
-        ours = said(client, caught)
+        ours = warnings_of(client, caught)
     assert len(ours) == 1
     assert "cannot be shared by CUDA IPC" in ours[0]
     assert "rmm_pool_size" in ours[0]
@@ -118,8 +118,8 @@ def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
         got = y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
         np.testing.assert_array_equal(got, x.T)
         assert used(client, y) <= {"ucx", "comm"}
-        ours = said(client, caught)
-    # Without the bindings nobody knows which GPU it is: an obstacle, as of a worker that has none.
+        ours = warnings_of(client, caught)
+    # Without the bindings the GPU is unknown: an obstacle, as for a worker without a GPU.
     assert len(ours) == (trouble is refuse_handles)
     assert all("CUDA IPC does not share memory here" in text for text in ours)
 
@@ -157,5 +157,5 @@ def test_permuted_devices(request, monkeypatch):
         y = persisted(client, dask_p2p.transpose(x))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
         assert used(client, y) == {"ipc"}
-        # Where a block says that it is, it is, also one that is made of another GPU's.
+        # A block is on the GPU that it names, also if it was made from a block of another GPU.
         assert client.run(devices) == {worker: {0} for worker in workers}

@@ -67,7 +67,7 @@ def test_flipped_bits_of_device_memory_are_found_by_checksums(client, checksum):
     x = np.arange(400 * 300.0).reshape(400, 300)
     a = persisted(client, on_gpu(x, (100, 300)))
     with dask.config.set({"p2p.transports.order": ["ucx"], "p2p.checksum": checksum}):
-        # The way is proved first, so that what follows is found by sums.
+        # The route is probed first, so checksums find all later faults.
         persisted(client, dask_p2p.transpose(a, chunks=(100, -1)))
         client.run(flip_messages)
         try:
@@ -104,7 +104,7 @@ MOMENTS = [
 
 @contextmanager
 def three_workers(transport):
-    """Two that hold and make a block each, on a GPU each, and a bystander on one of these."""
+    """Two workers that hold and make a block each, on a GPU each, and a third worker."""
     from distributed import Client
 
     settings = PARTS | {"p2p.transports.order": [transport]}
@@ -133,7 +133,7 @@ def assert_right(client, y):
 
 
 def assert_flat(client):
-    """Nothing is kept for anybody, except mappings, for as long as their holders live."""
+    """Only mappings are kept, while their holders live."""
     mapped = len(addresses(client)) - 1
     wait_until(
         lambda: all(

@@ -84,7 +84,7 @@ def test_no_more_memory_of_the_gpu_is_taken_than_slots_have(monkeypatch):
 
 
 def late(monkeypatch):
-    """Have kernels begin long after the copies that are queued could be done."""
+    """Delay kernels until long after the queued copies could be done."""
     from dask_p2p.backends.kernels import permute as kernels
 
     permute = kernels.permute_into
@@ -98,7 +98,7 @@ def late(monkeypatch):
 
 @pytest.mark.parametrize("left_out", [None, "_finish_first"])
 def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, left_out):
-    """With what waits for them left out, values are wrong: so the test would find that."""
+    """Without the waits for the copies values are wrong, so the test would find that."""
     queue = HostThroughDeviceQueue(NUMPY, 2**16, None)
     late(monkeypatch)
     if left_out:

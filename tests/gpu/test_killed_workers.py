@@ -1,4 +1,4 @@
-"""A worker of a GPU is killed: the one in its place gets as much memory, and work goes on.
+"""A worker of a GPU is killed: the worker that replaces it gets as much memory, and work goes on.
 
 Its nanny starts the new worker once. If the pool of the old one is still mapped anywhere, the new
 pool does not fit, and the nanny gives up.
@@ -47,12 +47,12 @@ CHUNKS = (128, 128)
 
 @pytest.fixture
 def pool(request):
-    """Options of a pool of which a GPU has no room for a second one."""
+    """Options of a pool that fits into a GPU's memory once."""
     import cupy
 
-    local_block = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
+    share = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
     total_bytes = cupy.cuda.runtime.memGetInfo()[1]
-    return {"rmm_pool_size": round_down(int(POOL_FRACTION * local_block * total_bytes))}
+    return {"rmm_pool_size": round_down(int(POOL_FRACTION * share * total_bytes))}
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def kill_one(client):
 
 
 def wait_for_another(client, gone, within_s=BACK_S):
-    """Wait until there is a worker in the place of those that are gone."""
+    """Wait until new workers have replaced those that are gone."""
     wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
 
 
@@ -146,7 +146,7 @@ def test_killed_again_and_again(pool):
 
 
 def die_once(path, after_s):
-    """End this process later, if nobody did so before."""
+    """End this process later, if it has not been killed before."""
     try:
         with path.open("x") as file:
             file.write(str(os.getpid()))
@@ -175,7 +175,7 @@ def slow_heat(u, out, path, ns, reads):
     spin(cupy.cuda.get_current_stream(), ns)
     heat(u, out)
     if reads:
-        float(out.sum())  # the host waits where nobody but CUDA can wake it
+        float(out.sum())  # the host waits, and only CUDA can wake it
     die_once(path, 0.5)
 
 
@@ -229,7 +229,7 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
 
 
 def waits_on_the_host(ctx, x, path, gate):
-    """One rank ends when both have mapped each other's memory; the other one takes its time."""
+    """One rank ends when both have mapped each other's memory; the other one is slow."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     ctx.update_halo(p)
     ctx.redistribute(x, (1,))
@@ -256,7 +256,7 @@ def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
         nothing_is_left(client)
 
 
-# --- what it rests on: two processes and the driver
+# --- the driver's behaviour, with two processes
 
 
 def hold(connection, seconds):
@@ -291,7 +291,7 @@ def holder(seconds):
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("count", [1, 12])
 def test_waits_for_an_event_of_a_killed_process_end(count):
-    """Also where more streams wait than a GPU has queues."""
+    """Also if more streams wait than a GPU has queues."""
     import cupy
 
     runtime = cupy.cuda.runtime

@@ -1,4 +1,4 @@
-"""Memory of GPUs: whose allocator it is of, where it spills to, when there is too little."""
+"""Memory of GPUs: allocators, spilling, and shortage."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count_restored(dask_worker):
         dask_worker.restored += 1
         return restore(block)
 
-    device_host_file.host_to_device = counted  # Dask's stores have the other one
+    device_host_file.host_to_device = counted  # Dask's stores have the original function
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
@@ -118,7 +118,7 @@ def on_host(dask_worker):
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
 def test_blocks_are_spilled_while_they_are_read(gate, transport):
-    """The lease keeps a block where it is read, whatever else the holder does with it."""
+    """The lease keeps a block in device memory while it is read, whatever its holder does."""
     from distributed import Client, wait
 
     shape = (4000, 4000)  # in two blocks of 32 MB
@@ -150,7 +150,7 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
 
 
 def fill_pool(leave_bytes, dask_worker):
-    """Take what the worker's pool has, all but so much, in pieces as large as there are."""
+    """Allocate all but some bytes of the worker's pool, in pieces as large as possible."""
     import cupy
 
     left = cupy.cuda.alloc(leave_bytes)
@@ -226,7 +226,7 @@ RETAIN = "p2p.transports.directory.retain"
 
 
 def device_bytes(dask_worker):
-    """What a worker's store and the leases of its peers keep in device memory."""
+    """Return the bytes that a worker's store and the leases of its peers keep in device memory."""
     directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"].directory
     kept = [entry.block for entry in [*directory.published.values(), *directory.withdrawn]]
     blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
@@ -253,9 +253,9 @@ def test_the_limit_of_device_memory_is_kept(transport):
             wait_until(lambda: max(client.run(device_bytes).values()) <= 40e6 + 2 * 16e6)
 
 
-@pytest.mark.parametrize("local_block", ["one block", "all blocks"])
+@pytest.mark.parametrize("extent", ["one block", "all blocks"])
 @pytest.mark.parametrize("transport", ["ipc", "comm"])
-def test_an_array_of_three_times_the_device_memory(transport, local_block):
+def test_an_array_of_three_times_the_device_memory(transport, extent):
     """A task's own blocks stay in host memory, where dask-cuda has put them.
 
     Each pool has room for a third of its worker's blocks.
@@ -276,7 +276,7 @@ def test_an_array_of_three_times_the_device_memory(transport, local_block):
         before = client.run(keys_on_host, x.name)
         assert sum(map(len, before.values())) >= 30
         y = dask_p2p.transpose(x, chunks=(500, -1))
-        if local_block == "one block":
+        if extent == "one block":
             y = persisted(client, y[:500])
             after = client.run(keys_on_host, x.name)
             assert all(set(keys) <= set(after[worker]) for worker, keys in before.items())
@@ -333,8 +333,8 @@ def test_no_block_is_missed_while_dask_brings_it_back():
 @pytest.mark.parametrize(
     ("transport", "leave_bytes"), [("ipc", 0), ("ucx", 2**29), ("comm", 2**29)]
 )
-def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes):
-    """With 512 MiB left the output (400 MB) fits, and what comes on its way does not."""
+def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
+    """With 512 MiB left the output (400 MB) fits, but no further memory for transfers."""
     from distributed import Client
 
     shape = (10000, 20000)
@@ -354,7 +354,7 @@ def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes)
         reader = sorted(workers_of(client))[0]
         client.run(fill_pool, leave_bytes, workers=[reader])
         y = client.compute(dask_p2p.transpose(a).blocks[0], workers=[reader])
-        with pytest.raises(MemoryLimitError, match=f"out of memory on worker {reader}") as caught:
+        with pytest.raises(MemoryLimitError, match=f"on the GPU of worker {reader}") as caught:
             y.result(timeout=200)
         assert caught.value.needed_bytes > shape[0] * shape[1] * 4 / 2
         assert "chunks=" in str(caught.value)
@@ -366,7 +366,7 @@ def test_a_reader_without_memory_says_so_and_works_again(transport, leave_bytes)
 
 @pytest.mark.parametrize("transport", ["ucx", "comm"])
 def test_a_holder_without_memory_to_pack_in(transport):
-    """By ucx it is read in another way; when none is left the error says what it lacks."""
+    """By ucx the block is read in another way. If none is left the error names the lack."""
     from distributed import Client
 
     shape = (10000, 20000)

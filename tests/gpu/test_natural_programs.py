@@ -97,7 +97,7 @@ def test_functions_that_write_into_their_fields_are_refused(client):
 
 @pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
 def test_fractions_in_fields_of_integers_are_refused(client, dtype):
-    x = np.zeros(X.shape, dtype)  # whose first step makes no fractions
+    x = np.zeros(X.shape, dtype)  # the first step makes no fractions
     x[3, 4] = 4
 
     def whole(u, out):

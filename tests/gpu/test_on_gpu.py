@@ -22,9 +22,9 @@ from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.backends.pipelines.slots import KeptSlots
-from dask_p2p.engine import part_work
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
+from dask_p2p.on_gpu import block as module
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted
@@ -59,7 +59,7 @@ def whole(func, block, **kwargs):
 @pytest.mark.parametrize("register_from", [1, 2**40])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c16", "i2"])
 def test_values_are_those_of_whole_blocks(dtype, register_from, axis, monkeypatch):
-    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
+    monkeypatch.setattr(module, "register_from_bytes", lambda: register_from)
     array = values(dtype)
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
@@ -133,7 +133,7 @@ class InPinnedMemory:
     def __init__(self, func):
         self.func = func
         self.array, self.out = (pinned_array(32 * SHAPE[0], SHAPE[1] // 4) for _ in range(2))
-        # Memory of slots may have been another's: of the same values, too.
+        # Memory of slots may have held other arrays before, also with the same values.
         self.array[...] = np.random.default_rng().standard_normal(self.array.shape, "f4")
         self.out[...] = np.nan
         self.arrays = [self.array]
@@ -161,14 +161,14 @@ def doubled(monkeypatch, func, left_out=None):
             after = tuple(each for each in step.after if (each[0], step.what) != left_out)
             yield Step(step.what, step.part, after)
 
-    up = part_streams._Block._up
+    up = part_streams._BlockInTransit._up
 
     def up_late(self, part, slot, stream):
         spin(stream, SPIN_CYCLES)
         up(self, part, slot, stream)
 
     if func is at_once:
-        monkeypatch.setattr(part_streams._Block, "_up", up_late)
+        monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
     monkeypatch.setattr(part_streams, "steps", fewer)
     monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
     work = InPinnedMemory(func)
@@ -186,7 +186,7 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, func):
     [(at_once, ("up", "run")), (late, ("run", "down")), (late, ("down", "up"))],
 )
 def test_without_an_event_values_are_wrong(monkeypatch, func, left_out):
-    """So the test above would fail if it were lost."""
+    """The test above would fail without it."""
     got, expected = doubled(monkeypatch, func, left_out)
     assert (got != expected).any()
 
@@ -250,7 +250,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
 
 
 def hand_on_small_blocks():
-    part_work._ON_ISSUED_FROM_BYTES = 1
+    module._ON_ISSUED_FROM_BYTES = 1
 
 
 def records_of(name, dask_worker):
@@ -276,7 +276,7 @@ def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
 
 
 def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
-    """Nobody is warned: parts need not be made smaller."""
+    """There is no warning: parts need not be made smaller."""
     import cupy
 
     array = values("f8")
@@ -309,9 +309,9 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
     array = values("f4")
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)
-    with pytest.warns(P2PWarning, match="host memory cannot be pinned") as said:
+    with pytest.warns(P2PWarning, match="host memory cannot be pinned") as caught:
         got = y.compute(scheduler="sync")
-    assert len([each for each in said if each.category is P2PWarning]) == 1
+    assert len([each for each in caught if each.category is P2PWarning]) == 1
     np.testing.assert_array_equal(got, function(array))
 
 
@@ -322,20 +322,20 @@ from dask_p2p.errors import P2PWarning
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 array = np.arange(2**22, dtype="f4").reshape(4096, 1024)
 x = da.from_array(array, chunks=(2048, 1024))
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     y = dask_p2p.map_on_gpu(lambda a: a * 2 + 1, x, part_bytes=2**20, dtype="f4")
     got = y.compute(scheduler="sync")
 assert (got == array * 2 + 1).all()
-told = [str(each.message) for each in said if each.category is P2PWarning]
-assert len(told) <= 1, told
-assert all("ulimit -l" in text for text in told), told
+texts = [str(each.message) for each in caught if each.category is P2PWarning]
+assert len(texts) <= 1, texts
+assert all("ulimit -l" in text for text in texts), texts
 print("right")
 """
 
 
 def test_a_process_that_may_lock_no_memory():
-    """Whether CUDA can pin memory then is the driver's to say: values are right in any case."""
+    """The driver may be able to pin memory then or not. Values are right in both cases."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LOCKED_MEMORY], capture_output=True, text=True, check=False
     )

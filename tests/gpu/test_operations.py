@@ -58,7 +58,7 @@ def test_map_overlap(client, boundary, corners):
     np.testing.assert_array_equal(on_host(y), expected.compute(scheduler="sync"))
 
 
-def test_map_overlap_of_several_arrays_and_with_what_dask_tells_functions(client):
+def test_map_overlap_of_several_arrays_and_with_the_keywords_of_dask(client):
     def weighed(block, row, weight, block_info=None):
         block *= row  # which overwrites neither array
         row[...] = 0

@@ -75,7 +75,7 @@ def test_on_and_on_in_small_parts(client):
 
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
-def test_an_allocator_that_ipc_cannot_local_block(setting):
+def test_an_allocator_that_ipc_cannot_share(setting):
     options = {setting: True, "rmm_allocator_external_lib_list": ["cupy"]}
     with dask_p2p.local_cluster(2, gpus=True, **options) as cluster, Client(cluster) as client:
         a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))

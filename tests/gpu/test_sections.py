@@ -36,19 +36,19 @@ TOLERANCE = {"f": 1e-5, "d": 1e-13}
 
 
 def heat(u, out):
-    """A five-point stencil that weighs each side otherwise."""
+    """A five-point stencil with another weight for each side."""
     out[...] = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
     out += 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
 
 
 def nine(u, out):
-    """Of points across corners, too."""
+    """A nine-point stencil, with points across corners."""
     out[...] = u[:-2, :-2] + 2 * u[:-2, 2:] + 3 * u[2:, :-2] + 4 * u[2:, 2:] + u[1:-1, 1:-1]
     out /= 11
 
 
 def wave(u, before, speed, factor, out):
-    """25 points, of two levels of time, with a speed for each point."""
+    """A stencil of 25 points and two time levels, with a speed for each point."""
     own = u[4:-4, 4:-4]
     out[...] = 2 * own - before
     for by, weight in enumerate((-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)):
@@ -83,7 +83,7 @@ def test_a_rank_alone(char, boundary):
 
 @pytest.mark.gpu(1)
 def test_functions_may_work_on_for_long():
-    """Rims, copies to the host and outputs come after what is on the stream."""
+    """Halos, copies to the host and outputs come after the work on the stream."""
 
     def late(u, out):
         import cupy
@@ -99,7 +99,7 @@ def test_functions_may_work_on_for_long():
 
 @pytest.mark.gpu(1)
 def test_two_workers_of_one_gpu():
-    """Which read each other's windows, too, where the driver lets them."""
+    """They also read each other's windows, if the driver permits it."""
     with own_client(threads_per_worker=2):
         y = iterate(heat, on_gpu(X, UNEVEN), 1, 100, ranks=2)
         check(y, reference(heat, [X], 1, 100, "periodic")[0])
@@ -111,14 +111,14 @@ def test_two_workers_of_one_gpu():
 
 @pytest.fixture(params=["windows", "messages"])
 def way(request):
-    """By which halos come: those of windows are chosen by the transport whose memory they are."""
+    """The method that moves halos. Windows are used if the transport of their memory is enabled."""
     order = ["ipc", "comm"] if request.param == "windows" else ["comm"]
     with dask.config.set({"p2p.transports.order": order}):
         yield request.param
 
 
 def windows_of(ctx, x):
-    """How many windows a rank reads."""
+    """Return the number of windows that a rank reads."""
     from dask_p2p.sections.gpu import halo_windows
 
     read, opened = [], halo_windows.opened
@@ -129,7 +129,7 @@ def windows_of(ctx, x):
         return by_rank
 
     p = ctx.with_halo(x, boundary="periodic")
-    halo_windows.opened = noted  # a process has one member
+    halo_windows.opened = noted  # a process has one rank
     try:
         ctx.update_halo(p)
     finally:
@@ -213,7 +213,7 @@ def test_captured_steps_of_a_rank_alone():
 
 
 def heat_of(u):
-    """A stencil that allocates what it returns, and what it needs for that."""
+    """A stencil that allocates its result, and temporary arrays."""
     own = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
     return own + 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
 
@@ -221,7 +221,7 @@ def heat_of(u):
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("late", [0, 1])
 def test_captured_steps_of_a_rank_that_is_late(client, way, late):
-    """What a graph allocates is its own, and each GPU waits for the other one."""
+    """Memory that a graph allocates is its own, and each GPU waits for the other one."""
     from distributed import get_worker
 
     second = sorted(client.scheduler_info()["workers"])[late]
@@ -298,7 +298,7 @@ def test_what_cannot_be_captured(client, way, how):
 
 @pytest.mark.gpu(2)
 def test_a_rank_is_killed_while_graphs_run(tmp_path):
-    """The other one's GPU waits for its counter, until the attempt ends."""
+    """The other rank's GPU waits for its counter, until the attempt ends."""
     from distributed import Client
 
     def slow(u, out, path):
@@ -344,11 +344,11 @@ CUBE_CHUNKS = ((13, 40, 7, 36), (33, 37), (12,))
 
 
 def turned(ctx, x, axes, to):
-    """Whether a share of another cut is right, and whether any of it came by way of the host."""
+    """Return whether a local block of another partition is right, and any data crossed the host."""
     found, to_host, out = [], ctx.device.to_host, None
     ctx.device.to_host = lambda value: found.append(value.nbytes) or to_host(value)
     for _ in range(3):
-        x += 1  # which others may not have read yet
+        x += 1  # other ranks may not have read it yet
         out = ctx.redistribute(x, to, axes=axes, out=out)
     shape = tuple(CUBE.shape[axis] for axis in axes)
     box = tuple(slice(*each) for each in ctx.box_of(to, shape))
@@ -357,7 +357,7 @@ def turned(ctx, x, axes, to):
 
 
 def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
-    """What `turned` says on each of two ranks."""
+    """Return the results of `turned` on each of two ranks."""
     x = on_gpu(CUBE.astype(char), CUBE_CHUNKS)
     given = {"axes": axes, "to": to, "ranks": 2}
     _, found = spmd(turned, x, per_rank=[np.zeros(2, "?")], **given)
@@ -365,8 +365,8 @@ def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
 
 
 def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
-    """How much a spectrum differs from NumPy's, and from that the way back, of the largest."""
-    if is_reversed:  # as the arrays of Fortran lie
+    """Return the relative errors of a transform, compared with NumPy, and of its inverse."""
+    if is_reversed:  # in Fortran order
         x = x.copy(order="F")
     whole = CUBE.astype(x.dtype)
     there, back, theirs = ctx.fftn, ctx.ifftn, np.fft.fftn
@@ -385,7 +385,7 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
 
 
 def by_transforms(char, axes, is_reversed, piece_bytes):
-    """What `there_and_back` says on two ranks, the worse of both."""
+    """Return the results of `there_and_back` on two ranks, the larger of both."""
     x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
     given = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
     given |= {"is_reversed": is_reversed, "ranks": 2}
@@ -399,7 +399,7 @@ def by_transforms(char, axes, is_reversed, piece_bytes):
 @pytest.mark.parametrize("char", "fFdD")
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
-    """Others read the first piece of a share while the next one is transformed."""
+    """Other ranks read the first piece of a local block while the next one is transformed."""
     there, back, changed = by_transforms(char, axes, is_reversed, piece_bytes)
     assert changed == 0
     assert max(there, back) < (1e-6 if char in "fF" else 1e-14)
@@ -413,13 +413,13 @@ def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
 )
 @pytest.mark.parametrize("char", ["f", "D", "b", "e"])
 def test_redistribute(client, way, char, axes, to, staging):
-    """Parts are read by kernels, or by copy engines, or sent by way of the host."""
+    """Parts are read by kernels, or by copy engines, or sent through the host."""
     with dask.config.set({"p2p.transports.ipc.staging-bytes": staging}):
         assert by_turned(char, axes, to) == [[True, way == "messages"]] * 2
 
 
 def pretend(is_far):
-    """Have ranks here think that nobody else is on their host, and that all is large."""
+    """Put ranks here on a host of their own, with UCX for small messages too; or undo both."""
     from dask_p2p.sections.wire import connection, endpoint
 
     here = endpoint.kernel_and_namespace()[0]
@@ -429,7 +429,7 @@ def pretend(is_far):
 
 @pytest.fixture
 def far(client):
-    """Ranks of different hosts, as far as they know, with UCX between them."""
+    """Ranks that seem to be on different hosts, with UCX between them."""
     client.run(pretend, True)
     with dask.config.set({"p2p.transports.order": ["ipc", "ucx", "comm"]}):
         yield
@@ -487,7 +487,7 @@ def test_redistribute_memory_of_other_allocators(settings, is_through_host):
 
 @pytest.mark.gpu(2)
 def test_memory_that_goes_back_to_the_driver():
-    """What others have mapped is gone, and there is something else in its place."""
+    """Memory that others have mapped is freed, and other memory has its address."""
     from distributed import Client
 
     def gives_memory_back(ctx, x):
@@ -506,7 +506,7 @@ def test_memory_that_goes_back_to_the_driver():
 
 @pytest.mark.gpu(2)
 def test_late_kernels_and_redistributions(client, way):
-    """Neither is a share read before it is written, nor overwritten before it is read."""
+    """A local block is not read before it is written, and not overwritten before it is read."""
 
     def late(ctx, x):
         import cupy
@@ -527,7 +527,7 @@ def test_late_kernels_and_redistributions(client, way):
 
 @pytest.mark.gpu(2)
 def test_late_kernels_and_windows(client, way):
-    """A rank that is behind is waited for by the other's GPU."""
+    """The GPU of one rank waits for the other rank, which is late."""
 
     def late(ctx, x):
         import cupy
@@ -574,7 +574,7 @@ def test_calls_that_differ(client, way):
 
 
 def used_bytes(dask_worker):
-    """What is taken of the pool, without what is kept for the next block."""
+    """Return the size of the pool, and the free memory of the GPU."""
     import rmm
 
     gc.collect()
@@ -617,18 +617,18 @@ def test_no_memory_of_the_gpu_is_lost(client, way, of):
 
 
 @pytest.mark.gpu(2)
-def test_estimate_says_what_is_on_the_gpu(client):
+def test_estimate_has_the_memory_of_the_gpu(client):
     found = estimate(iterate(heat, on_gpu(X, UNEVEN), 1, 5))
     assert found.kind == "cupy"
     assert found.packed_bytes == 2 * found.step_bytes
     assert found.host_bytes >= found.state_bytes > 0
 
 
-# --- a killed member
+# --- a killed rank
 
 
 def dies_once(ctx, x, path, steps):
-    """Ends its process in the middle, between the two ranks' exchanges."""
+    """Kill its process halfway, between the exchanges of the two ranks."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     for step in ctx.steps(steps, [p.inner], every=10):
         ctx.update_halo(p)
@@ -640,7 +640,7 @@ def dies_once(ctx, x, path, steps):
 
 
 def turns_and_dies_once(ctx, x, path):
-    """Ends its process when the other one may be reading its memory."""
+    """Kill its process when the other rank may be reading its memory."""
     for step in ctx.steps(50, [x], every=10):
         there = ctx.redistribute(x, (1,))
         there += 1
@@ -669,9 +669,10 @@ def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("steps", [50, 200])
 def test_a_killed_rank(tmp_path, way, steps):
-    """All begin again where they were saved last; on another worker, or when a nanny has made one.
+    """All ranks begin again at the last checkpoint, on another worker or on a restarted one.
 
-    What the other GPU waits for may never happen: its waits are ended, and all begin again.
+    The other GPU may wait for an event that never happens: then its waits
+    end, and all ranks begin again.
     """
     from distributed import Client
 
@@ -690,7 +691,7 @@ def test_a_killed_rank(tmp_path, way, steps):
 
 @pytest.mark.gpu(2)
 def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
-    """An attempt that another rank ends; the next one goes on where all were saved."""
+    """Another rank ends an attempt. The next one continues from the last checkpoint."""
 
     def tries(ctx, x, path):
         from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -713,7 +714,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
 
 
 def spills(ctx, x):
-    """Fill the store of the worker meanwhile: what the rank works with stays."""
+    """The worker's store is filled while the rank runs: the rank's arrays stay."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
     addresses = {p.data.data.ptr}
     for _ in range(200):
@@ -741,7 +742,7 @@ def test_ranks_work_where_blocks_are_spilled():
         assert isinstance(others, da.Array)
 
 
-# --- what a function returns and keeps is right by default
+# --- arrays that a function returns and keeps are right by default
 
 
 def two_fields(ctx, x, mask):
@@ -754,7 +755,7 @@ def two_fields(ctx, x, mask):
 
 
 @pytest.mark.gpu(2)
-def test_fields_in_one_halo_arrays_and_outputs_of_other_dtypes(client, way):
+def test_fields_in_one_halo_array_and_outputs_of_other_dtypes(client, way):
     x, mask = on_gpu(X, (48, 70)), on_gpu(X > 0, (48, 70))
     y, same, none = spmd(two_fields, x, mask, outputs=3, dtype=("f8", bool, bool))
     assert [each.dtype for each in (y, same, none)] == ["f8", "?", "?"]
@@ -777,7 +778,7 @@ def test_corners_that_are_left_out_show(client, way):
 
 @pytest.mark.gpu(2)
 def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
-    """The copy of it on the host is compared with the array on the GPU."""
+    """The array on the GPU is compared with its copy on the host."""
 
     def tries(ctx, x, path):
         from dask_p2p.sections.wire.connection import AttemptEndedError

@@ -1,4 +1,4 @@
-"""Whatever streams and GPUs tasks use: blocks are right, and tasks are not disturbed."""
+"""Tasks that use other streams and GPUs: blocks are right, and tasks are not disturbed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ extern "C" __global__ void spin(long long ns) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
 }
 """
-KEPT = []  # by a worker: what kernels still use when their task has returned
+KEPT = []  # arrays of a worker that kernels still use when their task has returned
 
 
 def spin(stream, ns=LATE_NS):
@@ -75,7 +75,7 @@ def on_torch_stream(out, values):
 
 
 def written_late(how, block_info):
-    """A block of which the values come half a second after its task has returned."""
+    """A block whose values come half a second after its task has returned."""
     import cupy
 
     info = block_info[None]
@@ -230,7 +230,7 @@ def test_a_result_is_not_overwritten_by_an_earlier_task(client, order):
 
 
 def capture(library, gate=None):
-    """Capture a graph, in the middle of which others work; return what it computes."""
+    """Capture a graph while other tasks work; return the values that it computes."""
     import cupy
 
     out = cupy.zeros(1000, "f4")
@@ -381,7 +381,7 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
 
 
 def break_device():
-    """Write where nothing is: after that no call of CUDA works in this process."""
+    """Write to an invalid address: after that no call of CUDA works in this process."""
     import cupy
 
     code = 'extern "C" __global__ void wild() { *(volatile int *)16 = 1; }'

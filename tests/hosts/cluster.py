@@ -1,4 +1,4 @@
-"""A Dask cluster over several hosts, of processes that are started as users start them."""
+"""A Dask cluster over several hosts, whose processes are started as users start them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from distributed import Client, Security
 
 from tests.hosts.network import Host, Network
-from tests.support import import_path
+from tests.support import BOUND_S, import_path
 
 PORT = 8786
-BOUND_S = 120
-#: That a connection is cut is noticed sooner than by default, and idle processes take less time.
+#: Lost connections are noticed sooner than by default, and idle processes take less time.
 SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11 s",
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5 s",

@@ -113,7 +113,7 @@ class Host:
         return [started.pid for started in self._started]
 
     def stop(self) -> None:
-        """Kill what was started, and what that has started."""
+        """Kill the processes that were started, and their child processes."""
         for started in self._started:
             with suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(started.pid).children(recursive=True):
@@ -123,7 +123,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Have this thread, and threads that it starts, be on this host's networks."""
+        """Move this thread, and threads that it starts, to this host's networks."""
         here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
         try:
@@ -135,7 +135,7 @@ class Host:
             os.close(there)
 
     def sent_bytes(self, network: int = 0) -> int:
-        """Count what has left it by one network."""
+        """Return the bytes that have left it by one network."""
         return int(self.run("cat", f"/sys/class/net/eth{network}/statistics/tx_bytes"))
 
     def end(self) -> None:
@@ -187,7 +187,7 @@ class Network:
                 self._switch.run("ip", "link", "set", port, "master", f"net{network}", "up")
                 host.run("ip", "addr", "add", f"{host.address(network)}/24", "dev", device)
                 host.run("ip", "link", "set", device, "up")
-        for host in self.hosts:  # Dask asks for it to find out its address
+        for host in self.hosts:  # Dask resolves it to find out its address
             host.run("ip", "route", "add", "default", "dev", "eth0")
 
     def _plug(self, host: Host, port: str, device: str) -> None:
@@ -196,7 +196,7 @@ class Network:
         there = ["nsenter", "--target", str(self._switch.pid), "--net"]
         subprocess.run([*there, *cable, "netns", str(host.pid)], check=True)
 
-    # --- what can be done to links ---
+    # --- faults of links ---
 
     @contextmanager
     def cut(self, host: Host) -> Iterator[None]:
@@ -209,7 +209,7 @@ class Network:
 
     @contextmanager
     def parted(self, hosts: Sequence[Host]) -> Iterator[None]:
-        """Have these hosts not reach each other, but all others."""
+        """Block traffic between these hosts, but not with others."""
         self._part(hosts, "on")
         try:
             yield
@@ -228,7 +228,7 @@ class Network:
 
     @contextmanager
     def limited(self, hosts: Sequence[Host], mbit: float) -> Iterator[None]:
-        """Let each link of these hosts carry so much both ways, 1e6 bits a second."""
+        """Limit each link of these hosts in both directions, in 1e6 bits a second."""
         ends = [
             end
             for host in hosts
@@ -247,7 +247,7 @@ class Network:
 
     @contextmanager
     def delayed(self, host: Host, delay_s: float, network: int = 0) -> Iterator[None]:
-        """Have everything that a host sends or gets come later by so much.
+        """Delay everything that a host sends or receives.
 
         Not every kernel has netem. A process takes each packet from one bridge to another instead.
         """

@@ -1,4 +1,4 @@
-"""Clusters over several hosts: what moves how between them, and what becomes of it on bad links."""
+"""Clusters over several hosts: transports between them, and transfers over bad links."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def client(cluster):
 
 
 async def start_ucx(dask_worker):
-    """Have UCX started before anything waits for it: on a busy machine that takes long."""
+    """Start UCX before anything waits for it: on a busy machine that takes long."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     await context.offload(context.router.transports["ucx"].messenger)
 
@@ -82,12 +82,12 @@ def laid_out(client, shape):
 
 
 def pairs_of(client, y):
-    """Reader, holder and transport of what moved."""
+    """Return reader, holder and transport of each transfer."""
     return set(run_of(client, y).pairs)
 
 
 def assert_transposed(client, shape=SHAPE):
-    """Transpose, and return the pairs of what moved."""
+    """Transpose, and return the pairs of workers that moved data."""
     y = persisted(client, dask_p2p.transpose(laid_out(client, shape)))
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
     return pairs_of(client, y)
@@ -106,7 +106,7 @@ def test_transposes_and_rechunks(client, cluster, transport):
         assert {name for *_, name in pairs} == {transport}
         assert any(host_of(reader) != host_of(holder) for reader, holder, _ in pairs)
         np.testing.assert_array_equal(y.compute(), result)
-    # Half of each array, at the least, has crossed the network: nothing else leads there.
+    # At least half of each array has crossed the network, the only path between hosts.
     for host, sent in zip(cluster.others, before, strict=True):
         assert host.sent_bytes() - sent > x.nbytes / 4
 
@@ -131,7 +131,7 @@ def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
 
 
 async def offered(transport, kind, workers, dask_worker):
-    """Ask a worker why it does not read others by this transport; a thread does, as in tasks."""
+    """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
     context = dask_worker.plugins[PLUGIN_NAME].context
 
     def look(other):
@@ -145,7 +145,7 @@ async def offered(transport, kind, workers, dask_worker):
     }
 
 
-def test_a_check_names_what_is_used_between_hosts(client):
+def test_a_check_names_the_transports_between_hosts(client):
     client.run(measure_little)
     report = dask_p2p.check(client)
     for link in report.links:
@@ -171,7 +171,7 @@ def test_a_slow_link(client, cluster, transport):
 
 
 def test_a_link_too_slow_for_the_deadline(client, cluster):
-    """All that is asked for at a time would come late: it is asked for in smaller parts."""
+    """A request for all regions would time out, so they are requested in smaller parts."""
     shape = (4000, 2000)
     x = laid_out(client, shape)
     settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
@@ -224,7 +224,7 @@ def test_workers_on_a_second_interface(client, cluster, on_second_interface):
         del x, y
 
 
-def test_a_host_that_is_cut_off_in_the_middle(client, cluster):
+def test_a_host_that_loses_its_network_in_the_middle(client, cluster):
     shape = (4000, 2000)
     host, network = cluster.others[1], cluster.network
     x = laid_out(client, shape)

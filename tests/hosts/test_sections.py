@@ -1,4 +1,4 @@
-"""Gangs with ranks on several hosts: kills, and networks that are cut between them only."""
+"""Gangs with ranks on several hosts: kills, and interrupted networks between hosts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def smoothed(steps, u=X):
 
 
 def stepping(ctx, x, path, steps=100):
-    """Notes each attempt, and goes on until the test has done what it does in the middle."""
+    """Record each attempt, and continue until the test has done its step."""
     note_attempt(ctx, path)
     for _ in range(steps):
         x += ctx.allreduce(x.sum()) / 1e9
@@ -108,7 +108,7 @@ def note_attempt(ctx, path):
 
 
 def is_done(ctx, path):
-    """Whether all ranks found that the test has called `done`."""
+    """Return whether all ranks have noticed that the test called `done`."""
     return ctx.allreduce(int(os.path.exists(f"{path}.done")), "min") == 1
 
 
@@ -152,7 +152,7 @@ def test_a_worker_on_another_host_dies(client, tmp_path):
 def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
     future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
     wait_until(lambda: attempts(tmp_path / "runs") == 1)
-    nsenter = psutil.Process(cluster.scheduler.pids[0])  # stands still with what it has started
+    nsenter = psutil.Process(cluster.scheduler.pids[0])  # stops with its child processes
     for process in nsenter.children(recursive=True):
         process.suspend()
     done(tmp_path / "runs")
@@ -206,7 +206,7 @@ def sent_by_both_networks(host):
 
 
 @pytest.mark.parametrize("transport", ["comm", "ucx"])
-def test_large_messages_by_ucx_where_that_is_asked_for(client, cluster, transport):
+def test_large_messages_by_ucx_if_that_is_enabled(client, cluster, transport):
     client.restart()
     wide = wide_laid_out(client)
     before = [sent_by_both_networks(host) for host in cluster.others]
@@ -246,8 +246,8 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
     del wide
 
 
-def test_hosts_are_cut_while_ranks_compute_between_large_messages(client, cluster, tmp_path):
-    """No header of the next ones gets through, and what UCX waits for never comes."""
+def test_the_network_fails_while_ranks_compute_between_large_messages(client, cluster, tmp_path):
+    """No further header arrives, and UCX waits for messages that never come."""
     wide, path = wide_laid_out(client), tmp_path / "exchanged"
 
     def function(ctx, x):
@@ -270,7 +270,7 @@ def test_hosts_are_cut_while_ranks_compute_between_large_messages(client, cluste
     del wide
 
 
-def test_encrypted_links(tmp_path):
+def test_encrypted_connections(tmp_path):
     def protocol(dask_worker):
         return ranks_of(dask_worker).reach.protocol
 

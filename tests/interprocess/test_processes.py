@@ -10,9 +10,8 @@ from functools import partial
 import pytest
 
 from dask_p2p.interprocess.processes import Processes, own_name
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
-
-BOUND_S = 60
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from tests.transports.loopback import wait_until
 
 
 def metered(record):
-    told = []
-    with context_meter.add_callback(lambda *metric: told.append(metric)):
+    activities = []
+    with context_meter.add_callback(lambda *metric: activities.append(metric)):
         meter(record)
-    return told
+    return activities
 
 
-def test_what_a_task_tells():
+def test_metrics_of_a_task():
     stages = (Stage("b", "cma", 100, 0.25, 0.5, 0.0, 0.125), Stage("c", "comm", 50, 0.125))
     assert metered(record(0, 1.0, stages, kernel_s=0.25)) == [
         ("p2p-kernel", 0.375, "seconds"),
@@ -35,15 +35,15 @@ def test_what_a_task_tells():
 
 
 @pytest.mark.parametrize(("waited_s", "expected_s"), [(0.75, 0.25), (2.0, 0.0)])
-def test_no_more_than_the_threads_time_is_told(waited_s, expected_s):
+def test_metrics_add_up_to_the_threads_time_at_most(waited_s, expected_s):
     """Kernels of a GPU run at the same time; clocks may be set."""
-    told = metered(record(0, 1.0, (Stage("b", "ipc", 8, waited_s, None, 0.0, 5.0),)))
-    assert told[0] == ("p2p-kernel", expected_s, "seconds")
-    assert told[0][1] + told[1][1] == 1.0
+    activities = metered(record(0, 1.0, (Stage("b", "ipc", 8, waited_s, None, 0.0, 5.0),)))
+    assert activities[0] == ("p2p-kernel", expected_s, "seconds")
+    assert activities[0][1] + activities[1][1] == 1.0
 
 
 def transfers(record):
-    """The spans of transfer that a task tells Dask."""
+    """Return the spans of transfer that a task reports to Dask."""
     task = SimpleNamespace(startstops=[])
     state = SimpleNamespace(tasks={record.key: task})
     record_transfer(SimpleNamespace(state=state, scheduler_delay=100.0), record)
@@ -120,5 +120,5 @@ def test_the_scheduler_has_them(client):
     assert more("p2p-kernel", "seconds") == pytest.approx(kernel_s)
     assert more("p2p-transfer", "seconds") == pytest.approx(waited_s)
     spent_s = sum(record.stop_s - record.start_s for record in run.made)
-    told = ("p2p-kernel", "p2p-transfer", "thread-cpu", "thread-noncpu")
-    assert sum(more(activity, "seconds") for activity in told) >= 0.9 * spent_s
+    activities = ("p2p-kernel", "p2p-transfer", "thread-cpu", "thread-noncpu")
+    assert sum(more(activity, "seconds") for activity in activities) >= 0.9 * spent_s

@@ -118,7 +118,7 @@ def test_each_computation_is_a_run_and_the_newest_comes_first(client, x):
 
 
 def refuse(how_often, dask_worker):
-    """Answer so many requests for regions with an error."""
+    """Answer the first requests for regions with an error."""
     good = dask_worker.handlers["p2p_comm_read"]
     left = [how_often]
 
@@ -176,7 +176,7 @@ def recover(holder, dask_worker):
 
 def test_pairs_that_fell_back_stand_out(client, x):
     holder, reader = holder_of(client, x, 1), holder_of(client, x, 0)
-    dask_p2p.transpose(x).compute()  # they have met
+    dask_p2p.transpose(x).compute()  # the workers have found their routes
     client.run(listen)
     for _ in range(2):
         client.run(fall_back, holder, workers=[reader])
@@ -185,14 +185,14 @@ def test_pairs_that_fell_back_stand_out(client, x):
         wait(y)
     finally:
         client.run(recover, holder, workers=[reader])
-        said = {worker: texts for worker, texts in client.run(heard).items() if texts}
+        texts_of = {worker: texts for worker, texts in client.run(heard).items() if texts}
     run = dask_p2p.last_runs(client, n=1)[0]
     assert run.transports == {"cma": 2, "comm": 1}
     assert run.pairs[reader, holder, "comm"] == 16 * 16 * 8
     assert list(run.fallbacks) == [(reader, holder, "cma")]
     assert "on purpose" in run.fallbacks[reader, holder, "cma"]
-    (text,) = said[reader]
-    assert list(said) == [reader]
+    (text,) = texts_of[reader]
+    assert list(texts_of) == [reader]
     for part in (reader, holder, "cma", "on purpose", "name another order"):
         assert part in text
     _, event = client.get_events(FALLBACK_TOPIC)[-1]

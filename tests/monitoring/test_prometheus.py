@@ -43,7 +43,7 @@ def metrics_pages(cluster, client):
     return scheduler, workers
 
 
-def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
+def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
     x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
     dask_p2p.register(client)
     scheduler, workers = metrics_pages(cluster, client)
@@ -52,14 +52,14 @@ def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
     own_attempts = "dask_p2p_attempts_total", "p2p-transpose"
 
     def look(at_least=0):
-        """What the scheduler and the workers tell, once it has heard of all that they did."""
+        """Return the scheduler's and the workers' figures, when the scheduler has all records."""
         seen = []
 
         def look_once():
             pages = {worker: read_page(url) for worker, url in workers.items()}
             seen[:] = read_page(scheduler), pages
-            told = seen[0].get(attempts, 0)
-            return told == sum(page.get(own_attempts, 0) for page in pages.values()) >= at_least
+            counted = seen[0].get(attempts, 0)
+            return counted == sum(page.get(own_attempts, 0) for page in pages.values()) >= at_least
 
         wait_until(look_once)
         return seen
@@ -94,7 +94,7 @@ def test_workers_and_the_scheduler_tell_what_was_moved(cluster, client):
         assert any(key[0] == f"dask_p2p_cluster_{family.name}" for key in after), family.name
 
 
-def test_servers_of_one_process_tell_their_own_figures():
+def test_servers_of_one_process_export_their_own_figures():
 
     async def main():
         async with in_process(worker_dashboard_address=":0") as (cluster, client):
@@ -132,7 +132,7 @@ def test_servers_of_one_process_tell_their_own_figures():
 
 
 @pytest.mark.parametrize("kind", ["worker", "scheduler"])
-def test_a_process_whose_page_nobody_has_read_yet(kind, monkeypatch):
+def test_a_process_whose_page_has_not_been_read_yet(kind, monkeypatch):
     monkeypatch.setattr(prometheus, "_asked", lambda kind: None)
     assert list(prometheus.Collector(kind).collect()) == []
 

@@ -1,4 +1,4 @@
-"""Where a run begins and ends: what the scheduler still has to do decides, not the time."""
+"""The begin and end of a run: the scheduler's pending tasks decide, not the time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_missing_of_it_later(client):
     new, old = runs_of_array(client, y)
     assert [r.key for r in old.made] == [(y.name, 2, 0)]
     assert {r.key for r in new.made} == {(y.name, row, 0) for row in (0, 1, 3)}
-    assert new.start_s - old.stop_s > 0.3, "the time between the two is nobody's"
+    assert new.start_s - old.stop_s > 0.3, "the time between the two belongs to no run"
 
 
 def slow(x, event, block_id=None):

@@ -6,15 +6,15 @@ from dask_p2p.monitoring.tables import OF_SOME, cells
 from tests.monitoring.support import record
 
 
-def member(i, start_s=0.0, waited_s=0.25, **values):
-    """Of a second, of which it waited a quarter."""
+def rank_record(i, start_s=0.0, waited_s=0.25, **values):
+    """A record of a second, with a wait of a quarter."""
     name = "p2p-iterate-ranks-0123456789abcdef0123456789abcdef"
     values = {"name": name, "attempt": 1, "steps": 10} | values
     return record(i, start_s, (Stage("b", "link", 100, waited_s),), **values)
 
 
 def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
-    run = Run((member(0, step=6), member(1, step=4, waited_s=0.5)))
+    run = Run((rank_record(0, step=6), rank_record(1, step=4, waited_s=0.5)))
     assert run.operation == "p2p-iterate"
     row = cells(run)
     assert (row["steps"], row["waited"]) == ("4 of 10, 4/s", "50%")
@@ -25,10 +25,10 @@ def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
 def test_a_later_attempt_that_went_on_at_a_checkpoint():
     run = Run(
         (
-            member(0, step=6, error="lost"),
-            member(1, step=7, error="lost"),
-            member(0, 2.0, step=8, first_step=5, attempt=2, wanted_bytes=0),
-            member(1, 2.0, step=9, first_step=5, attempt=2, wanted_bytes=0),
+            rank_record(0, step=6, error="lost"),
+            rank_record(1, step=7, error="lost"),
+            rank_record(0, 2.0, step=8, first_step=5, attempt=2, wanted_bytes=0),
+            rank_record(1, 2.0, step=9, first_step=5, attempt=2, wanted_bytes=0),
         )
     )
     assert cells(run)["steps"] == "8 of 10, 3/s, attempt 2"
@@ -46,8 +46,8 @@ def test_how_much_copies_and_the_function_overlapped():
     assert Run(apart).overlap == 1.5, "while nothing is in hand no time is counted"
 
 
-def test_columns_that_nobody_fills_are_left_out():
-    transpose, of_ranks = Run((record(0),)), Run((member(0, step=1),))
+def test_empty_columns_are_left_out():
+    transpose, of_ranks = Run((record(0),)), Run((rank_record(0, step=1),))
     assert [cells(transpose)[name] for name in OF_SOME] == ["", "", ""]
     assert "waited" not in repr(RunTable([transpose]))
     assert "waited" in repr(RunTable([transpose, of_ranks]))

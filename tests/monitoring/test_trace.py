@@ -1,4 +1,4 @@
-"""Traces: what Perfetto asks of the format, and that they say what the records say."""
+"""Traces: the requirements of Perfetto, and the same figures as in the records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checked(text):
     named = {(e["pid"], e["tid"]) for e in events["M"] if e["name"] == "thread_name"}
     assert named == set(tracks)
     assert all(pid > 0 and tid > 0 for pid, tid in named)
-    assert len({tid for _, tid in named}) == len(named), "Perfetto tells threads by their numbers"
+    assert len({tid for _, tid in named}) == len(named), "Perfetto needs unique numbers"
     check_flows(events, tracks)
     return events
 
@@ -177,5 +177,5 @@ def test_the_trace_of_a_run(client, tmp_path):
     for event in slices["part"]:
         drawn[event["name"]] += event["dur"] / 1e6
     for part, field in of_part.items():
-        told = [getattr(stage, field) for stage in stages] if field else [r.kernel_s for r in made]
-        assert drawn[part] == pytest.approx(sum(told), rel=0.02)
+        times = [getattr(stage, field) for stage in stages] if field else [r.kernel_s for r in made]
+        assert drawn[part] == pytest.approx(sum(times), rel=0.02)

@@ -1,4 +1,4 @@
-"""What workers tell of tasks that have not ended, on a cluster."""
+"""Records of tasks that have not ended, on a cluster."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ def slabs(client):
     return workers, x
 
 
-def told(client, worker):
-    """What a worker tells of its tasks under way."""
+def read_bytes(record):
+    return sum(stage.nbytes for stage in record.stages)
+
+
+def running(client, worker):
+    """Return a worker's records of its tasks under way."""
 
     async def ask(dask_worker):
         return await dask_worker.plugins[PLUGIN_NAME].context.new_records()
@@ -70,9 +74,7 @@ def test_bytes_in_place_by_holder(client, slabs):
     with dask.config.set({"p2p.transports.order": ["comm"]}):
         y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
     try:
-        while not (records := told(client, reader)) or sum(s.nbytes for s in records[0].stages) < (
-            2 * TILE_BYTES
-        ):
+        while not (records := running(client, reader)) or read_bytes(records[0]) < 2 * TILE_BYTES:
             assert not y.done()
         (record,) = records
     finally:
@@ -87,7 +89,7 @@ def test_bytes_in_place_by_holder(client, slabs):
     assert record.start_s < record.stop_s
     (run,) = dask_p2p.last_runs(client, n=1)
     assert (run.least_bytes, run.attempts, run.under_way) == (3 * TILE_BYTES, 1, ())
-    assert told(client, reader) == []
+    assert running(client, reader) == []
 
 
 def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
@@ -102,7 +104,9 @@ def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
     try:
         records = []
         while len(records) < 4 or not all(map(is_in_place, records)):
-            records = [record for worker in workers_of(client) for record in told(client, worker)]
+            records = [
+                record for worker in workers_of(client) for record in running(client, worker)
+            ]
             assert not y.done()
     finally:
         gate.set()
@@ -113,7 +117,7 @@ def is_in_place(record):
     return sum(stage.nbytes for stage in record.stages) == record.wanted_bytes > 0
 
 
-def test_what_fails_is_under_way_no_more(client, slabs):
+def test_a_failed_task_is_no_longer_running(client, slabs):
     _, x = slabs
 
     def fail(block):
@@ -123,4 +127,4 @@ def test_what_fails_is_under_way_no_more(client, slabs):
     with pytest.raises(ValueError, match="on purpose"):
         client.compute(y).result()
     # The other tasks may still run when the first has failed.
-    wait_until(lambda: [told(client, worker) for worker in workers_of(client)] == [[]] * 4)
+    wait_until(lambda: [running(client, worker) for worker in workers_of(client)] == [[]] * 4)

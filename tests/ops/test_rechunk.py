@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
-from tests.plans.support import cut
+from tests.plans.support import chunks_of
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 
@@ -83,8 +83,8 @@ def test_in_the_place_of_dasks_function(monkeypatch, axes):
 def cases(draw):
     shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
     axes = tuple(draw(st.permutations(range(len(shape)))))
-    before = tuple(cut(draw, n) for n in shape)
-    return shape, before, axes, tuple(cut(draw, shape[axis]) for axis in axes)
+    before = tuple(chunks_of(draw, n) for n in shape)
+    return shape, before, axes, tuple(chunks_of(draw, shape[axis]) for axis in axes)
 
 
 @given(cases())

@@ -17,7 +17,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.geometry import split_evenly
-from tests.plans.support import cut
+from tests.plans.support import chunks_of
 from tests.support import indexed
 
 
@@ -36,8 +36,8 @@ def cases(draw):
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
     axes = draw(st.none() | st.permutations(range(len(shape))))
     order = tuple(reversed(range(len(shape)))) if axes is None else tuple(axes)
-    src = tuple(cut(draw, n, 3) for n in shape)
-    dst = draw(st.none() | st.just(tuple(cut(draw, shape[a], 3) for a in order)))
+    src = tuple(chunks_of(draw, n, 3) for n in shape)
+    dst = draw(st.none() | st.just(tuple(chunks_of(draw, shape[a], 3) for a in order)))
     return shape, src, axes, dst
 
 

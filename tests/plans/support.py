@@ -1,4 +1,4 @@
-"""What tests of plans share."""
+"""Strategies and reference computations for tests of plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dask_p2p.geometry import block_bounds, block_indices, box_shape, box_size, box_slices
 
 
-def cut(draw, length, most=4):
-    """Cut an axis into blocks, empty ones included."""
+def chunks_of(draw, length, most=4):
+    """Divide an axis into blocks, empty ones included."""
     inner = draw(st.lists(st.integers(0, length), max_size=most - 1))
     return tuple(b - a for a, b in pairwise([0, *sorted(inner), length]))
 
@@ -25,7 +25,7 @@ def blocks_of(array, chunks):
 
 
 def assembled(block_plan, sources, dtype):
-    """The block that a plan makes of these sources, after a look at the pieces themselves."""
+    """Return the block that a plan makes of these sources; check its pieces first."""
     out = np.zeros(block_plan.shape, dtype)
     written = np.zeros(block_plan.shape, int)
     for piece in block_plan.pieces:
@@ -44,7 +44,7 @@ def assembled(block_plan, sources, dtype):
 
 
 def elements_read(block_plan):
-    """How much a block reads of each of its sources."""
+    """Return the number of elements that a block reads of each of its sources."""
     read = [0] * len(block_plan.sources)
     for piece in block_plan.pieces:
         read[piece.source] += box_size(piece.src)

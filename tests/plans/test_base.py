@@ -49,7 +49,7 @@ def host_of(address):
     return address.split(":")[0]
 
 
-def test_a_reader_without_blocks_starts_behind_its_place():
+def test_a_reader_without_blocks_starts_behind_its_index():
     assert stage_order(["a", "c", "e"], "d") == ["e", "a", "c"]
     assert stage_order(["a", "c", "e"], "z") == ["a", "c", "e"]
 

@@ -100,7 +100,7 @@ def test_slabs_come_back(axis, sizes):
 
 
 def fewest(chunks, remaining, left):
-    """By trial of all moves of one cut or several: the fewest exchanges, at most `left`."""
+    """Return the fewest exchanges, `left` at most, by trial of all moves of divided axes."""
     remaining = {axis for axis in remaining if chunks[axis] > 1}
     if not remaining:
         return 0
@@ -108,7 +108,7 @@ def fewest(chunks, remaining, left):
         return 99
     whole = [axis for axis, n in enumerate(chunks) if n == 1]
     best = 99
-    # Where each of the remaining cuts goes: to a whole axis of its own, or nowhere.
+    # The target of each remaining divided axis: a whole axis of its own, or none.
     for targets in product([None, *whole], repeat=len(remaining)):
         used = [target for target in targets if target is not None]
         if not used or len(set(used)) < len(used):
@@ -123,7 +123,7 @@ def fewest(chunks, remaining, left):
 
 
 @pytest.mark.parametrize("ndim", [2, 3, 4])
-def test_no_way_of_moving_cuts_takes_fewer_exchanges(ndim):
+def test_no_other_path_takes_fewer_exchanges(ndim):
     for parts in product((1, 2, 3), repeat=ndim):
         if 1 not in parts:
             continue
@@ -140,7 +140,7 @@ def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
 
 
 def test_what_halves_goes_first_and_what_grows_last():
-    """Of two cuts that can move in any order, that of the axis which shrinks moves first."""
+    """If two divided axes can move in any order, the one that shrinks moves first."""
     chunks = ((6, 6), (12,), (6, 6))
     first = stages(chunks, Transform({0: 4, 2: 40}))[1]
     assert first.axes == (0,)
@@ -148,7 +148,7 @@ def test_what_halves_goes_first_and_what_grows_last():
 
 
 def test_parallel_work_is_kept_where_there_is_room():
-    """An axis of one element takes no cut while another has room."""
+    """An axis of one element is not divided while another has room."""
     way = stages(((1,), (4, 4), (4, 4)), Transform({1: 8, 2: 8}))
     assert min(prod(map(len, stage.chunks)) for stage in way) == 4
 
@@ -163,5 +163,5 @@ def test_parallel_work_is_kept_where_there_is_room():
         ((2, 2), (0,), (0,)),
     ],
 )
-def test_cuts_that_move(sizes, others, expected):
+def test_divided_axes_that_move(sizes, others, expected):
     assert moved_division(sizes, others) == expected

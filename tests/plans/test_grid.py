@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, box_shape, box_size, split_evenly
 from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
-from tests.plans.support import assembled, blocks_of, cut, elements_read
+from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 
 @st.composite
 def plans(draw):
     shape = draw(st.lists(st.integers(0, 7), max_size=4))
     axes = draw(st.permutations(range(len(shape))))
-    src = tuple(cut(draw, n) for n in shape)
+    src = tuple(chunks_of(draw, n) for n in shape)
     if draw(st.booleans()):
-        dst = tuple(cut(draw, shape[a]) for a in axes)
+        dst = tuple(chunks_of(draw, shape[a]) for a in axes)
     else:
         dst = slab_chunks(src, axes)
     return redistribution(src, axes, dst)
@@ -29,7 +29,7 @@ def plans(draw):
 @given(plans())
 def test_plan_gives_the_transpose_and_moves_each_element_once(plan):
     shape = tuple(map(sum, plan.src_chunks))
-    x = np.arange(int(np.prod(shape))).reshape(shape)  # each cell says where it comes from
+    x = np.arange(int(np.prod(shape))).reshape(shape)  # each element is its own index
     expected = blocks_of(x.transpose(plan.axes), plan.chunks)
     sources = blocks_of(x, plan.src_chunks)
     for index, block_plan in block_plans(plan):
@@ -75,12 +75,12 @@ def test_sizes_of_numpy_become_plain_integers():
 
 
 @given(plans())
-def test_no_piece_is_larger_than_is_said(plan):
+def test_no_piece_is_larger_than_the_bound(plan):
     sizes = [box_size(piece.src) for _, block in block_plans(plan) for piece in block.pieces]
     assert max(sizes, default=0) <= plan.largest_piece
 
 
-def test_blocks_that_read_the_same_local_block_what_they_read():
+def test_blocks_that_read_the_same_sources_share_their_list():
     plan = redistribution(((2,) * 5, (10,)), (1, 0), ((2,) * 5, (10,)))
     assert len({id(plan.sources((i, 0))) for i in range(5)}) == 1
     assert plan.sources((0, 0))[1] == Source(0, (1, 0))
@@ -130,5 +130,5 @@ def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
     assert min(min(sizes) for sizes in dst) >= 1
     if lengths[0] >= wanted:
         assert [len(sizes) for sizes in dst] == [wanted] + [1] * (len(src) - 1)
-    cuts = product(*(range(1, min(length, wanted) + 1) for length in lengths))
-    assert blocks == max(n for n in map(prod, cuts) if n <= wanted)
+    grids = product(*(range(1, min(length, wanted) + 1) for length in lengths))
+    assert blocks == max(n for n in map(prod, grids) if n <= wanted)

@@ -17,13 +17,13 @@ def edges(plan):
 
 
 def slabs(blocks, rows=2):
-    """A transpose of so many slabs."""
+    """A transpose of some slabs."""
     sizes, side = (rows,) * blocks, rows * blocks
     return redistribution((sizes, (side,)), (1, 0), (sizes, (side,)))
 
 
 def never():
-    raise AssertionError("nobody needs to know")
+    raise AssertionError("the name is not needed")
 
 
 def test_small_graphs_are_left_alone_and_no_cluster_is_asked():

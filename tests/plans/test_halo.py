@@ -31,8 +31,8 @@ def halos(draw):
     return tuple(chunks), tuple(depth), tuple(boundary)
 
 
-def padded(x, depth, boundary):
-    """The whole array with what lies beyond its ends, axis by axis as Dask does it."""
+def with_halos(x, depth, boundary):
+    """The whole array with halos beyond its ends, axis by axis as Dask makes them."""
     modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
     for axis, (widths, beyond) in enumerate(zip(depth, boundary, strict=True)):
         if beyond == "none":
@@ -50,7 +50,7 @@ def test_each_block_gets_its_neighbours(halo):
     chunks, depth, boundary = halo
     shape = tuple(map(sum, chunks))
     x = np.arange(1000, 1000 + np.prod(shape)).reshape(shape)
-    around = padded(x, depth, boundary)
+    around = with_halos(x, depth, boundary)
     plan = halo_plan(chunks, depth, boundary)
     sources = blocks_of(x, chunks)
     for index, block_plan in block_plans(plan):

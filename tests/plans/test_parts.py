@@ -16,7 +16,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
 def with_halo(x, chunks, depth, boundary):
-    """What each block with its halos holds, as `map_overlap` assembles them; and the halos."""
+    """Return each block with its halos, as `map_overlap` assembles them; and the halos."""
     plan = halo_plan((chunks,), (depth,), (boundary,))
     bounds = np.cumsum((0, *chunks))
     blocks = []
@@ -41,8 +41,8 @@ def test_parts_have_the_halos_that_blocks_of_their_size_would_have(chunks, bound
     part_bytes = data.draw(st.integers(1, 100))
     blocks, halo = with_halo(x, chunks, depth, boundary)
     parts, sizes = [], []
-    for block, block_rims, length in zip(blocks, halo, chunks, strict=True):
-        given_block = Input(block.shape, 8, 0, block_rims, depth)
+    for block, block_halo, length in zip(blocks, halo, chunks, strict=True):
+        given_block = Input(block.shape, 8, 0, block_halo, depth)
         for part in plan_parts([given_block], length, part_bytes, 8).parts:
             (read,), ((before, after),) = part.reads, part.halo
             parts.append(block[slice(*read)])
@@ -89,8 +89,8 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) > 0 or length == 0
-    cut_bytes = sum(each.row_bytes for each in blocks if each.axis is not None)
-    first_cut = next((i for i, each in enumerate(blocks) if each.axis is not None), None)
+    divided_bytes = sum(each.row_bytes for each in blocks if each.axis is not None)
+    first_divided = next((i for i, each in enumerate(blocks) if each.axis is not None), None)
     for part in plan.parts:
         ends, taken = plan.input_indices(part), 0
         for n, (each, read) in enumerate(zip(blocks, part.reads, strict=True)):
@@ -102,11 +102,11 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
             assert ends[n] + size <= ends[n + 1], "inputs do not overlap in the slot"
             assert ends[n] % 512 == 0
         assert ends[-1] <= plan.slot_bytes
-        assert taken <= part_bytes or max(sizes) <= 1 or cut_bytes == 0
+        assert taken <= part_bytes or max(sizes) <= 1 or divided_bytes == 0
         if is_reduced:
             assert plan.result_bytes == row_bytes
-        elif first_cut is not None:
-            start, stop = part.reads[first_cut]
+        elif first_divided is not None:
+            start, stop = part.reads[first_divided]
             assert (stop - start) * row_bytes <= plan.result_bytes
     taken, made = plan.device_bytes(slots)
     assert taken == min(slots, len(sizes)) * plan.slot_bytes
@@ -121,7 +121,7 @@ def test_halos_are_counted_among_the_bytes_of_a_part():
 
 TIMELINES = {"fill": "host", "empty": "host", "up": "up", "run": "run", "down": "down"}
 
-# What each step reads and writes: memory of the device and of the host, one of a kind for a slot.
+# The memory that each step reads and writes, on the device and on the host; one of a kind a slot.
 READS = {"up": ["pinned in"], "run": ["slot"], "down": ["slot", "result"], "empty": ["pinned out"]}
 WRITES = {
     "fill": ["pinned in"],
@@ -157,11 +157,11 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
                     continue
                 if COPIED_BY.get(kind) in direct:
                     continue
-                place = (kind, step.part % slots)
-                for other, its_timeline, tick, written in touched.get(place, []):
-                    if (written or is_write) and own.get(its_timeline, 0) < tick:
+                memory = (kind, step.part % slots)
+                for other, other_timeline, tick, written in touched.get(memory, []):
+                    if (written or is_write) and own.get(other_timeline, 0) < tick:
                         return other, step
-                touched.setdefault(place, []).append((step, timeline, own[timeline], is_write))
+                touched.setdefault(memory, []).append((step, timeline, own[timeline], is_write))
     return None
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.halo import halo_plan
-from dask_p2p.plans.rank_halo import interior_and_boundary, rank_halo
+from dask_p2p.plans.rank_halo import halo_exchange, interior_and_boundary
 from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
@@ -16,7 +16,7 @@ boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 
 
 @given(data=st.data())
-def test_ranks_that_exchange_their_halos_have_what_blocks_with_halos_have(data):
+def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
     ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
@@ -25,24 +25,24 @@ def test_ranks_that_exchange_their_halos_have_what_blocks_with_halos_have(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
-    all_rims = [rank_halo(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
-    padded = [np.full(each.shape, -1) for each in all_rims]
-    for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
+    halos = [halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
+    halo_arrays = [np.full(each.shape, -1) for each in halos]
+    for rank, (own, array) in enumerate(zip(halos, halo_arrays, strict=True)):
         array[box_slices(own.inner)] = x[box_slices(ranks.box(rank))]
-    for own, array in zip(all_rims, padded, strict=True):
-        for src, dst in own.copies:
+    for own, array in zip(halos, halo_arrays, strict=True):
+        for src, dst in own.local:
             array[box_slices(dst)] = array[box_slices(src)]
         for fill in own.fills:
             array[box_slices(fill.dst)] = fill.value
-    for rank, (own, array) in enumerate(zip(all_rims, padded, strict=True)):
+    for rank, (own, array) in enumerate(zip(halos, halo_arrays, strict=True)):
         for peer, boxes in own.receives.items():
-            given_boxes = all_rims[peer].sends[rank]
+            given_boxes = halos[peer].sends[rank]
             assert [*map(box_shape, given_boxes)] == [*map(box_shape, boxes)]
             for src, dst in zip(given_boxes, boxes, strict=True):
-                array[box_slices(dst)] = padded[peer][box_slices(src)]
-        assert all(rank in all_rims[peer].receives for peer in own.sends)
+                array[box_slices(dst)] = halo_arrays[peer][box_slices(src)]
+        assert all(rank in halos[peer].receives for peer in own.sends)
     plan = halo_plan(ranks.local_sizes, depth, boundary, has_corners)
-    for rank, array in enumerate(padded):
+    for rank, array in enumerate(halo_arrays):
         block = plan.block(ranks.indices[rank])
         wanted = np.zeros(block.shape, int)
         for piece in block.pieces:
@@ -50,7 +50,7 @@ def test_ranks_that_exchange_their_halos_have_what_blocks_with_halos_have(data):
             wanted[box_slices(piece.dst)] = source[box_slices(piece.src)]
         for fill in block.fills:
             wanted[box_slices(fill.dst)] = fill.value
-        for box in all_rims[rank].unread:
+        for box in halos[rank].unread:
             assert (array[box_slices(box)] == -1).all()
             array[box_slices(box)] = 0
         assert np.array_equal(array, wanted)
@@ -61,12 +61,12 @@ def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
     ranks = RankGrid(((8, 8, 8), (6,), (5,)), (3, 1, 1))
     for boundary in ("periodic", "reflect", "none", 3):
         lean, full = (
-            rank_halo(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            halo_exchange(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
         for each in (full.receives, full.sends):
             assert {rank: len(boxes) for rank, boxes in each.items()} == {0: 1, 2: 1}
-        assert len(full.copies) == len(lean.copies)
+        assert len(full.local) == len(lean.local)
         assert len(full.fills) == len(lean.fills)
         # Each message is one piece of memory: whole planes.
         assert full.receives[0] == [((0, 1), (0, full.shape[1]), (0, full.shape[2]))]
@@ -83,7 +83,7 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
-        own = rank_halo(ranks, rank, depth, boundary, has_corners)
+        own = halo_exchange(ranks, rank, depth, boundary, has_corners)
         interior, *boundary_parts = interior_and_boundary(own)
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
@@ -105,20 +105,20 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
                         assert not foreign[seen]
 
 
-def test_frames_are_where_halos_come_from_others():
+def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
-    own = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    own = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(own) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
-    ends = rank_halo(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
+    ends = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert interior_and_boundary(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
-    near = RankGrid(((1, 5),), (2,))  # where the array ends within the rim
-    assert interior_and_boundary(rank_halo(near, 1, [(2, 0)], ["none"], True)) == [
+    near = RankGrid(((1, 5),), (2,))  # the array ends within the halo
+    assert interior_and_boundary(halo_exchange(near, 1, [(2, 0)], ["none"], True)) == [
         ((2, 5),),
         ((0, 2),),
     ]
-    narrow = rank_halo(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
+    narrow = halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
     assert interior_and_boundary(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

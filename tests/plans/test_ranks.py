@@ -14,7 +14,7 @@ all_chunks = st.lists(sizes, min_size=1, max_size=3).map(tuple)
 
 
 @given(all_chunks, st.integers(1, 7))
-def test_each_block_has_one_place_in_one_part(chunks, most):
+def test_each_block_is_in_one_local_block_once(chunks, most):
     ranks = RankGrid.at_most(chunks, most)
     assert 1 <= ranks.size <= most
     found, cells = [], 0
@@ -51,7 +51,7 @@ def test_blocks_of_a_part():
         (((5,) * 4, (5,) * 4), 4, (2, 2)),
         (((5,) * 4, (5,) * 4), 6, (3, 2)),
         (((5,) * 4, (5,) * 4), 7, (3, 2)),  # no grid of seven
-        (((1,) * 4, (100,) * 4), 4, (1, 4)),  # the cheaper cuts
+        (((1,) * 4, (100,) * 4), 4, (1, 4)),  # the cheaper partition
         (((5,) * 4,), 9, (4,)),
         (((2,) * 2,) * 4, 16, (2, 2, 2, 2)),
     ],

@@ -9,7 +9,7 @@ from dask_p2p.plans.reordered import ReorderedPlan
 from tests.plans.support import assembled, blocks_of, elements_read
 
 
-def test_blocks_have_their_places_in_the_array_and_another_order_in_memory():
+def test_blocks_keep_their_indices_and_have_another_order_in_memory():
     x = np.arange(4 * 6 * 5).reshape(4, 6, 5)
     before, order = ((2, 2), (6,), (3, 2)), (2, 0, 1)
     plan = ReorderedPlan(redistribution(before, order, ((1, 4), (4,), (2, 4))), order)

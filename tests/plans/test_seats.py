@@ -37,8 +37,8 @@ workers = st.sets(st.sampled_from("abcd"), max_size=4).map(frozenset)
 )
 def test_as_many_are_seated_as_by_trying_all_ways(wants, rooms):
     most = 0
-    for places in product(*([*sorted(each), None] for each in wants)):
-        used = Counter(place for place in places if place)
+    for seats in product(*([*sorted(each), None] for each in wants)):
+        used = Counter(seat for seat in seats if seat)
         if all(used[worker] <= rooms[worker] for worker in used):
             most = max(most, used.total())
     assert most_seated(Counter(wants), rooms) == most

@@ -14,7 +14,6 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from tests.faults.support import BOUND_S, cluster_of, expected, source
 from tests.faults.test_soak import measure
-from tests.simulation.streams import emulated
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -128,11 +127,6 @@ async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     assert memory.idle_bytes == 0
     assert not taken(memory, (4 * MIB,), "u1").flags.owndata
     assert memory.idle_bytes == 4 * MIB
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
 
 
 def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):

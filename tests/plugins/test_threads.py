@@ -6,19 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
-from distributed import Client, LocalCluster
 
 from dask_p2p.plugins.threads import only_waiting
+from tests.support import own_client
 
 TASKS = 20
 
 
 @pytest.fixture
 def client():
-    with (
-        LocalCluster(1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client(1, processes=False) as client:
         yield client
 
 

@@ -11,7 +11,7 @@ from tests.sections.emulated import emulated_gpu
 
 @pytest.fixture(scope="module")
 def client(request):
-    """A client of the module's own cluster, if it has `CLUSTER`: as users have it, with nannies."""
+    """A client of the module's own cluster with nannies if the module has `CLUSTER`."""
     with ExitStack() as stack:
         if kwargs := getattr(request.module, "CLUSTER", None):
             cluster = stack.enter_context(LocalCluster(**kwargs, dashboard_address=":0"))
@@ -22,19 +22,19 @@ def client(request):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A recorder in the place of CuPy."""
+    """A recorder that replaces CuPy."""
     return emulated_gpu(monkeypatch)
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Of each exchange that is made, the ranks whose windows it reads."""
+    """For each exchange that is made, the ranks whose windows it reads."""
     found, original = [], halo_windows.opened
 
     def noted(*args):
-        by_rank = original(*args)
+        own, by_rank = original(*args)
         found.append(sorted(by_rank))
-        return by_rank
+        return own, by_rank
 
     monkeypatch.setattr(halo_windows, "opened", noted)
     return found

@@ -30,15 +30,15 @@ from tests.simulation.streams import HOST, Array, emulated, kernels
 
 
 def emulated_gpu(monkeypatch):
-    """A recorder in the place of CuPy. All ranks have one GPU, and read each other's windows."""
+    """A recorder that replaces CuPy. All ranks have one GPU, and read each other's windows."""
     recorder = emulated(monkeypatch)
-    # It would close what is unused when another test runs, without this CuPy.
+    # A real timer would close unused mappings during another test, without this CuPy.
     never = SimpleNamespace(start=lambda: None, cancel=lambda: None)
     monkeypatch.setattr(cuda_ipc, "RepeatingTimer", lambda *args: never)
     mappings = recorder.mappings = cuda_ipc.Mappings()
 
     def export(block):
-        """As of a pool of RMM, which is one allocation."""
+        """Return a handle as of a pool of RMM, which is one allocation."""
         start, size_bytes = recorder.base, recorder.memory.nbytes
         handle = start.to_bytes(8, "little").hex()
         return cuda_ipc.IpcHandle("gpu", handle, 1, start, size_bytes, block.data.ptr - start)
@@ -83,7 +83,7 @@ def emulated_gpu(monkeypatch):
 
 
 class Message:
-    """A message of UCX; whoever has it may read or write its array until it is done."""
+    """A message of UCX. UCX may read or write its array until it is done."""
 
     def __init__(self, array):
         self.array, self.done = array, False
@@ -97,7 +97,7 @@ class Messenger:
 
     def __init__(self, gpu):
         self.gpu, self.address = gpu, b"here"
-        self.waiting = {}  # what was sent or is received, by tag
+        self.waiting = {}  # messages that were sent or are received, by tag
         self.sent = []
         self.lock = threading.Lock()
 
@@ -111,13 +111,13 @@ class Messenger:
         assert other_host
         self.sent.append(array.nbytes)
         self.gpu.do(HOST, "UCX", reads=[array.values])
-        return self.met(tag, Message(array), lambda mine, other: (other, mine))
+        return self.matched(tag, Message(array), lambda mine, other: (other, mine))
 
     def receive(self, array, tag):
         self.gpu.do(HOST, "UCX", writes=[array.values])
-        return self.met(tag, Message(array), lambda mine, other: (mine, other))
+        return self.matched(tag, Message(array), lambda mine, other: (mine, other))
 
-    def met(self, tag, message, ends):
+    def matched(self, tag, message, ends):
         with self.lock:
             other = self.waiting.pop(tag, None)
             if other is None:
@@ -130,7 +130,7 @@ class Messenger:
 
 
 def with_ucx(gpu, monkeypatch):
-    """Have two ranks each on a host, and UCX between them; return what sends."""
+    """Put two ranks on each host, with UCX between hosts; return the messenger."""
     messenger, kernels = Messenger(gpu), itertools.count()
     for where, name, value in (
         (endpoint, "_kernel_and_network", lambda: f"host-{next(kernels) // 2}"),
@@ -167,7 +167,7 @@ def kernel(gpu, function):
     return run
 
 
-def member_tasks(y):
+def rank_tasks(y):
     """The tasks of a section's ranks, by rank."""
     graph = y.__dask_graph__()
     tasks = [task for task in dict(graph).values() if isinstance(task, RankTask)]
@@ -177,20 +177,20 @@ def member_tasks(y):
 def run_section(gpu, y, inputs, **kwargs):
     """Run all ranks of a section that makes `y`; return the values of the arrays that it makes.
 
-    `inputs` are the values of its inputs, which are put on the device as blocks.
+    `inputs` are the values of its inputs. They are copied to the device as blocks.
     """
-    task = member_tasks(y)[0]
+    task = rank_tasks(y)[0]
     ranks, body = task.args[2], task.body
 
     def function(ctx):
         local_block = box_slices(ctx.box)
         boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
-        tasks = gpu.stream()  # that made the blocks, and has perhaps not done so yet
+        tasks = gpu.stream()  # makes the blocks, and may still be at work
         blocks = [[gpu.written(x[local_block][box], tasks) for box in boxes] for x in inputs]
         try:
             made = body(ctx, *blocks)
         except BaseException:
-            gpu.synchronize()  # what made them may be at work
+            gpu.synchronize()  # the makers of the blocks may be at work
             raise
         gpu.check()
         wholes = [np.full(ranks.shape(ctx.rank), np.nan, body.dtype) for _ in made]

@@ -1,4 +1,4 @@
-"""Gangs whose ranks are threads here, with real links between them."""
+"""Gangs whose ranks are threads here, with real connections between them."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.one_rank import ONE_RANK
-
-BOUND_S = 60
+from tests.support import BOUND_S
 
 
 def connections_of(owner):
-    """The links of a rank: of its context, its device, or what moves its regions."""
+    """Return a rank's connections, from its context, its device or the mover of its regions."""
     return owner._connections
 
 
-def link_to(connections, rank):
-    """What one rank has with another, once they have exchanged something."""
+def connection_to(connections, rank):
+    """Return the connection to another rank, which exists after their first exchange."""
     return connections._connections[rank]
 
 
 def has_come(connections, rank):
-    """Whether all of the exchange with another rank is here, though nobody waits for it."""
+    """Return whether all data of the exchange with a rank has arrived."""
     return (
         rank in {other for other, *_ in connections.received}
-        and link_to(connections, rank).has_received
+        and connection_to(connections, rank).has_received
     )
 
 
-def partition(connections, rank):
-    """Have a link end, as if the process of one of its ends had died."""
-    made = link_to(connections, rank).socket
+def disconnect(connections, rank):
+    """End a connection, as if the process at one of its ends had died."""
+    made = connection_to(connections, rank).socket
     made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)
 
 
 def stop_listening(connections):
-    """Have a rank that nobody can reach any more."""
+    """Make a rank unreachable for others."""
     connections._setup._endpoint.close()
 
 
 def messenger():
-    """Return what a rank sends by UCX with; nothing here."""
+    """Return the messenger of a rank for UCX: None here."""
 
 
 def no_checkpoints(rank, connections, device):
@@ -56,10 +55,10 @@ def no_checkpoints(rank, connections, device):
 def run_gang(
     ranks, function, device=lambda connections: HOST, checkpoints=no_checkpoints, **kwargs
 ):
-    """Call a function of a context on each rank; return the results, or raise what one raised.
+    """Call a function of a context on each rank; return the results, or raise a rank's error.
 
-    `device` makes of a rank's links where its shares lie, `checkpoints` of its rank, its links
-    and that what keeps its states.
+    `device` returns the device of a rank's local blocks, from its connections. `checkpoints`
+    returns the object that keeps a rank's states, from the rank, its connections and its device.
     """
     connections = [Connections(Reach()) for _ in range(ranks.size)]
     peers = [
@@ -85,7 +84,7 @@ def run_gang(
         done, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
         first = next((each.exception() for each in done if each.exception()), None)
         for each in connections:
-            each.wake()  # ends those that wait, as the scheduler does
+            each.wake()  # ends waits of the others, as the scheduler does
         wait(futures, BOUND_S)
     for each in connections:
         each.close()

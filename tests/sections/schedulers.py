@@ -9,7 +9,7 @@ from dask_p2p.plugins.gangs.coordinator import COMMIT
 
 
 class Task:
-    """A task as the scheduler has it."""
+    """A task on the scheduler."""
 
     def __init__(self, key, needs=None, workers=None, hosts=None, loose=False, is_rank=True):
         self.key, self.state, self.processing_on = key, "no-worker", None
@@ -20,14 +20,14 @@ class Task:
 
 
 class Worker:
-    """A worker as the scheduler has it."""
+    """A worker on the scheduler."""
 
     def __init__(self, name, units):
         self.address, self.host, self.resources, self.nthreads = name, f"host-{name}", units, 1
         self.executing, self.processing, self.long_running = {}, set(), set()
 
     def executes(self, task, seconds):
-        """Have it run a task for a while."""
+        """Begin to run a task, which has run for some seconds."""
         self.executing[task] = seconds
         self.processing.add(task)
 
@@ -36,7 +36,7 @@ class Scheduler:
     """Has a worker a, b, ... for each set of resources, with a thread each."""
 
     def __init__(self, *resources):
-        self.tasks, self.ended, self.moved, self.told = {}, {}, [], []
+        self.tasks, self.ended, self.moved, self.warnings = {}, {}, [], []
         self.workers = {}
         for name, units in zip("abcdefgh", resources, strict=False):
             self.add_worker(name, units)
@@ -49,7 +49,7 @@ class Scheduler:
         return {*self.workers.values()}
 
     def gang(self, *tasks, name="x"):
-        """Have the tasks of a gang, which wait for a worker."""
+        """Add the tasks of a gang, which wait for a worker; return all keys."""
         commit = Task((name, COMMIT), is_rank=False)
         commit.state, commit.dependencies = "waiting", {*tasks}
         self.tasks |= {each.key: each for each in (*tasks, commit)}
@@ -67,4 +67,4 @@ class Scheduler:
                 self.moved.append(key)
 
     def log_event(self, topic, event):
-        self.told.append(pickle.loads(event["message"]))
+        self.warnings.append(pickle.loads(event["message"]))

@@ -1,32 +1,30 @@
-"""What is left of gangs on a cluster."""
+"""Checks that gangs leave nothing on a cluster."""
 
 from __future__ import annotations
 
 import gc
 import sys
-import time
 
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang.worker import WorkerRanks
 from dask_p2p.sections.wire import endpoint
-
-BOUND_S = 120.0
+from tests.transports.loopback import wait_until
 
 
 def coordinator_of(gangs):
-    """Who decides for the scheduler's plugin which gangs run."""
+    """Return the coordinator of gangs."""
     return gangs._coordinator
 
 
 def gangs_on(dask_scheduler):
-    """The part of the scheduler's plugin that runs gangs, if the plugin is there."""
+    """Return the part of the scheduler's plugin that runs gangs; None without the plugin."""
     plugin = dask_scheduler.plugins.get(PLUGIN_NAME)
     return plugin and plugin._gangs
 
 
 def ranks_of(dask_worker):
-    """The ranks on a worker, if there were any."""
+    """Return the ranks on a worker; None if there were none."""
     plugin = dask_worker.plugins.get(PLUGIN_NAME)
     return plugin and plugin._parts.get(WorkerRanks)
 
@@ -41,11 +39,11 @@ def _of_worker(dask_worker):
     there = ranks_of(dask_worker)
     ranks = [rank_attempt.rank for rank_attempt in there._ranks.values()] if there else []
     ranks += there.saved.gangs if there else []
-    return ranks + ["run_rank"] * members_that_run()
+    return ranks + ["run_rank"] * ranks_that_run()
 
 
-def members_that_run():
-    """How many threads of this process are in a rank's function."""
+def ranks_that_run():
+    """Return the number of this process's threads that run a rank."""
     return sum(map(_is_of_rank, sys._current_frames().values()))
 
 
@@ -56,7 +54,7 @@ def _is_of_rank(frame):
 
 
 async def endpoints_of_ucx(dask_worker):
-    """To how many others a worker has ways by UCX."""
+    """Return the number of workers that a worker has UCX endpoints to."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     try:
         messenger = await context.offload(context.router.transports["ucx"].messenger)
@@ -66,19 +64,19 @@ async def endpoints_of_ucx(dask_worker):
 
 
 def be_on_hosts(next_name):
-    """Have ranks of this process think that they are on the host that is named then."""
+    """Give each later rank of this process the host that `next_name` returns."""
     endpoint._kernel_and_network = next_name
 
 
 def nothing_is_left(client):
     """Wait until nothing of any gang is left: no task, no state, no thread."""
-    deadline_s = time.monotonic() + BOUND_S
-    while True:
-        gc.collect()  # a client keeps futures whose error was raised: a cycle with its traceback
-        scheduler = client.run_on_scheduler(_of_scheduler)
-        workers = client.run(_of_worker, on_error="return")  # one that just leaves need not answer
-        left = [of for of in workers.values() if not isinstance(of, OSError)]
-        if not scheduler and not any(left):
-            return
-        assert time.monotonic() < deadline_s, (scheduler, workers)
-        time.sleep(0.05)
+    left = []
+
+    def is_empty():
+        gc.collect()  # futures whose error was raised are in a cycle with its traceback
+        of_workers = client.run(_of_worker, on_error="return")  # one that leaves need not answer
+        answers = [of for of in of_workers.values() if not isinstance(of, OSError)]
+        left[:] = client.run_on_scheduler(_of_scheduler), of_workers
+        return not left[0] and not any(answers)
+
+    wait_until(is_empty, state=lambda: left)

@@ -68,7 +68,7 @@ def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monk
 
 
 def test_alternating_directions_solve_the_heat_equation(client):
-    """Stencils along the axis that is cut, and solves along each axis where it is whole."""
+    """Stencils along the divided axis, and solves along each axis where it is whole."""
     n, r, steps = 42, 0.7, 20
     second = -2 * np.eye(n) + np.roll(np.eye(n), 1, 0) + np.roll(np.eye(n), -1, 0)
     ahead, back = np.eye(n) + r / 2 * second, np.linalg.inv(np.eye(n) - r / 2 * second)

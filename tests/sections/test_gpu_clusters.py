@@ -17,7 +17,7 @@ from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gpu import device as gpu_device
 from tests.sections.emulated import emulated_gpu, kernel
-from tests.sections.gangs import connections_of, link_to
+from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_iterate import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
@@ -26,7 +26,7 @@ from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 STAGING = "p2p.transports.ipc.staging-bytes"
-here = {}  # what functions find that travel by their names
+here = {}  # values for functions that are pickled by their names
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_values_and_what_is_left(gpu, client, opened):
         nothing_is_left(client)
         left_bytes.append(gpu.live_bytes)
     assert [*map(len, opened)] == [1] * 6
-    assert len(set(left_bytes)) == 1, "windows, padded shares and outputs have gone"
+    assert len(set(left_bytes)) == 1, "windows, halo arrays and outputs have gone"
 
 
 def fails_once(ctx, x):
@@ -83,7 +83,7 @@ def fails_once(ctx, x):
         ctx.update_halo(p)
         if step == 4 and ctx.rank and not here.setdefault("failed", 0):
             here["failed"] = 1
-            link_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
+            connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         on_star(p.data, p.inner.copy())
         p.inner[...] = p.inner.made(lambda values: values + 1)
     return p.inner
@@ -117,7 +117,7 @@ def turns(ctx, x):
     for step in ctx.steps(6, [x], every=2):
         out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and here.pop("to fail", 0):
-            link_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
+            connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=x)
         x[...] = x.made(lambda values: 2 * values)
     return x, len(downs)

@@ -15,11 +15,10 @@ from distributed import wait
 
 from dask_p2p import iterate, spmd
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import BOUND_S, result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
-BOUND_S = 120.0
 CLUSTER = {"n_workers": 3, "threads_per_worker": 2}
 
 
@@ -156,8 +155,8 @@ def attempts(folder):
     [
         (([1], 17), "in a step", 15),
         (([0], 2), "in a step", 0),  # there is no state yet
-        (([2], 14), "in a checkpoint", 10),  # of which there are some states only
-        (("two workers", 17), "in a step", 0),  # with both states of some member
+        (([2], 14), "in a checkpoint", 10),  # when only some states exist
+        (("two workers", 17), "in a step", 0),  # with both states of one rank
     ],
 )
 def test_ranks_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, resumed):
@@ -249,14 +248,14 @@ def test_ranks_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, fun
     nothing_is_left(client)
 
 
-def decaying(u, before, place, out, folder):
+def decaying(u, before, positions, out, folder):
     """A stencil in the real part, that counts its steps in the imaginary one."""
     step = int(u.imag[1])
     out.real = u.real[1:-1] + 0.1 * (u.real[2:] - 2 * u.real[1:-1] + u.real[:-2])
     out.imag = step + 1
-    note(folder / f"{place[0]}.log", step)
+    note(folder / f"{positions[0]}.log", step)
     time.sleep(0.002)
-    if step == 35 and place[0] == 3 and not (folder / "killed").exists():
+    if step == 35 and positions[0] == 3 and not (folder / "killed").exists():
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -47,7 +47,7 @@ class Recorder:
 
     def __init__(self):
         self.clocks = defaultdict(lambda: defaultdict(int))  # by timeline
-        self.meeting_timeout_s = 60.0
+        self.barrier_timeout_s = 60.0
         self.memory = np.zeros(_MEMORY_BYTES, "u1")
         self.base = address_of(self.memory)
         self.used_bytes = 0
@@ -61,7 +61,7 @@ class Recorder:
         self.live_bytes = self.most_bytes = 0
         self.limit_bytes = _MEMORY_BYTES
         self.pageable_copies = 0
-        self.meetings = {}  # clocks by the address of a counter, and its value
+        self.barriers = {}  # clocks by the address of a counter, and its value
         self.cupy = _cupy(self)
 
     @property
@@ -448,8 +448,8 @@ def using_allocator(recorder, malloc):
         recorder.pool = None
 
 
-class Meet:
-    """Stands for the kernel of `dask_p2p.sections.gpu.windows`, and orders what streams do."""
+class BarrierKernel:
+    """Stands for the kernel of `dask_p2p.sections.gpu.windows`, and orders the work of streams."""
 
     def __init__(self, recorder, source, name):
         assert name in source
@@ -459,23 +459,25 @@ class Meet:
         self.recorder.check_no_capture()
 
     def __call__(self, grid, block, given):
-        self.recorder.run(self.recorder.current[-1].name, "a meeting", partial(self.meet, *given))
+        self.recorder.run(
+            self.recorder.current[-1].name, "a device barrier", partial(self.wait_for_peers, *given)
+        )
 
-    def meet(self, own, theirs, peers):
+    def wait_for_peers(self, own, theirs, peers):
         recorder, timeline = self.recorder, self.recorder.current[-1].name
         assert len(theirs.values) == peers
         with recorder.lock:
             number = own.values[0] + np.uint64(1)
-            recorder.meetings[address_of(own.values), number] = dict(recorder.clocks[timeline])
+            recorder.barriers[address_of(own.values), number] = dict(recorder.clocks[timeline])
             own.values[0] = number
-        until_s = time.monotonic() + recorder.meeting_timeout_s
+        until_s = time.monotonic() + recorder.barrier_timeout_s
         for address in map(int, theirs.values):
             their = recorder.at(address, (1, 8), (8, 1)).view(np.uint64).reshape(())
             while their < number and not own.values[1]:
-                assert time.monotonic() < until_s, "nobody comes to a meeting"
+                assert time.monotonic() < until_s, "no peer comes to the device barrier"
                 time.sleep(0)
             with recorder.lock:
-                recorder.join(timeline, recorder.meetings[address, number])
+                recorder.join(timeline, recorder.barriers[address, number])
 
 
 def address_of(values):
@@ -599,7 +601,7 @@ def _cupy(recorder):
         ndarray=ndarray,
         broadcast_to=broadcast_to,
         copyto=copyto,
-        RawKernel=partial(Meet, recorder),
+        RawKernel=partial(BarrierKernel, recorder),
         zeros=zeros,
         asarray=asarray,
         count_nonzero=lambda array: array.made(np.count_nonzero),

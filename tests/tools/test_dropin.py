@@ -22,7 +22,7 @@ from distributed.shuffle._rechunk import rechunk_p2p
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError, P2PWarning, RegistrationError
-from dask_p2p.tools import dropin
+from dask_p2p.tools import dropin, taken
 from tests.support import added, parameter_names, persisted, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
@@ -59,7 +59,7 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
 
     first, second = Connection(), Connection()
     client = SimpleNamespace(scheduler_comm=first)
-    monkeypatch.setattr(dropin, "current_client", lambda: client)
+    monkeypatch.setattr(taken, "current_client", lambda: client)
     asked = []
 
     def make():
@@ -67,10 +67,10 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
         raise RegistrationError("no dask_p2p there")
 
     with pytest.warns(P2PWarning, match="Dask's own function is used"):
-        assert dropin.tried("rechunk", make) is None
-    assert dropin.tried("rechunk", make) is None, "without a second warning"
+        assert taken.tried("rechunk", make) is None
+    assert taken.tried("rechunk", make) is None, "without a second warning"
     client.scheduler_comm = second
-    assert dropin.tried("rechunk", lambda: "made") == "made"
+    assert taken.tried("rechunk", lambda: "made") == "made"
     assert asked == [first]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from distributed.protocol import dumps, loads
 
 from dask_p2p.transports.probe import Probes, is_probe
+from tests.support import BOUND_S
 
 
 class EventLoop:
@@ -132,9 +133,10 @@ def _sent(message):
     return loads([bytearray(frame) for frame in dumps(message)])
 
 
-def wait_until(condition, timeout_s=60.0):
-    """Wait until a condition holds; fail if it does not in time."""
+def wait_until(condition, timeout_s=BOUND_S, state=lambda: ""):
+    """Wait until a condition holds, and return its value; fail with a state after some time."""
     deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"not true after {timeout_s:g} s: {state()}"
         time.sleep(0.005)
+    return found

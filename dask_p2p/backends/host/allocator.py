@@ -1,31 +1,88 @@
-"""The freed memory that the C library keeps for a thread.
+"""The freed memory that the C library keeps in the process.
 
 Dask's nannies start workers with ``MALLOC_TRIM_THRESHOLD_=65536``, so that the C library returns
-the memory of large arrays to the system immediately. Each call of a NumPy ufunc takes a buffer of
-64 KiB for arrays that are not contiguous. In all threads except a process's first one, the C
-library also returns this buffer, and the next call touches new pages: 27 us a call. A five-point
-stencil of 128 x 128 elements took 155 us instead of 48.
+the memory of large arrays to the system immediately. This has two prices.
+
+- Each call of a NumPy ufunc takes a buffer of 64 KiB for arrays that are not contiguous. In all
+  threads except a process's first one, the C library also returns this buffer, and the next call
+  touches new pages: 27 us a call. A five-point stencil of 128 x 128 elements took 155 us instead
+  of 48. `keep_small_buffers` ends this for the life of the process.
+- Each temporary array of more than 128 KiB gets new pages from the system, which clears them. Steps
+  of plain NumPy expressions take up to five times as long. `temporaries_kept` ends this while
+  the function of a rank runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
 _LEAST_BYTES = 2**20  # limit of each arena; 256 KiB are enough for one buffer
 _VARIABLE = b"MALLOC_TRIM_THRESHOLD_="
 # The environment at the start of the process, which configures the C library. In a nanny's own
 # process the variable is set later: there glibc uses its default, and keeps more.
 _ENVIRONMENT = Path("/proc/self/environ")
+#: Largest temporaries that are kept: the largest value that glibc accepts.
+MOST_BYTES = 2**25
+# With a smaller pad glibc returns a heap, of 64 MiB in threads other than the first, when its last
+# array is freed. Pages of the pad take no memory until they are used.
+_KEPT = {_MMAP_THRESHOLD: MOST_BYTES, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 2**26}
+_BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_BYTES, _TOP_PAD: 2**17}
+
+_lock = threading.Lock()
+_keeping = 0  # contexts of `temporaries_kept` that are open
+
+
+@cache
+def _glibc() -> Any:
+    """Return the C library if its environment sets a low limit, else None."""
+    library = ctypes.CDLL(None)
+    if getattr(library, "mallopt", None) is None or not _ENVIRONMENT.exists():
+        return None
+    for each in _ENVIRONMENT.read_bytes().split(b"\0"):
+        size_text = each.removeprefix(_VARIABLE)
+        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_BYTES):
+            return library
+    return None
 
 
 def keep_small_buffers() -> None:
     """Let the C library keep up to 1 MiB of free memory an arena, if its limit is lower."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
-    if mallopt is None or not _ENVIRONMENT.exists():
+    if (glibc := _glibc()) is not None:
+        glibc.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
+
+
+@contextmanager
+def temporaries_kept() -> Iterator[None]:
+    """Keep the memory of freed arrays of up to 32 MiB in the process, within a context.
+
+    Later arrays reuse this memory. The process then has as much memory as its arrays had at their
+    peak. When the last of concurrent contexts ends, free memory returns to the system. The context
+    changes a process only if its environment lowers the limits of the C library.
+    """
+    glibc = _glibc()
+    if glibc is None:
+        yield
         return
-    for each in _ENVIRONMENT.read_bytes().split(b"\0"):
-        size_text = each.removeprefix(_VARIABLE)
-        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_BYTES):
-            mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
+    _count(glibc, 1)
+    try:
+        yield
+    finally:
+        _count(glibc, -1)
+
+
+def _count(glibc: Any, change: int) -> None:
+    global _keeping
+    with _lock:
+        before, _keeping = _keeping, _keeping + change
+        if not before or not _keeping:
+            for parameter, value in (_KEPT if _keeping else _BEFORE).items():
+                glibc.mallopt(parameter, value)
+            if not _keeping:
+                glibc.malloc_trim(0)

@@ -44,6 +44,8 @@ def permute_into(
 
     Parameters
     ----------
+    dst, src, axes
+        As for `Backend.permute_into`.
     stream
         A `cupy.cuda.Stream` of the device of `dst`; default: the device's current stream.
     low_occupancy

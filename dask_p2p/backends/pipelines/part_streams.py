@@ -106,7 +106,7 @@ class PartStreams(HostStreams):
     def run(self, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array in host memory, and wait for the end.
 
-        `MemoryError` if the device has too little memory.
+        Raises `MemoryError` if the device has too little memory.
         """
         # The function may use arrays that others have made on the null stream.
         device_module.order_after_null_stream([self.streams["run"]])

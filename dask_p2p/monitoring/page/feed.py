@@ -160,7 +160,7 @@ def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
 
 
 def _of_tasks(run: Run, tasks: Tasks, placed: Sequence[int]) -> float:
-    """Return the share of tasks that have ended, and of bytes in place for those under way."""
+    """Return the fraction of finished tasks; an unfinished one counts by its bytes in place."""
     done = float(max(tasks.total - tasks.left, len(run.made)))
     for record, nbytes in zip(run.under_way, placed, strict=True):
         done += nbytes / record.wanted_bytes if record.wanted_bytes else 0.0
@@ -168,9 +168,9 @@ def _of_tasks(run: Run, tasks: Tasks, placed: Sequence[int]) -> float:
 
 
 def _of_steps(run: Run) -> float:
-    """Return the share of steps that the members of a section have done.
+    """Return the fraction of steps that the ranks of a section have finished.
 
-    Its commit task and its inputs do not count: the members do all the work.
+    The commit task and the inputs do not count: the ranks do all the work.
     """
     done = {record.key: 1.0 for record in run.made}
     for record in run.under_way:

@@ -17,7 +17,6 @@ from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.estimate import even_share
 from dask_p2p.plugins.registration import cluster_size
-from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.types import DaskArray
 
 
@@ -171,11 +170,9 @@ def _exchange(
     item_bytes = output.dtype.itemsize
     largest_shape = max((block_shape(plan.chunks, i) for i in block_indices(plan.chunks)), key=prod)
     largest_bytes = prod(largest_shape) * item_bytes
-    staged_bytes = staging_bytes(
-        output.options, output.kind, plan.largest_piece * item_bytes, largest_bytes, item_bytes
-    )
-    extra_bytes = getattr(output.epilogue, "extra_bytes", lambda *_: 0)(largest_shape, output.dtype)
-    temporary_bytes = max(staged_bytes if workers > 1 else 0, extra_bytes)
+    remote_bytes = largest_bytes if workers > 1 else 0
+    need = output.need(output.kind, largest_shape, plan.largest_piece * item_bytes, remote_bytes)
+    temporary_bytes = need.peak_bytes - largest_bytes
     input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
     return ExchangeEstimate(
@@ -184,7 +181,7 @@ def _exchange(
         after=plan.chunks,
         size_bytes=prod(map(sum, plan.chunks)) * item_bytes,
         moved_bytes=_moved_elements(tasks, before, workers) * item_bytes,
-        task_bytes=largest_bytes + temporary_bytes,
+        task_bytes=need.peak_bytes,
         worker_bytes=input_bytes + output_bytes + min(threads, blocks) * temporary_bytes,
     )
 

@@ -7,7 +7,8 @@ from collections import deque
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue, planned_array
+from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.layer import Epilogue
 from dask_p2p.ops.rechunk import planned, rechunk_by_tasks
 from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible

@@ -34,6 +34,11 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
     chunks : int, str, tuple or dict, optional
         Chunks of the result. The shift and the rechunk are one exchange. Default: chunks of `x`.
 
+    Returns
+    -------
+    dask.array.Array
+        Lazy array with the dtype and block type of `x`.
+
     Raises
     ------
     UnsupportedArrayError, AxesError, ChunksError
@@ -60,11 +65,16 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     n : int
         Length of the transform.
     d : float, optional
-        Sample spacing.
+        Sample spacing. Default: 1.
     chunks : int, str or tuple, optional
-        Chunks of the result.
+        Chunks of the result. Default: "auto".
     like : array, optional
         NumPy, CuPy or Dask array that sets the type of the blocks. Default: NumPy blocks.
+
+    Returns
+    -------
+    dask.array.Array
+        Lazy array of `n` numbers.
 
     Raises
     ------

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dask_p2p.backends import backend_for, order_of
-from dask_p2p.engine.memory import Need, in_memory_bytes
+from dask_p2p.engine.context import where_is
+from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes
 from dask_p2p.engine.task import current_worker
 from dask_p2p.geometry import Index
 from dask_p2p.types import Array, DType
@@ -106,9 +107,10 @@ class LocalTransform:
             order = self._best(order_of(block.strides))
             is_copied |= not block.transpose(order).flags.c_contiguous
         extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
-        need = Need(extra_bytes, 0, in_memory_bytes(block), 0)
-        if (limit_bytes := context.memory_below(need.total_bytes, backend.name)) is not None:
-            raise need.too_large(limit_bytes, f"worker {context.address}")
+        purposes = {"for its transform": extra_bytes, "for itself": in_memory_bytes(block)}
+        need = MemoryNeed(purposes, kind=backend.name)
+        limit_bytes = context.memory_below(need.peak_bytes, need.kind)
+        need.check(limit_bytes, "a block", where_is(context), SMALLER_CHUNKS)
         if not is_copied or backend.on_device:
             return None
         queue = backend.queue()

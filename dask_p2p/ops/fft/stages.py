@@ -15,7 +15,7 @@ from dask.array.utils import meta_from_array
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue
+from dask_p2p.graph.layer import Epilogue
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft.exchange import assembled, chunks_before

@@ -203,7 +203,7 @@ class Coordinator:
         self._settle(gang)
 
     def is_committed(self, gang: str) -> bool:
-        """Return whether outputs of this gang count."""
+        """Return whether this gang has committed, so that its outputs are valid."""
         return gang in self._gangs and self._gangs[gang].phase == "committed"
 
     def has_started(self, gang: str) -> bool:

@@ -189,7 +189,7 @@ class Gangs:
         self._gathering.record_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Record the loss of a worker. Only this event has a flag for an expected leave."""
+        """Record the loss of a worker. Only this event shows whether the departure was expected."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
         if not msg.get("expected"):

@@ -26,7 +26,13 @@ class Collectives:
         self.rank, self.size, self._connections, self.device = rank, size, connections, device
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method.
+
+        Raises
+        ------
+        SectionError
+            If the ranks made different calls.
+        """
         self._connections.gather("barrier()", b"")
 
     def allreduce(self, value: Any, op: str = "sum") -> Any:
@@ -38,7 +44,7 @@ class Collectives:
         ----------
         value : number or array
             A value of the same shape and dtype on all ranks. It is not changed.
-        op : {"sum", "prod", "min", "max"}
+        op : {"sum", "prod", "min", "max"}, optional
             The operation that combines two values.
 
         Returns
@@ -53,7 +59,7 @@ class Collectives:
         InputError
             If `op` is unknown or cannot combine the dtype of `value`, or if `value` is masked.
         SectionError
-            If the ranks made different calls, or gave values of different shapes or dtypes.
+            If the ranks made different calls, or passed values of different shapes or dtypes.
         """
         if not isinstance(op, str) or op not in _REDUCTIONS:
             raise InputError(
@@ -109,8 +115,8 @@ class Collectives:
         ----------
         value : number or array
             A value of the same shape and dtype on all ranks. Only the root's value counts.
-        root : int
-            The rank that sends its value.
+        root : int, optional
+            The rank that sends its value. By default 0.
 
         Returns
         -------

@@ -12,13 +12,12 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.plans.rank_halo import rank_halo
+from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, Pending
-from dask_p2p.sections.exchange.halo_messages import HaloCall
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
@@ -59,7 +58,7 @@ class Context(Stepping, Transforms):
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
-        self._halo_arrays = 0  # calls of `halo_array` so far
+        self._halo_arrays = 0  # calls of `with_halo` so far
         self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
         self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
 
@@ -72,30 +71,31 @@ class Context(Stepping, Transforms):
         dtype: DTypeLike | None = None,
         exchange: str = "auto",
     ) -> HaloArray:
-        """Return memory for this rank's local block with a halo around it.
+        """Return a halo array: memory for this rank's local block with a halo around it.
 
         Parameters
         ----------
         local : array, optional
-            The values to copy into it: a NumPy or CuPy array, like the section's arrays. Without an
-            array all elements are zero.
-        depth, boundary
-            Width of the halo, and values beyond the ends of the array, as for
-            `dask_p2p.map_overlap`.
-        corners : bool
-            If True, the halo includes corners. A stencil that reads neighbours along one axis at a
-            time does not need corners. With False they are not exchanged, and are NaN if the dtype
-            has NaN.
+            The local block to copy into it: a NumPy or CuPy array, like the section's arrays. By
+            default all elements are zero.
+        depth : int, tuple or dict, optional
+            Width of the halo, as for `dask_p2p.map_overlap`. By default 1.
+        boundary : str, scalar, tuple or dict, optional
+            Values beyond the ends of the array, as for `dask_p2p.map_overlap`. By default "none".
+        corners : bool, optional
+            If True, the default, the halo includes corners. A stencil that reads neighbours along
+            one axis at a time does not need corners. With False they are not exchanged, and are NaN
+            if the dtype has NaN.
         dtype : dtype, optional
             By default that of `local`, or float64.
-        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
             Order of messages in `update_halo`: see `redistribute`.
 
         Returns
         -------
         HaloArray
-            ``data`` is the whole array, ``inner`` the local block in it. Call `update_halo` to fill
-            the rest.
+            ``data`` is the local block with its halo, and ``inner`` the local block in it. Call
+            `update_halo` to fill the halo.
 
         Raises
         ------
@@ -111,14 +111,16 @@ class Context(Stepping, Transforms):
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind)
-        around = rank_halo(self._ranks, self.rank, widths, beyond, bool(corners))
+        halo = halo_exchange(self._ranks, self.rank, widths, beyond, bool(corners))
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
             f"boundary {beyond}, corners {bool(corners)}"
         )
         self._halo_arrays += 1
-        halo_call = HaloCall(around, kind, call, self._connections, checked_order(exchange))
-        halo_array = HaloArray(HaloExchange(halo_call, self.device))
+        order = checked_order(exchange)
+        halo_array = HaloArray(
+            HaloExchange(halo, kind, call, self._connections, order, self.device)
+        )
         if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
                 raise InputError(
@@ -143,10 +145,15 @@ class Context(Stepping, Transforms):
         Parameters
         ----------
         halo_array : HaloArray
-            Memory that `with_halo` returned.
+            A halo array from `with_halo`.
         copy : bool, optional
             If True, return a copy, which does not change when the halo is filled again. False
             returns `halo_array.data` itself, and saves the time of the copy.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray
+            The local block with its halo.
 
         Raises
         ------
@@ -159,19 +166,24 @@ class Context(Stepping, Transforms):
         return self._begin(halo_array, copy, in_background=False).wait()
 
     def update_halo_begin(self, halo_array: HaloArray, copy: bool = True) -> Pending:
-        """Begin to fill the halo; ``wait()`` of the result completes it, and returns the block.
+        """Begin to fill the halo, and return the exchange in flight.
 
-        The function may compute ``halo_array.interior`` immediately, and the regions in
-        ``halo_array.boundary_parts`` after ``wait()``. The next call that exchanges anything waits
-        for halos in flight. Other ranks receive the local block as it is at this call, even if the
-        function writes into it later.
+        The function may compute ``halo_array.interior`` immediately, and the parts in
+        ``halo_array.boundary_parts`` after ``wait()``. The next call that exchanges data first
+        completes the exchanges in flight. Other ranks receive the local block as it is at this
+        call, even if the function writes into it later.
 
         Parameters
         ----------
         halo_array : HaloArray
-            Memory that `with_halo` returned.
+            A halo array from `with_halo`.
         copy : bool, optional
             If True, ``wait()`` returns a copy, as `update_halo` does; if False, `halo_array.data`.
+
+        Returns
+        -------
+        Pending
+            The exchange. Its ``wait()`` completes it, and returns the local block with its halo.
 
         Raises
         ------
@@ -234,15 +246,15 @@ class Context(Stepping, Transforms):
             Axes that may be divided in `a`, with the same default.
         axes : sequence of int, optional
             A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition`
-            names axes of the result. By default the order stays.
+            names axes of the result. By default the axes keep their order.
         shape : sequence of int, optional
             Shape of the whole array before the permutation. By default that of the section's
-            arrays. With `from_partition` and without `partition`, the default is the shape that
-            the permutation turns into theirs.
+            arrays. With `from_partition` and without `partition`, the result has that shape by
+            default.
         out : array, optional
             Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
             nothing.
-        exchange : {"auto", "diagonal", "left-right", "pairwise"}
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
             Order of the messages. "auto" exchanges with all ranks at the same time. In the other
             orders each rank has one partner at a time. "diagonal" sends to the ranks after it, in
             turn. "left-right" sends to the right and the left neighbour, then to those behind them.
@@ -258,7 +270,7 @@ class Context(Stepping, Transforms):
         AxesError
             If the array has no such axes.
         InputError
-            If `a` or `out` has another shape or cannot be exchanged, or there is no such order.
+            If `a` or `out` has another shape or cannot be exchanged, or `exchange` is unknown.
         SectionError
             If the ranks made different calls.
         """

@@ -9,8 +9,8 @@ from dask.utils import format_bytes
 
 from dask_p2p.backends import backend_named
 from dask_p2p.engine.context import where_is
+from dask_p2p.engine.memory import MemoryNeed
 from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.types import Kind
 
@@ -56,34 +56,44 @@ class SectionEstimate(MemoryEstimate):
     kind: Kind = "numpy"
 
     @property
+    def need(self) -> MemoryNeed:
+        """Memory of the rank; for CuPy, that of its GPU."""
+        states = {"checkpoints": self.state_bytes}
+        if self.kind != "numpy":  # copies without halos, which then go to the host
+            states = {"copies for checkpoints": self.checkpoint_bytes}
+        halos_bytes = self.staging_bytes + self.packed_bytes
+        while_running = {"local blocks and halos": self.work_bytes + halos_bytes}
+        after = {"returned arrays": self.returned_bytes, "output blocks": self.output_bytes}
+        inputs = {"input blocks": self.input_bytes}
+        return MemoryNeed({**inputs, **states}, (while_running, after), self.kind)
+
+    @property
+    def host_need(self) -> MemoryNeed:
+        """Host memory of the rank: all of `need` for NumPy, additional memory for CuPy."""
+        if self.kind == "numpy":
+            return self.need
+        halos_bytes = self.staging_bytes + self.packed_bytes
+        return MemoryNeed({"halos in transfer": halos_bytes, "checkpoints": self.state_bytes})
+
+    @property
     def total_bytes(self) -> int:
         """Peak memory of the rank; for CuPy, that of its GPU."""
-        while_bytes = self.work_bytes + self.staging_bytes + self.packed_bytes
-        after_bytes = self.returned_bytes + self.output_bytes
-        # A GPU has copies without halos for checkpoints, which then go to the host.
-        state_bytes = self.state_bytes if self.kind == "numpy" else self.checkpoint_bytes
-        return self.input_bytes + state_bytes + max(while_bytes, after_bytes)
+        return self.need.peak_bytes
 
     @property
     def host_bytes(self) -> int:
         """Host memory: all of `total_bytes` for NumPy, additional memory for CuPy."""
-        if self.kind == "numpy":
-            return self.total_bytes
-        return self.state_bytes + self.staging_bytes + self.packed_bytes
+        return self.host_need.peak_bytes
 
     def __str__(self) -> str:
-        named = {
-            "input blocks": self.input_bytes,
-            "local blocks and halos": self.work_bytes + self.staging_bytes + self.packed_bytes,
-            f"checkpoints{' on the host' * (self.kind != 'numpy')}": self.state_bytes,
-            "output blocks after that": self.output_bytes,
-        }
-        parts = ", ".join(f"{format_bytes(of)} {name}" for name, of in named.items())
-        step, checkpoint = map(format_bytes, (self.step_bytes, self.checkpoint_bytes))
+        total, step, checkpoint = map(
+            format_bytes, (self.total_bytes, self.step_bytes, self.checkpoint_bytes)
+        )
+        on_host = "" if self.kind == "numpy" else f", and {self.host_need.purposes} on the host"
         return (
-            f"{self.workers} rank{'s' * (self.workers > 1)}: at most "
-            f"{format_bytes(self.total_bytes)} each ({parts}); each sends {step} a step, and "
-            f"{checkpoint} a checkpoint"
+            f"{self.workers} rank{'s' * (self.workers > 1)}: at most {total} each "
+            f"({self.need.purposes}){on_host}; each sends {step} a step, and {checkpoint} a "
+            f"checkpoint"
         )
 
 
@@ -92,18 +102,12 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
-    needed = {"numpy": found.host_bytes, found.kind: found.total_bytes}
-    for kind, needed_bytes in needed.items():
-        limit_bytes = backend_named(kind).memory_below(needed_bytes, worker_bytes)
-        if limit_bytes is not None:
-            where = where_is(worker)
-            missing_bytes = needed_bytes - limit_bytes
-            raise MemoryLimitError(
-                f"expected a rank that fits into the {format_bytes(limit_bytes)} of "
-                f"{'' if kind == 'numpy' else 'the GPU of '}{where}, got one of {found}; "
-                f"{format_bytes(missing_bytes)} are missing. "
-                f"Spread the array over more workers, or do without checkpoints, "
-                f"checkpoint_every=None. Call dask_p2p.estimate(y) for this figure before a run.",
-                needed_bytes,
-                missing_bytes,
-            )
+    for need in (found.host_need, found.need):
+        limit_bytes = backend_named(need.kind).memory_below(need.peak_bytes, worker_bytes)
+        need.check(
+            limit_bytes,
+            "a rank",
+            where_is(worker),
+            "Spread the array over more workers, or do without checkpoints, checkpoint_every=None. "
+            "Call dask_p2p.estimate(y) for this figure before a run.",
+        )

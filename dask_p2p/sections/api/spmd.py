@@ -106,9 +106,9 @@ def spmd(
     outputs : int, optional
         Number of arrays that `func` returns, in a tuple unless it is one. 0 if `func` returns only
         the values of `per_rank`.
-    cut : sequence of int, optional
+    partition : sequence of int, optional
         Axes that may be divided between ranks. By default all.
-    members : int, optional
+    ranks : int, optional
         Largest number of ranks. The number of blocks is a limit as well. By default the number of
         the cluster's workers that have the resources of `dask.annotate`. It is 1 without a
         cluster, with an asynchronous client, and always in the function of another section.

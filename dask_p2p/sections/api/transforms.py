@@ -75,13 +75,13 @@ class Transforms:
             This rank's local block. It is not changed.
         axes : sequence of int, optional
             Axes to transform, without repetition. By default all.
-        cut, from_partition : sequence of int, optional
+        partition, from_partition : sequence of int, optional
             Axes that may be divided in the result, and in `a`: as for `redistribute`.
         shape : sequence of int, optional
             Shape of the whole array in space: the input of `fftn` and `rfftn`, the result of
             `ifftn` and `irfftn`. By default the shape of the section's arrays.
         norm : {"backward", "ortho", "forward"}, optional
-            Direction that is scaled, as in NumPy. By default the inverse transform is.
+            Direction that is scaled, as in NumPy: by default the inverse transform.
 
         Returns
         -------
@@ -144,7 +144,10 @@ class Transforms:
         shape: Sequence[int] | None = None,
         norm: Norm = None,
     ) -> Array:
-        """Return the inverse of `rfftn`: real numbers. Parameters and errors as for `fftn`."""
+        """Return the inverse of `rfftn`: real numbers.
+
+        Parameters and errors are those of `fftn`.
+        """
         return self._transformed(
             a, _TransformCall("irfft", axes, partition, from_partition, shape, norm)
         )
@@ -162,11 +165,11 @@ class Transforms:
 
         Parameters
         ----------
-        spacing : float or sequence of float
-            Distance between points: one for all axes, or one for each of `axes`.
-        axes, cut, shape
+        spacing : float or sequence of float, optional
+            Distance between points: one for all axes, or one for each of `axes`. By default 1.
+        axes, partition, shape : optional
             The arguments of the transform.
-        real : bool
+        real : bool, optional
             True for a transform by `rfftn`.
 
         Returns

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dask_p2p.backends import Backend, backend_for, backend_named
+from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.sections.exchange.halo_messages import HaloCall, HaloMessages
-from dask_p2p.sections.exchange.movers import HaloMover, RegionMover
+from dask_p2p.sections.exchange.halo_messages import HaloMessages
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.wire.connections import Connections
@@ -37,7 +38,7 @@ class Host:
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
         """Return a context for a rank's work with its blocks. At its end the work is done."""
-        return nullcontext()
+        return temporaries_kept()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array of zeros."""
@@ -88,9 +89,9 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def halo_mover(self, call: HaloCall) -> HaloMover:
+    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
         """Return an object that exchanges packed halos with other ranks."""
-        return HaloMessages(call)
+        return HaloMessages(call, connections)
 
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""

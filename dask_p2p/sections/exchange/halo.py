@@ -12,20 +12,31 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.ops.halo import unread_value
-from dask_p2p.plans.rank_halo import interior_and_boundary
+from dask_p2p.plans.rank_halo import RankHalo, interior_and_boundary
 from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.halo_messages import HaloCall
-from dask_p2p.types import Array
+from dask_p2p.sections.exchange.movers import ExchangeCall
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, DType
 
 _MOST_COMPARED_BYTES = 1 << 22  # of a local block and its copy
 
 
 class HaloPart(NamedTuple):
-    """A part of a local block, and the elements that a stencil reads for it."""
+    """A part of a local block, and the elements that a stencil reads for it.
 
-    data: Array  # the part with its halo: read-only, as NumPy enforces
-    inner: Any  # slices of the part in `data`
-    where: Any  # slices of the part in the local block
+    Attributes
+    ----------
+    data : numpy.ndarray or cupy.ndarray
+        The part with its halo. It is read-only, as NumPy enforces.
+    inner : tuple of slice
+        Slices of the part in `data`.
+    where : tuple of slice
+        Slices of the part in the local block.
+    """
+
+    data: Array
+    inner: Any
+    where: Any
 
 
 class HaloArray:
@@ -134,18 +145,22 @@ class HaloExchange:
 
     def __init__(
         self,
-        call: HaloCall,  # the exchange of all ranks
+        halo: RankHalo,
+        dtype: DType,
+        text: str,  # text of the call, the same on all ranks
+        connections: Connections,  # connections to other ranks
+        order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
         device: Host = HOST,  # of the local blocks
     ) -> None:
-        self.halo, self.dtype, self.device = call.halo, call.dtype, device
-        self._moved = device.halo_mover(call)
-        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in self.halo.copies]
+        self.halo, self.dtype, self.device = halo, dtype, device
+        self._moved = device.halo_mover(ExchangeCall(text, dtype, halo, order), connections)
+        self._copies = [(box_slices(src), box_slices(dst)) for src, dst in halo.local]
         # NumPy cannot assign a number to an item of raw bytes.
-        is_bytes = call.dtype.kind == "V" and call.dtype.names is None
-        nothing = np.zeros((), call.dtype) if is_bytes else None
+        is_bytes = dtype.kind == "V" and dtype.names is None
+        nothing = np.zeros((), dtype) if is_bytes else None
         self._fills = [
             (box_slices(fill.dst), fill.value if nothing is None else nothing)
-            for fill in self.halo.fills
+            for fill in halo.fills
         ]
         self._pending: Pending | None = None
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.geometry import Box, box_shape, box_slices
-from dask_p2p.plans.rank_halo import RankHalo
-from dask_p2p.sections.exchange.movers import HaloMover
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 _LARGE_BYTES = 1 << 16  # size of a message between hosts that a socket may not accept in one call
 # Least elements of a local block for overlap. Overlap calls the function for three or more parts.
@@ -53,25 +51,14 @@ class Packed:
             array[index] = region
 
 
-@dataclass(frozen=True)
-class HaloCall:
-    """A halo exchange, a collective call of all ranks."""
-
-    halo: RankHalo  # halo of this rank's local block
-    dtype: DType
-    text: str  # text of the call, the same on all ranks
-    connections: Connections  # connections to other ranks
-    order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
-
-
 class HaloMessages(HaloMover):
     """Exchanges halos in host memory, in one packed message a neighbour."""
 
-    def __init__(self, call: HaloCall) -> None:
-        self._call = call
+    def __init__(self, call: ExchangeCall, connections: Connections) -> None:
+        self._call, self._connections = call, connections
         receives, sends = (
             {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}
-            for of in (call.halo.receives, call.halo.sends)
+            for of in (call.exchange.receives, call.exchange.sends)
         )
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
@@ -87,7 +74,7 @@ class HaloMessages(HaloMover):
         in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it and unpacks the halo."""
-        connections, order, text = self._call.connections, self._call.order, self._call.text
+        connections, order, text = self._connections, self._call.order, self._call.text
         if connections.is_alone:
             return None
         for packed in self._outgoing:
@@ -104,7 +91,7 @@ class HaloMessages(HaloMover):
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a local block of this size should be computed during the exchange."""
-        is_on_other_host = self._call.connections.is_on_other_host
+        is_on_other_host = self._connections.is_on_other_host
         return elements >= _LEAST_OVERLAPPED and any(map(is_on_other_host, self._receives))
 
 

@@ -1,16 +1,41 @@
-"""Interfaces of the objects that move data between ranks, one for each kind of memory."""
+"""Exchanges as collective calls, and the interfaces of the objects that move their data.
+
+Halos have movers of their own. A function may write to its local block while a halo is in flight,
+so each halo array keeps memory for packed halos, which is prepared once. Regions of a
+redistribution are larger. They are read or sent in place where possible, and all redistributions
+share the memory for packing. In host memory, a halo moved as such regions took 5 to 20 µs for each
+neighbour, in place of 1 µs.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
-from dask_p2p.geometry import Box
-from dask_p2p.types import Array
+from dask_p2p.plans.exchange import Exchange
+from dask_p2p.plans.orders import partners
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, DType
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
+
+@dataclass(frozen=True)
+class ExchangeCall:
+    """An exchange between local blocks, a collective call of all ranks."""
+
+    text: str  # text of the call, the same on all ranks
+    dtype: DType  # data type of the local blocks
+    exchange: Exchange  # this rank's part
+    order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
+    #: Mean number of elements from one rank to another. 0 for halos: they always use messages.
+    mean_elements: int = 0
+
+    def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
+        """Return the ranks that this one reads from, in the order of reading."""
+        order = "diagonal" if self.order == "auto" else self.order
+        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
+        return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
 class HaloMover(ABC):
@@ -38,18 +63,16 @@ class HaloMover(ABC):
 
 
 class RegionMover(ABC):
-    """Exchanges regions of local blocks with other ranks, repeatedly."""
+    """Moves regions of local blocks to other ranks, in exchanges with one box a rank."""
 
     @abstractmethod
     def bring(
         self,
-        call: RegionCall,
-        local_block: Any,  # this rank's local block; on a GPU it may be `Pieces`
-        boxes: Mapping[int, Box],  # by receiver: box of the local block
-        targets: Mapping[int, Array],  # by sender: destination of its region
-        local: LocalRegion | None = None,  # the region that stays on this rank
+        call: ExchangeCall,
+        source: Any,  # this rank's local block; on a GPU it may be `Pieces`
+        target: Array,  # its local block afterwards
     ) -> None:
-        """Exchange regions; the local block must not change until `settle`."""
+        """Exchange regions; the source must not change until `settle`."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess import process_memory
-from dask_p2p.plans.orders import partners
-from dask_p2p.sections.exchange.movers import RegionMover
+from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -32,34 +30,6 @@ _LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
 _PROOF = struct.Struct(
     f"<QQ{process_memory.TOKEN_BYTES}s"
 )  # process, address of the token, the token
-
-
-@dataclass(frozen=True)
-class RegionCall:
-    """A collective call, the same on all ranks."""
-
-    text: str  # compared between ranks, to find mismatched calls
-    dtype: DType  # data type of the regions
-    order: str  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
-    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
-    mean_elements: int  # mean number of elements from one rank to another
-
-    def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a region's shape before its axes are permuted, from the one afterwards."""
-        return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
-
-    def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
-        """Return the ranks that this one reads from, in the order of reading."""
-        order = "diagonal" if self.order == "auto" else self.order
-        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
-        return [rank for rank in in_turn if rank is not None and rank in sources]
-
-
-class LocalRegion(NamedTuple):
-    """The region that stays on its rank."""
-
-    box: Box  # source, in the local block
-    target: Array  # destination
 
 
 class RegionExchange(RegionMover):
@@ -75,19 +45,11 @@ class RegionExchange(RegionMover):
         # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
-    def bring(
-        self,
-        call: RegionCall,
-        local_block: Array,
-        boxes: Mapping[int, Box],
-        targets: Mapping[int, Array],
-        local: LocalRegion | None = None,
-    ) -> None:
-        self.give(
-            call, {rank: local_block[box_slices(box)] for rank, box in boxes.items()}, targets
-        )
-        if local is not None:
-            NUMPY.permute_into(local.target, local_block[box_slices(local.box)], call.axes)
+    def bring(self, call: ExchangeCall, source: Array, target: Array) -> None:
+        own = call.exchange
+        self.give(call, regions_of(source, own.sends), regions_of(target, own.receives))
+        for src, dst in own.local:
+            NUMPY.permute_into(target[box_slices(dst)], source[box_slices(src)], own.axes)
 
     def settle(self) -> None:
         pass  # `bring` has waited
@@ -100,7 +62,7 @@ class RegionExchange(RegionMover):
         self._reads.try_all()
 
     def give(
-        self, call: RegionCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
+        self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> None:
         """Exchange regions of any arrays with other ranks."""
         if self._connections.is_alone:
@@ -112,16 +74,16 @@ class RegionExchange(RegionMover):
         sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
         sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, call.dtype)}
         targets = {rank: target for rank, target in targets.items() if rank not in read}
-        in_place = call.axes == tuple(sorted(call.axes))
+        in_place = call.exchange.axes == tuple(sorted(call.exchange.axes))
         direct = {r for r, target in targets.items() if in_place and target.flags.c_contiguous}
         others = [rank for rank in targets if rank not in direct]
-        shapes = [call.shape_before(targets[rank].shape) for rank in others]
+        shapes = [call.exchange.shape_before(targets[rank].shape) for rank in others]
         arriving = dict(zip(others, self._arriving.arrays(shapes, call.dtype), strict=True))
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
         receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
         begin_in_order(self._connections, call.order, call.text, sends, receives)()
         for rank in others:
-            NUMPY.permute_into(targets[rank], arriving[rank], call.axes)
+            NUMPY.permute_into(targets[rank], arriving[rank], call.exchange.axes)
 
     def _in_one_piece(
         self, regions: Mapping[int, Array], dtype: DType
@@ -135,28 +97,34 @@ class RegionExchange(RegionMover):
             yield rank, packed.get(rank, region)
 
     def _read(
-        self, call: RegionCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
+        self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> tuple[set[int], set[int]]:
         """Read regions in place; return the ranks that read here, and the ranks read from."""
         connections, reads = self._connections, self._reads
         reads.try_all()
         own = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
         descriptors = {rank: each for rank, each in own.items() if each is not None}
-        length = descriptor_bytes(len(call.axes))
+        axes = call.exchange.axes
+        length = descriptor_bytes(len(axes))
         asked = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
         found = connections.exchange(f"{call.text}, descriptors", descriptors, dict(asked))
         read = {rank: descriptor for rank, descriptor in found.items() if any(descriptor)}
         for rank in call.in_turn(connections, read):
             target = targets[rank]
-            shape = call.shape_before(target.shape)
-            region = reads.read(rank, read[rank], shape, target, call.axes, self._arriving_bytes)
+            shape = call.exchange.shape_before(target.shape)
+            region = reads.read(rank, read[rank], shape, target, axes, self._arriving_bytes)
             connections.count(rank, target.nbytes)
             if region is not None:
-                NUMPY.permute_into(target, region, call.axes)
+                NUMPY.permute_into(target, region, axes)
         return {rank for rank, descriptor in descriptors.items() if any(descriptor)}, {*read}
 
     def _arriving_bytes(self, size_bytes: int) -> Array:
         return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
+
+
+def regions_of(array: Array, boxes: Mapping[int, Sequence[Box]]) -> dict[int, Array]:
+    """Return the only region of each rank."""
+    return {rank: array[box_slices(box)] for rank, (box,) in boxes.items()}
 
 
 def descriptor_bytes(ndim: int) -> int:

@@ -9,13 +9,13 @@ from operator import index
 from typing import Any, TypeVar
 
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
-from dask_p2p.geometry import box_slices, normal_axes
-from dask_p2p.plans.partitions import Moves, moves, partition_of, repartition
+from dask_p2p.geometry import normal_axes
+from dask_p2p.plans.exchange import Exchange, redistribution_exchange
+from dask_p2p.plans.partitions import partition_of, repartition
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.movers import RegionMover
+from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
 from dask_p2p.sections.exchange.pieces import Pieces
-from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
@@ -112,19 +112,16 @@ class Redistribution:
         """Return the exchange between two partitions, with permuted axes."""
         whole = tuple(map(sum, before.local_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
-        own = moves(before, after, axes, self._rank)
-        if order is not None:
-            own, axes = own.permuted(order), tuple(axes[axis] for axis in order)
+        exchange = redistribution_exchange(before, after, axes, self._rank, order)
         mean_elements = prod(whole) // before.size**2
-        return Repartition(own, axes, call, mean_elements, self._regions, self._device)
+        return Repartition(exchange, call, mean_elements, self._regions, self._device)
 
 
 @dataclass(frozen=True)
 class Repartition:
     """Reusable exchange from the local blocks of one partition to those of another."""
 
-    moves: Moves  # sends and receives of this rank
-    axes: tuple[int, ...]  # axis i afterwards is axis axes[i] before
+    exchange: Exchange  # sends and receives of this rank
     call: str  # text of the call, the same on all ranks
     mean_elements: int  # mean number of elements from one rank to another
     regions: RegionMover  # moves the data
@@ -149,17 +146,12 @@ class Repartition:
             local_block = self.device.as_array(local_block)
             self.check(local_block)
         if out is None:
-            out = self.device.empty(self.moves.after, local_block.dtype)
+            out = self.device.empty(self.exchange.after, local_block.dtype)
         else:
             self._check_out(out, local_block)
         text = f"{self.call}, {local_block.dtype}"
-        call = RegionCall(text, local_block.dtype, order, self.axes, self.mean_elements)
-        targets = {rank: out[box_slices(box)] for rank, box in self.moves.receives.items()}
-        local = None
-        if self.moves.local is not None:
-            src, dst = self.moves.local
-            local = LocalRegion(src, out[box_slices(dst)])
-        self.regions.bring(call, local_block, self.moves.sends, targets, local)
+        call = ExchangeCall(text, local_block.dtype, self.exchange, order, self.mean_elements)
+        self.regions.bring(call, local_block, out)
         return out
 
     def check(self, local_block: Array) -> None:
@@ -173,16 +165,17 @@ class Repartition:
                 f"a: expected elements of a fixed size, got dtype {local_block.dtype}. Ranks "
                 f"cannot exchange Python objects. Convert the array to numbers."
             )
-        if local_block.shape != self.moves.before:
+        shape = self.exchange.before
+        if local_block.shape != shape:
             raise InputError(
-                f"a: expected an array of shape {self.moves.before}, as this rank's local block, "
+                f"a: expected an array of shape {shape}, as this rank's local block, "
                 f"got one of shape {local_block.shape}. Give from_partition= for another "
                 f"partition, and shape= if the whole array has another shape than the section's "
                 f"arrays."
             )
 
     def _check_out(self, out: Any, local_block: Array) -> None:
-        shape, dtype = self.moves.after, local_block.dtype
+        shape, dtype = self.exchange.after, local_block.dtype
         module = self.device.module
         if not isinstance(out, module.ndarray) or (out.shape, out.dtype) != (shape, dtype):
             found = getattr(out, "shape", type(out).__name__), getattr(out, "dtype", "no dtype")

@@ -1,8 +1,8 @@
 """Checkpoints: copies of ranks' states on their own workers, and on other workers.
 
 A state is the data that a rank's function needs to resume at a step: the bytes of some arrays. Each
-rank keeps its own state. Its *replica rank* (its buddy), on another worker, keeps a copy. So all
-states survive the loss of a worker, and a new attempt resumes at the newest complete step.
+rank keeps its own state. Its *replica rank*, on another worker, keeps a copy. So all states
+survive the loss of a worker, and a new attempt resumes at the newest complete step.
 """
 
 from __future__ import annotations

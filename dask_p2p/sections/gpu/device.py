@@ -28,8 +28,7 @@ from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.halo_messages import HaloCall
-from dask_p2p.sections.exchange.movers import HaloMover, RegionMover
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.lost_events import NOT_READY
 from dask_p2p.sections.gpu.regions import GpuRegions
@@ -228,8 +227,8 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def halo_mover(self, call: HaloCall) -> HaloMover:
-        return HaloWindows(self, call)
+    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
+        return HaloWindows(self, call, connections)
 
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         return GpuRegions(self, connections, reads_memory)

@@ -38,18 +38,12 @@ import numpy as np
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
 from dask_p2p.geometry import Box, box_shape
-from dask_p2p.sections.exchange.halo_messages import HaloCall, Packed, elements_of
-from dask_p2p.sections.exchange.movers import HaloMover
+from dask_p2p.sections.exchange.halo_messages import Packed, elements_of
+from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
-from dask_p2p.sections.gpu.windows import (
-    SLOTS,
-    DeviceBarrier,
-    OwnWindow,
-    PeerWindow,
-    opened,
-    try_share,
-)
+from dask_p2p.sections.gpu.windows import SLOTS, DeviceBarrier, OwnWindow, PeerWindow, opened
 from dask_p2p.sections.wire.connection import Buffer
+from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -72,17 +66,13 @@ class _ByteRun(NamedTuple):
 class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, call: HaloCall) -> None:
-        self._gpu, self._halo, self._dtype, self._connections = (
-            gpu,
-            call.halo,
-            call.dtype,
-            call.connections,
-        )
-        self._call, halo = call, call.halo
+    def __init__(self, gpu: Gpu, call: ExchangeCall, connections: Connections) -> None:
+        self._gpu, self._call, self._connections = gpu, call, connections
+        self._dtype, self._halo = call.dtype, call.exchange
+        halo = self._halo
         self._exchanges = 0  # number of exchanges so far
         self._sent, self._placed = (
-            {rank: _runs(boxes, halo.shape, self._dtype.itemsize) for rank, boxes in of.items()}
+            {rank: _runs(boxes, halo.after, self._dtype.itemsize) for rank, boxes in of.items()}
             for of in (halo.sends, halo.receives)
         )
         self._received = {rank: self._packed(boxes) for rank, boxes in halo.receives.items()}
@@ -227,18 +217,13 @@ class HaloWindows(HaloMover):
 
     def _open_windows(self) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
-        gpu, item_bytes, near = self._gpu, self._dtype.itemsize, set[int]()
-        if gpu.has_windows:
-            both = self._halo.sends.keys() & self._halo.receives.keys()
-            near = {rank for rank in both if not self._connections.is_on_other_host(rank)}
-        sizes = {rank: elements_of(self._halo.sends[rank]) * item_bytes for rank in sorted(near)}
-        own = try_share(gpu, partial(OwnWindow, gpu, sizes)) if sizes else None
-        descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in sizes}
-        self._windows = opened(
+        gpu, sends, item_bytes = self._gpu, self._halo.sends, self._dtype.itemsize
+        own, self._windows = opened(
             gpu,
             self._connections,
             self._call.text,
-            descriptors,
+            sends.keys() & self._halo.receives.keys(),
+            lambda near: OwnWindow(gpu, {r: elements_of(sends[r]) * item_bytes for r in near}),
             lambda rank, descriptor: PeerWindow(gpu, descriptor, self._received[rank].whole.nbytes),
         )
         if self._windows:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.geometry import box_slices
+from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import along
-from dask_p2p.sections.exchange.regions import RegionCall, RegionExchange
+from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
@@ -31,7 +32,7 @@ class GpuMessages:
     ----------
     gpu
         The rank's GPU.
-    links, reads_memory
+    connections, reads_memory
         As for `RegionExchange`.
     """
 
@@ -45,7 +46,7 @@ class GpuMessages:
 
     def bring(
         self,
-        call: RegionCall,
+        call: ExchangeCall,
         axis: int,  # axis along which regions are in pieces
         regions: dict[int, list[Array]],  # by rank of the receiver: the pieces
         targets: dict[int, Array],  # by rank of the sender
@@ -58,7 +59,7 @@ class GpuMessages:
 
     def _by_ucx(
         self,
-        call: RegionCall,
+        call: ExchangeCall,
         axis: int,
         regions: dict[int, list[Array]],
         targets: dict[int, Array],
@@ -71,7 +72,7 @@ class GpuMessages:
                     sends[rank] = self._in_one_piece(regions.pop(rank), axis)
             for rank, target in targets.items():
                 if connections.carries(rank, target.nbytes):
-                    receives[rank] = gpu.empty(call.shape_before(target.shape), call.dtype)
+                    receives[rank] = gpu.empty(call.exchange.shape_before(target.shape), call.dtype)
         gpu.wait()  # for these copies, and for earlier uses of this memory
         end = begin_in_order(
             connections,
@@ -83,7 +84,7 @@ class GpuMessages:
         end()
         with gpu.queue.within(gpu.stream):
             for rank, arrived in receives.items():
-                gpu.queue.permute(targets.pop(rank), arrived, call.axes)
+                gpu.queue.permute(targets.pop(rank), arrived, call.exchange.axes)
 
     def _in_one_piece(self, pieces: Sequence[Array], axis: int) -> Array:
         """Return contiguous memory for a region, and enqueue the copies of its pieces into it."""
@@ -101,24 +102,25 @@ class GpuMessages:
 
     def _through_host(
         self,
-        call: RegionCall,
+        call: ExchangeCall,
         axis: int,
         regions: Mapping[int, Sequence[Array]],
         targets: Mapping[int, Array],
     ) -> None:
         """Copy regions to host memory, exchange them there, and copy received regions back up."""
         gpu = self._gpu
-        straight = replace(call, axes=tuple(range(len(call.axes))))
+        axes = tuple(range(len(call.exchange.axes)))
+        straight = replace(call, exchange=replace(call.exchange, axes=axes))
         down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
         up = {
-            rank: np.empty(call.shape_before(target.shape), call.dtype)
+            rank: np.empty(call.exchange.shape_before(target.shape), call.dtype)
             for rank, target in targets.items()
         }
         self._of_host.give(straight, down, up)
         arrived = {rank: gpu.module.asarray(each) for rank, each in up.items()}
         with gpu.queue.within(gpu.stream):
             for rank, each in arrived.items():
-                gpu.queue.permute(targets[rank], each, call.axes)
+                gpu.queue.permute(targets[rank], each, call.exchange.axes)
 
 
 def _bytes_of(whole: Array) -> Array:

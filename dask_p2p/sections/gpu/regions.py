@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from dask_p2p.backends import RUN_BYTES, order_of
 from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.sections.exchange.movers import RegionMover
+from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
-from dask_p2p.sections.exchange.regions import LocalRegion, RegionCall
+from dask_p2p.sections.exchange.regions import regions_of
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.messages import GpuMessages
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
@@ -61,7 +61,7 @@ _Region: TypeAlias = Sequence[tuple[int, Array]]  # pieces, each with its number
 class _PendingReads(NamedTuple):
     """An exchange that other ranks may still be reading."""
 
-    call: RegionCall
+    call: ExchangeCall
     axis: int  # of the pieces
     made: list[Array]  # the pieces
     regions: Mapping[int, _Region]  # by rank of the reader
@@ -87,23 +87,16 @@ class GpuRegions(RegionMover):
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
         self._unsettled: _PendingReads | None = None
 
-    def bring(
-        self,
-        call: RegionCall,
-        local_block: Array | Pieces,
-        boxes: Mapping[int, Box],
-        targets: Mapping[int, Array],
-        local: LocalRegion | None = None,
-    ) -> None:
+    def bring(self, call: ExchangeCall, source: Array | Pieces, target: Array) -> None:
         """Exchange regions as `RegionExchange.bring` does, on the rank's stream.
 
-        Others may still read the local block: it must not change until `settle` has returned.
+        Others may still read the source: it must not change until `settle` has returned.
         """
         self.settle()
-        pieces = local_block if isinstance(local_block, Pieces) else Pieces.one(local_block)
+        pieces = source if isinstance(source, Pieces) else Pieces.one(source)
         made: list[Array] = []
         try:
-            self._unsettled = self._bring_directly(call, pieces, made, boxes, targets, local)
+            self._unsettled = self._bring_directly(call, pieces, made, target)
         except BaseException:
             self._gpu.exported.append(made)  # others may still be reading
             raise
@@ -132,33 +125,26 @@ class GpuRegions(RegionMover):
         self._messages.bring(call, axis, unread, targets)
 
     def _bring_directly(
-        self,
-        call: RegionCall,
-        pieces: Pieces,
-        made: list[Array],
-        boxes: Mapping[int, Box],
-        targets: Mapping[int, Array],
-        local: LocalRegion | None,
+        self, call: ExchangeCall, pieces: Pieces, made: list[Array], target: Array
     ) -> _PendingReads | None:
         """Make a local block and read regions of others where possible; return the pending rest."""
         gpu, connections = self._gpu, self._connections
         near = {} if connections.is_alone else self._open(call)
-        written = []
+        targets, written = regions_of(target, call.exchange.receives), []
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
                 made.append(pieces.make(number))
                 written.append(self._record(_WRITTEN + number))
             regions = {
                 rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
-                for rank, box in boxes.items()
+                for rank, (box,) in call.exchange.sends.items()
             }
             descriptors = {
                 rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
             }
             text = f"{call.text}, {call.order}, descriptors"
             said = connections.begin(text, descriptors, dict.fromkeys(near))
-            if local is not None:
-                self._copy_own(call, pieces, made, written, local)
+            self._copy_own(call, pieces, made, written, target)
             if connections.is_alone:
                 return None
             places = said()
@@ -171,19 +157,21 @@ class GpuRegions(RegionMover):
 
     def _copy_own(
         self,
-        call: RegionCall,
+        call: ExchangeCall,
         pieces: Pieces,
         made: Sequence[Array],
         written: Sequence[Any],  # an event after each piece
-        local: LocalRegion,
+        target: Array,
     ) -> None:
         """Enqueue copies of the parts of each piece that stay on this rank."""
-        queue = self._gpu.queue
-        for number, part, inside in pieces.of(local.box):
-            queue.concurrent.wait_event(written[number])
-            place = box_slices(tuple(inside[axis] for axis in call.axes))
-            source = made[number][box_slices(part)]
-            queue.permute(local.target[place], source, call.axes, concurrent=True)
+        queue, axes = self._gpu.queue, call.exchange.axes
+        for src, dst in call.exchange.local:
+            into = target[box_slices(dst)]
+            for number, part, inside in pieces.of(src):
+                queue.concurrent.wait_event(written[number])
+                place = box_slices(tuple(inside[axis] for axis in axes))
+                source = made[number][box_slices(part)]
+                queue.permute(into[place], source, axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
         """Record an event after the work of the stream so far; return it."""
@@ -192,7 +180,7 @@ class GpuRegions(RegionMover):
         return self._gpu.stream.record(self._own.events[number])
 
     def _read(
-        self, call: RegionCall, said: Mapping[int, Buffer], targets: Mapping[int, Array]
+        self, call: ExchangeCall, said: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
         gpu, connections, near, found = self._gpu, self._connections, self._open(call), {}
@@ -212,20 +200,20 @@ class GpuRegions(RegionMover):
         return {*found}
 
     def _read_piece(
-        self, call: RegionCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
+        self, call: ExchangeCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
     ) -> None:
         """Put a piece of another rank's region into place; it begins at `start` along the axis."""
-        queue = self._gpu.queue
+        queue, axes = self._gpu.queue, call.exchange.axes
         part_bytes = self._gpu.part_bytes
-        given = piece.shape, piece.strides, piece.itemsize, call.axes
+        given = piece.shape, piece.strides, piece.itemsize, axes
         for part in _parts(*given, part_bytes, is_last):
             copy = queue.prefetch(piece[box_slices(part)], part_bytes)
             moved = part
             if part:
                 low, high = part[axis]
                 moved = along(axis, part, (start + low, start + high))
-            place = box_slices(tuple(moved[each] for each in call.axes))
-            queue.permute_prefetched(target[place], copy, call.axes)
+            place = box_slices(tuple(moved[each] for each in axes))
+            queue.permute_prefetched(target[place], copy, axes)
 
     def _descriptor(self, axis: int, region: _Region) -> bytes:
         """Return the descriptor of a region for its reader; empty if it cannot be read.
@@ -240,7 +228,9 @@ class GpuRegions(RegionMover):
             found.append((number, piece.shape, piece.strides, place))
         return pack_descriptor(axis, tuple(found)) if found else b""
 
-    def _acknowledge(self, call: RegionCall, read: set[int]) -> Callable[[], Mapping[int, Buffer]]:
+    def _acknowledge(
+        self, call: ExchangeCall, read: set[int]
+    ) -> Callable[[], Mapping[int, Buffer]]:
         """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
         near = self._open(call)
@@ -248,21 +238,18 @@ class GpuRegions(RegionMover):
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
         return self._connections.begin(f"{call.text}, read", descriptors, into)
 
-    def _open(self, call: RegionCall) -> dict[int, PeerMemory]:
+    def _open(self, call: ExchangeCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
-            gpu, connections = self._gpu, self._connections
-            own_rank, size = connections.rank_and_size
-            ranks = [each for each in range(size) if each != own_rank]
-            near = [
-                each for each in ranks if gpu.has_windows and not connections.is_on_other_host(each)
-            ]
-            own = try_share(gpu, partial(OwnEvents, gpu, _WRITTEN + MOST_PIECES)) if near else None
-            descriptors = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
-            self._near = opened(
-                gpu, connections, call.text, descriptors, lambda rank, said: PeerMemory(gpu, said)
+            gpu, (own_rank, size) = self._gpu, self._connections.rank_and_size
+            self._own, self._near = opened(
+                gpu,
+                self._connections,
+                call.text,
+                {*range(size)} - {own_rank},
+                lambda _: OwnEvents(gpu, _WRITTEN + MOST_PIECES),
+                lambda _, descriptor: PeerMemory(gpu, descriptor),
             )
-            self._own = own
             self._messages.prepare()
         return self._near
 

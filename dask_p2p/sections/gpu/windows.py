@@ -19,7 +19,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -63,6 +63,7 @@ _BARRIER_THREADS = 32
 _LOOK_S = 0.001
 
 _T = TypeVar("_T")
+_O = TypeVar("_O", bound="OwnEvents")
 _P = TypeVar("_P", bound="PeerMemory")
 
 
@@ -297,14 +298,18 @@ def opened(
     gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
     connections: Connections,
     call: str,  # text of the call, the same on all ranks
-    # Descriptors to send, by rank; empty if this rank shares no memory with the other.
-    descriptor: Mapping[int, bytes],
+    ranks: Iterable[int],  # ranks that this one exchanges data with
+    share: Callable[[Sequence[int]], _O],  # returns own memory for ranks of this host
     make: Callable[[int, bytes], _P],  # opens another rank's memory, by rank and descriptor
-) -> dict[int, _P]:
-    """Open the memory of other ranks, while these open this rank's memory.
+) -> tuple[_O | None, dict[int, _P]]:
+    """Open the memory of other ranks of this host, while these open this rank's memory.
 
-    Returns opened memory by rank, if both sides could open the other's.
+    Returns own memory, or None if it cannot be shared. Also returns opened memory by rank, if both
+    sides could open the other's.
     """
+    near = [r for r in sorted(ranks) if gpu.has_windows and not connections.is_on_other_host(r)]
+    own = try_share(gpu, partial(share, near)) if near else None
+    descriptor = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
     received = connections.exchange(f"{call}, windows", descriptor, dict.fromkeys(descriptor))
     found: dict[int, _P] = {}
     for rank, fields in received.items():
@@ -319,7 +324,7 @@ def opened(
             gpu.closing.append(one.close)
     seen = {rank: bytes([rank in found]) for rank in descriptor}
     answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
-    return {rank: one for rank, one in found.items() if any(answers[rank])}
+    return own, {rank: one for rank, one in found.items() if any(answers[rank])}
 
 
 def _own_peer() -> Peer:

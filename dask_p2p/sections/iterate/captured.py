@@ -33,7 +33,7 @@ class Captured:
     ----------
     device : Gpu
         The GPU of the fields.
-    fields : sequence of Padded
+    fields : sequence of HaloArray
         The current fields, on which the steps operate.
     steps : callable
         Enqueues the steps. After them each field is in the memory where it was.

@@ -33,13 +33,13 @@ class FirstStep:
         Calls the user's function.
     device : Host
         Device of the local block.
-    fields : sequence of Padded
+    fields : sequence of HaloArray
         The fields that the function reads.
     given : sequence
         Its arguments: the data of the fields, then constants.
-    part : Part
+    part : HaloPart
         The data of the newest field, as the function receives it.
-    spare : Padded
+    spare : HaloArray
         Memory of the next field, which the step fills.
     """
 

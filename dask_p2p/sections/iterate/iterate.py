@@ -121,9 +121,9 @@ def iterate(
         Values beyond the ends of the array, as for `dask_p2p.map_overlap`: by default "periodic".
         With "none" local blocks at the ends have no halo there.
     constants : sequence, optional
-        Further arguments, which `func` reads in each step. A Dask array must have x's shape: each
-        rank receives its local block, without a halo. Other values are passed unchanged. All arrays
-        are of the fields' kind, NumPy or CuPy.
+        Further arguments, which `func` reads in each step. A Dask array must have the shape of
+        the fields. Each rank receives its local block, without a halo. Other values are passed
+        unchanged. All arrays are of the fields' kind, NumPy or CuPy.
     corners : bool, optional
         If True, the default, the halo includes corners: right for all stencils. A star-shaped
         stencil does not read corners. With False they are not exchanged where several axes are
@@ -134,7 +134,7 @@ def iterate(
         the boundary, in two parts for each divided axis. It must return the same values for such
         parts. "auto", the default, overlaps if halos come from another host and local blocks have
         at least 2**18 elements. For CuPy blocks it overlaps if local blocks have at least 256 MiB.
-    exchange : {"auto", "diagonal", "left-right", "pairwise"}
+    exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
     until : callable, optional
         ``until(*numbers)`` returns whether to stop. `func` returns the numbers, in a tuple after
@@ -145,7 +145,7 @@ def iterate(
         Number of steps, or time, between checkpoints. For a checkpoint each rank keeps a copy of
         its fields on its own worker and on another one. After the loss of a worker all ranks resume
         from the last checkpoint; without one, from the start.
-    members : int, optional
+    ranks : int, optional
         Largest number of ranks; there are never more than blocks of the array. By default one for
         each worker of the current cluster that has the resources of `dask.annotate`. It is 1
         without a cluster, with an asynchronous client, or in the function of another section. There

@@ -12,7 +12,7 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.plans.rank_halo import rank_halo
+from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
@@ -175,7 +175,7 @@ class Iteration:
         self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs: Sequence[DType]
     ) -> SectionEstimate:
         """Return the estimate of one rank; `found` is the estimate for any function."""
-        own = rank_halo(ranks, rank, self._widest, self.boundary, self.corners)
+        own = halo_exchange(ranks, rank, self._widest, self.boundary, self.corners)
         fields, count, item_bytes = len(self.depths), box_size(own.inner), self.dtype.itemsize
         has_states = self.period is not None and ranks.size > 1
         state_bytes = fields * count * item_bytes if has_states else 0

@@ -4,9 +4,9 @@ The socket of a connection still carries all headers. So differing calls and dea
 as everywhere else. Large payloads go by UCX, from and to memory of the host or of a GPU, over
 InfiniBand or any other transport that UCX finds.
 
-A large message is sent in parts. If a connection is cut no part arrives, and UCX may not report it.
-So parts have a deadline, which starts when the header arrives: the time that a peer computes before
-it sends does not count.
+A large message is sent in parts. If a connection is lost, no part arrives, and UCX may not report
+it. So parts have a deadline, which starts when the header arrives: the time that a peer computes
+before it sends does not count.
 """
 
 from __future__ import annotations

@@ -117,6 +117,8 @@ class Connections:
 
         Parameters
         ----------
+        call
+            Text of the call, the same on all ranks.
         sends
             Data to send, by destination.
         receives
@@ -142,11 +144,12 @@ class Connections:
         """
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
-        above, below, far_below = branch(*self.rank_and_size)
+        above, below = branch(*self.rank_and_size)
         near = {*self._connections, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
-        of_all_below = above if below else []  # a leaf has already sent its message
-        for to, sources in (([], far_below), (of_all_below, []), ([], above), (below, [])):
+        # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a
+        # message up the tree after all its peers have answered.
+        for to, sources in (([], below), (above, []), ([], above), (below, [])):
             receives = {each: bytearray() for each in sources}
             self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
 

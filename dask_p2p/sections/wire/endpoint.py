@@ -1,10 +1,10 @@
 """Endpoints of a rank's connections: by memory, a Unix socket, TCP or TLS.
 
 Ranks of one process connect by memory, ranks of one host by Unix sockets. An endpoint returns
-connected streams that do not block; `setup` identifies the rank at the other end.
+connected streams that do not block; `connection_setup` identifies the rank at the other end.
 
-A connection between hosts may be cut without either end noticing. The kernel probes an idle peer
-now and then, and `is_lost` checks a peer that has bytes to receive. This is not a time-out of
+A connection between hosts may be lost without a report to either end. The kernel probes an idle
+peer now and then, and `is_lost` checks a peer that has bytes to receive. This is not a time-out of
 messages: a peer that computes for long still answers, but `TCP_USER_TIMEOUT` would end its
 connection.
 """

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import dask.array as da
 import pytest
+from distributed import Client, LocalCluster
 
+import dask_p2p
 from dask_p2p.backends.host import allocator
 
 # Page faults of 200 calls of a ufunc, on views, in a thread that is not the first.
@@ -68,29 +73,131 @@ def test_dask_s_own_threshold_gives_buffers_back():
     assert faults(ALONE.format(path=""), "65536") > 1000
 
 
-def test_what_the_process_was_started_with_counts(monkeypatch, tmp_path):
-    """Where glibc chooses by itself it would stop to do so."""
-    called = []
-    libc = SimpleNamespace(mallopt=lambda *args: called.append(args))
+@pytest.fixture
+def called(monkeypatch, tmp_path):
+    """Calls of a C library whose process was started with the environment in `environ`."""
+    found = []
+    libc = SimpleNamespace(
+        mallopt=lambda *args: found.append(args), malloc_trim=lambda pad: found.append("trim")
+    )
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: libc)
     monkeypatch.setattr(allocator, "_ENVIRONMENT", tmp_path / "environ")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    allocator.keep_small_buffers()  # on a system without such files
-    for variables in (
-        b"",
-        b"A=1\0B=MALLOC_TRIM_THRESHOLD_=0\0",
-        b"MALLOC_TRIM_THRESHOLD_=1048576\0",
-    ):
-        (tmp_path / "environ").write_bytes(variables)
-        allocator.keep_small_buffers()
+    allocator._glibc.cache_clear()
+    yield found
+    allocator._glibc.cache_clear()
+
+
+def started_with(tmp_path, variables):
+    (tmp_path / "environ").write_bytes(variables)
+    allocator._glibc.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [None, b"", b"A=1\0B=MALLOC_TRIM_THRESHOLD_=0\0", b"MALLOC_TRIM_THRESHOLD_=1048576\0"],
+)
+def test_where_glibc_chooses_itself_nothing_changes(called, tmp_path, variables):
+    """Not even on a system without such files: glibc would stop to adapt its limits."""
+    if variables is not None:
+        started_with(tmp_path, variables)
+    allocator.keep_small_buffers()
+    with allocator.temporaries_kept():
+        pass
     assert not called
-    (tmp_path / "environ").write_bytes(b"A=1\0MALLOC_TRIM_THRESHOLD_=65536\0")
+
+
+LOW = b"A=1\0MALLOC_TRIM_THRESHOLD_=65536\0"
+
+
+def test_a_low_limit_is_raised(called, tmp_path, monkeypatch):
+    started_with(tmp_path, LOW)
     allocator.keep_small_buffers()
     assert called == [(-1, 2**20)]
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
+    allocator._glibc.cache_clear()
     allocator.keep_small_buffers()  # with another C library
+    assert len(called) == 1
+
+
+def test_the_last_of_concurrent_contexts_restores_the_limits(called, tmp_path):
+    started_with(tmp_path, LOW)
+    with allocator.temporaries_kept():
+        with pytest.raises(InterruptedError), allocator.temporaries_kept():
+            raise InterruptedError
+        assert called == [(-3, 2**25), (-1, 2**30), (-2, 2**26)]
+    assert called[3:] == [(-3, 2**17), (-1, 2**20), (-2, 2**17), "trim"]
+
+
+# Page faults of 20 temporaries of 4 MiB, and the memory of the process afterwards.
+TEMPORARIES = """
+import ctypes, json, resource, runpy, sys, threading
+from contextlib import nullcontext
+import numpy as np
+
+def rss():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def work():
+    global found
+    x = np.ones(2**19)
+    with kept():
+        for _ in range(3):
+            y = (x + 1) * 2 - x  # several temporaries at a time
+        before = faults()
+        for _ in range(20):
+            y = (x + 1) * 2 - x
+        found = faults() - before
+        del y
+
+kept = runpy.run_path(sys.argv[1])["temporaries_kept"] if sys.argv[1:] else nullcontext
+before = rss()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(json.dumps([found, rss() - before]))
+"""
+
+
+def temporaries(*args):
+    env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", TEMPORARIES, *args]
+    return json.loads(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
+
+
+def test_temporaries_of_a_rank_reuse_their_pages():
+    pages, left_bytes = temporaries(allocator.__file__)
+    assert pages < 500
+    assert left_bytes < 8 * 2**20, "free memory returns to the system at the end"
+
+
+def test_other_temporaries_get_new_pages():
+    pages, _ = temporaries()
+    assert pages > 5000
 
 
 @pytest.mark.cluster
 def test_nor_in_a_task():
     assert faults(ON_A_WORKER, "65536") < 100
+
+
+def faults_of_steps(ctx, x):
+    """Count the new pages of twenty steps of plain expressions."""
+    before = 0
+    for step in range(23):
+        if step == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        x = (x + 1) * 2 - x
+    return x, float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+@pytest.mark.cluster
+def test_temporaries_of_ranks_on_workers_with_nannies():
+    x = da.ones((2, 2**19), chunks=(1, -1))
+    with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
+        _, pages = dask_p2p.spmd(faults_of_steps, x, per_rank=[0.0])
+        assert pages.max().compute() < 500

@@ -11,19 +11,18 @@ from dask_p2p.backends.host.copies import (
     copy_on_host,
     register_from_bytes,
 )
-from dask_p2p.backends.numpy import NUMPY
 
 
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])
 def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, shape):
     monkeypatch.setattr(host_copies, "thread_count", lambda: 3)
-    threads, permute_into = set(), NUMPY.permute_into
+    threads, permute_into = set(), host_copies.permute_into
 
     def noted(*args):
         threads.add(threading.current_thread().name)
         permute_into(*args)
 
-    monkeypatch.setattr(NUMPY, "permute_into", noted)
+    monkeypatch.setattr(host_copies, "permute_into", noted)
     values = np.random.default_rng(0).random(shape)
     out = np.empty(shape[::-1]).T
     copy_on_host(out, values)
@@ -34,13 +33,13 @@ def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, sha
 
 def test_no_thread_has_less_to_copy_than_is_worth_it(monkeypatch):
     monkeypatch.setattr(host_copies, "thread_count", lambda: 8)
-    sizes, permute_into = [], NUMPY.permute_into
+    sizes, permute_into = [], host_copies.permute_into
 
     def noted(to, of, axes):
         sizes.append(of.nbytes)
         permute_into(to, of, axes)
 
-    monkeypatch.setattr(NUMPY, "permute_into", noted)
+    monkeypatch.setattr(host_copies, "permute_into", noted)
     for mebibytes, count in ((1, 1), (4, 1), (16, 4), (64, 8)):
         values = np.zeros(mebibytes * 2**20, "u1")
         copy_on_host(values.copy(), values)
@@ -50,13 +49,13 @@ def test_no_thread_has_less_to_copy_than_is_worth_it(monkeypatch):
 
 
 def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
-    held, permute_into = threading.Event(), NUMPY.permute_into
+    held, permute_into = threading.Event(), host_copies.permute_into
 
     def late(*args):
         assert held.wait(60)
         permute_into(*args)
 
-    monkeypatch.setattr(NUMPY, "permute_into", late)
+    monkeypatch.setattr(host_copies, "permute_into", late)
     values = np.random.default_rng(0).random(400_000)
     out = np.zeros_like(values)
     wait = begin_copy(out, values)

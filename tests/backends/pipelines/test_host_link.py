@@ -9,30 +9,29 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import host_link as module
 from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
 from dask_p2p.backends.pipelines.host_streams import HostStreams
-from tests.simulation.streams import HOST, drop_host_slots, emulated
+from tests.simulation.streams import HOST, drop_host_slots
 
 BYTES = 2**12
 REPEATS = 3  # of each measurement
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    recorder = emulated(monkeypatch)
+def gpu(gpu, monkeypatch):
     monkeypatch.setattr(module, "_BYTES", BYTES)
     monkeypatch.setattr(module, "_REPEATS", REPEATS)
-    recorder.copies = []
-    do = recorder.do
+    gpu.copies = []
+    do = gpu.do
 
     def noted(timeline, what, reads=(), writes=()):
         if what == "a copy engine":  # whose memory of the host nobody has to have written
-            do(HOST, "whoever had it", writes=reads) if not recorder.copies else None
+            do(HOST, "whoever had it", writes=reads) if not gpu.copies else None
             do(timeline, what, reads, writes)
-            recorder.copies.append((timeline, dict(recorder.clocks[timeline]), reads[0].nbytes))
+            gpu.copies.append((timeline, dict(gpu.clocks[timeline]), reads[0].nbytes))
         else:
             do(timeline, what, reads, writes)
 
-    monkeypatch.setattr(recorder, "do", noted)
-    return recorder
+    monkeypatch.setattr(gpu, "do", noted)
+    return gpu
 
 
 def test_rates_are_bytes_by_time(gpu):

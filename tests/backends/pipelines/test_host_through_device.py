@@ -29,11 +29,6 @@ PART_BYTES = 1024
 ROWS, COLUMNS = 128, 8  # a part is 16 rows, which in the output are as long as copy engines take
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
-
-
 def pinned(values):
     memory = np.asarray(Pinned(values.nbytes))[: values.nbytes]
     array = memory.view(values.dtype).reshape(values.shape)

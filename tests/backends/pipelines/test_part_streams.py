@@ -23,11 +23,6 @@ PARTS = 2 * SLOTS + 1
 NEVER = 2**60
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return emulated(monkeypatch)
-
-
 class Work:
     """Twice an array, part by part, or the sum of its parts."""
 

@@ -66,7 +66,7 @@ def test_a_cell_adds_up():
     assert cell["fallback"] == ""
 
 
-def test_fallbacks_are_told():
+def test_fallbacks_are_shown():
     fallback = Fallback("b", "cma", "not permitted")
     _, found = cells(
         record(0, stages=(stage("b", "comm", 1, 1.0),), fallbacks=(fallback,)),
@@ -76,12 +76,12 @@ def test_fallbacks_are_told():
     assert found["a", "c"]["fallback"] == ""
 
 
-def test_what_kernels_read_in_place_is_timed_by_them():
+def test_regions_that_kernels_read_in_place_are_timed_by_them():
     _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9, 0.1, None, 0.0, 0.5),)))
     assert found["a", "b"]["gbs"] == 2.0
 
 
-def test_what_was_not_timed_has_no_speed():
+def test_regions_without_times_have_no_speed():
     _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9),)))
     assert isnan(found["a", "b"]["gbs"])
     assert isnan(found["a", "b"]["share"])
@@ -192,7 +192,7 @@ def test_of_many_workers_the_busiest_rows_are_shown():
     assert {bar["worker"] for bar in found["task"]} == set(chart.workers)
 
 
-def test_failed_attempts_are_told():
+def test_failed_attempts_are_shown():
     _, found = drawn(record(0, error="b is deaf"), record(0, 1.0))
     assert [bar["error"] for bar in found["task"]] == ["b is deaf", ""]
 

@@ -82,17 +82,17 @@ def opened(client, path="/p2p"):
 
 
 def test_workers_are_asked_while_a_page_is_open(client, asked):
-    get(client, "/p2p")  # nobody looks at it
+    get(client, "/p2p")  # without a session
     time.sleep(1)
     assert asked == []
     with opened(client), opened(client, PLOTS[0]):
         wait_until(lambda: len(asked) >= 4)
     pauses_s = [after - before for before, after in itertools.pairwise(asked)]
     assert min(pauses_s) >= INTERVAL_S, "two pages ask no more than one"
-    wait_until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # they have been closed
+    wait_until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # the pages have been closed
 
 
-def test_nobody_is_asked_once_the_plugin_was_taken_off(client, asked):
+def test_no_worker_is_asked_after_the_plugin_was_removed(client, asked):
     with opened(client):
         wait_until(lambda: asked)
         client.run_on_scheduler(take_off)
@@ -113,7 +113,7 @@ async def take_off(dask_scheduler):
 
 
 def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, caplog):
-    """Bokeh's ping may find out before its handler does, which then misses the session."""
+    """Bokeh's ping may notice it before its handler, which then misses the session."""
     from bokeh.client import pull_session
 
     async def lose_all(dask_scheduler):
@@ -129,8 +129,8 @@ def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, cap
     sessions = [pull_session(url=f"http://127.0.0.1:{port}{page[:-3]}") for page in pages]
     client.run_on_scheduler(lose_all)
     del sessions
-    said = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
-    lost = {page for page in pages for text in said if f"GET {page}" in text}
+    texts = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
+    lost = {page for page in pages for text in texts if f"GET {page}" in text}
     assert lost in (pages, set())
 
 
@@ -217,7 +217,7 @@ def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):
     assert set(log.messages) == {"dask_p2p: no page /p2p on the dashboard, which needs bokeh"}
 
 
-def test_without_a_dashboard_nothing_is_said(log):
+def test_without_a_dashboard_nothing_is_logged(log):
     scheduler = SimpleNamespace(http_application=SimpleNamespace(applications=[]))
     assert not add_pages(scheduler, lambda: None)
     assert log.messages == []

@@ -1,4 +1,4 @@
-"""What a page shows; workers are asked for it while somebody looks, and only then."""
+"""The data of a page: workers are asked for it only while a page is open."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(main):
     run_clocked(whole())
 
 
-def test_nobody_is_asked_unless_somebody_looks():
+def test_workers_are_asked_only_while_a_page_is_open():
     async def main():
         workers = Workers("a")
         workers.feed.picture()
@@ -74,7 +74,7 @@ def test_nobody_is_asked_unless_somebody_looks():
     run(main)
 
 
-def test_pages_local_block_what_is_asked():
+def test_pages_share_the_answers_of_workers():
     async def main():
         workers = Workers("a")
         while workers.asked["a"] < 5:
@@ -84,7 +84,7 @@ def test_pages_local_block_what_is_asked():
         assert first.runs["blocks"] == ["3 of 2 x 1"]
         asked = workers.asked["a"]
         await workers.look(3)
-        assert workers.asked["a"] == asked, "one has asked just now"
+        assert workers.asked["a"] == asked, "another page has asked just now"
         workers.feed.close()
 
     run(main)
@@ -135,7 +135,7 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
             return workers.feed.picture().running
 
         workers.under_way = [record(0, wanted_bytes=10)]
-        assert workers.feed.picture().running == frozenset(), "nobody looks"
+        assert workers.feed.picture().running == frozenset(), "no page is open"
         assert await running() == {NAME}
         workers.tasks, workers.under_way = Tasks(total=2, left=1), []
         workers.store.add("a", 0, [record(0)])
@@ -151,7 +151,7 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
     run(main)
 
 
-def test_what_was_under_way_is_forgotten_while_nobody_looks():
+def test_tasks_under_way_are_dropped_while_no_page_is_open():
     async def main():
         workers = Workers("a")
         workers.asked["a"] = 3
@@ -219,7 +219,7 @@ def test_progress_goes_by_bytes():
     (row,) = table([record(0, 0.0, FROM_B), half], total=4, left=3)
     assert (row["state"], row["progress"]) == ("running", pytest.approx(1.5 / 4))
     assert (row["moved"], row["least"], row["blocks"]) == ("150 B", "100 B", "1 of 2 x 1")
-    (row,) = table([half])  # the scheduler knows nothing of it
+    (row,) = table([half])  # the scheduler has no such task
     assert (row["state"], row["progress"]) == ("running", 0.5)
 
 
@@ -228,21 +228,21 @@ def test_progress_where_nothing_has_to_come():
     assert (row["state"], row["progress"]) == ("running", 0.25)
 
 
-def member(rank, step=0, wanted_bytes=0, steps=5000):
-    """Of a section with two ranks; the scheduler knows its commit task, too."""
+def rank_record(rank, step=0, wanted_bytes=0, steps=5000):
+    """A record of one of two ranks of a section, whose commit task the scheduler has too."""
     return record(rank, 1.0, wanted_bytes=wanted_bytes, step=step, steps=steps, attempt=1)
 
 
 @pytest.mark.parametrize(
     ("records", "left", "progress"),
     [
-        ([member(0, 495), member(1, 495)], 3, 0.099),
-        ([member(0, 3459), member(1, 3459)], 3, 3459 / 5000),
-        ([member(0, 5000), member(1, 5000)], 3, 1.0),
-        ([member(0, 2500)], 3, 0.25),  # no record of the other one has come
-        ([member(0, 5000, None), member(1, 2500)], 2, 0.75),
-        ([member(0, steps=0), member(1, steps=0)], 3, 0.0),
-        ([member(0, 5000, None), member(1, 5000, None)], 1, 1.0),
+        ([rank_record(0, 495), rank_record(1, 495)], 3, 0.099),
+        ([rank_record(0, 3459), rank_record(1, 3459)], 3, 3459 / 5000),
+        ([rank_record(0, 5000), rank_record(1, 5000)], 3, 1.0),
+        ([rank_record(0, 2500)], 3, 0.25),  # no record of the other one has come
+        ([rank_record(0, 5000, None), rank_record(1, 2500)], 2, 0.75),
+        ([rank_record(0, steps=0), rank_record(1, steps=0)], 3, 0.0),
+        ([rank_record(0, 5000, None), rank_record(1, 5000, None)], 1, 1.0),
     ],
 )
 def test_progress_of_a_section_is_that_of_its_steps(records, left, progress):
@@ -269,7 +269,7 @@ def test_the_run_before_stays_done():
     assert (newer["state"], older["state"]) == ("running", "done")
 
 
-def test_what_failed_for_good_is_told():
+def test_final_failures_are_shown():
     (row,) = table([record(0, error="why"), record(1)])
     assert row["state"] == "failed"
     (row,) = table([record(0, error="why"), record(0, 2.0)])

@@ -247,26 +247,26 @@ def test_single_plots(driver, page, part):
     assert complaints(driver) == []
 
 
-def test_what_workers_tell_is_text(client, driver, page):
-    """Whatever an error says, no tip and no cell makes it a part of the page."""
+def test_texts_of_workers_are_not_html(client, driver, page):
+    """No tip and no cell makes the text of an error a part of the page."""
     visit(driver, page)
     evil = "<img src='' onerror='window.evil = 1'>"
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
     stages = (Stage("tcp://b:1", "cma", 100, 0.1, 0.5),)
-    told = {"name": "p2p-<b>told</b>", "start_s": time.time(), "worker": "tcp://a:1"}
-    failed = record(0, stages=stages, error=evil, **told)
-    made = record(1, fallbacks=(Fallback("tcp://b:1", "ipc", evil),), dtype=evil, **told)
+    given = {"name": "p2p-<b>name</b>", "start_s": time.time(), "worker": "tcp://a:1"}
+    failed = record(0, stages=stages, error=evil, **given)
+    made = record(1, fallbacks=(Fallback("tcp://b:1", "ipc", evil),), dtype=evil, **given)
 
-    async def tell():
-        feed.records.add("told", 0, [failed, made])
+    async def add():
+        feed.records.add("name", 0, [failed, made])
 
-    client.sync(tell)
+    client.sync(add)
     assert shown(driver, failed.name, "failed")["dtype"] == evil
     time.sleep(0.2)  # until it is drawn
     assert driver.execute_script("return window.evil") is None
     for plot in ("links", "stages"):
         visit(driver, page.replace("/p2p", f"/individual-p2p-{plot}"))
-        found = pointed_at(driver, "b:1" if plot == "links" else "<b>told</b>")
+        found = pointed_at(driver, "b:1" if plot == "links" else "<b>name</b>")
         assert evil in found
         assert driver.execute_script("return window.evil") is None
     assert complaints(driver) == []
@@ -282,7 +282,7 @@ TIPS = """
 
 
 def pointed_at(driver, text):
-    """The tips of the first place, from above and from the left, whose tips have this text."""
+    """The tips of the first position, from above and from the left, whose tips have this text."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     width, height = driver.execute_script("return [innerWidth, innerHeight]")

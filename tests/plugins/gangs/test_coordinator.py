@@ -1,8 +1,8 @@
 """The coordinator in any order of events: joins, leaves, deaths, cancels, lost outputs.
 
-The model is Dask's scheduler as the coordinator's adapter sees it: each rank's task is absent, in
-process on a worker, in memory there, or erred; it is told of each change, and releases outputs that
-no longer count.
+The model is Dask's scheduler in the view of the coordinator's adapter. Each rank's task is absent,
+in process on a worker, in memory there, or erred. The model reports each change to the coordinator,
+and releases outputs that no longer count.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ WORKERS = ("a", "b", "c")
 SIZES = {"x": 1, "y": 2, "z": 3}
 MOST = 4
 gangs = st.sampled_from(sorted(SIZES))
-whiches = st.integers(0, 5)  # of those that there are
+whiches = st.integers(0, 5)  # index among the ranks, modulo their number
 workers = st.sampled_from(WORKERS)
 
 
 class Task:
-    """A rank's task, as the scheduler has it, and its thread on a worker."""
+    """A rank's task on the scheduler, and its thread on a worker."""
 
     def __init__(self):
         self.state, self.worker, self.token = "waiting", None, None
-        self.attempt = 0  # whose output it is
+        self.attempt = 0  # of the attempt that made the output
 
 
 class Gangs(RuleBasedStateMachine):
@@ -37,7 +37,7 @@ class Gangs(RuleBasedStateMachine):
         super().__init__()
         self.coordinator = Coordinator(MOST)
         self.tokens = itertools.count()
-        self.commits = {}  # attempts that outputs were handed on of, by gang, since the last loss
+        self.commits = {}  # attempts whose outputs were used, by gang, since the last loss
         self.tasks = {}
         for gang in SIZES:
             self.submit(gang)
@@ -52,7 +52,7 @@ class Gangs(RuleBasedStateMachine):
     def order(self, gang, rank):
         return self.coordinator.order(gang, rank, self.tasks[gang, rank].token)
 
-    # --- what the scheduler does with a task
+    # --- transitions of tasks
 
     def release(self, gang, rank, cause):
         task = self.tasks[gang, rank]
@@ -61,7 +61,7 @@ class Gangs(RuleBasedStateMachine):
             self.coordinator.drop(gang, rank, cause)
 
     def err(self, gang, rank):
-        """Dask releases the siblings: all that would read of them has failed as well."""
+        """Dask releases the siblings: all their dependents have failed as well."""
         self.release(gang, rank, "erred")
         self.tasks[gang, rank].state = "erred"
         for other in range(SIZES[gang]):
@@ -83,7 +83,7 @@ class Gangs(RuleBasedStateMachine):
         self.run_again(gang, again)
 
     def follow(self, gang, rank):
-        """Have a rank's thread do what it is told; return whether anything has happened."""
+        """Follow the order of a rank, as its thread does; return whether its attempt has ended."""
         task = self.tasks[gang, rank]
         if task.state != "processing":
             return False
@@ -103,7 +103,7 @@ class Gangs(RuleBasedStateMachine):
     # --- events
 
     def pick(self, which, *states):
-        """One of the ranks whose tasks are in these states; none if there is none."""
+        """Return one of the ranks whose tasks are in these states, in a list; empty if none is."""
         those = [each for each, task in self.tasks.items() if task.state in states]
         return [those[which % len(those)]] if those else []
 
@@ -127,7 +127,7 @@ class Gangs(RuleBasedStateMachine):
 
     @rule(which=whiches, how=st.sampled_from(["", "loses a peer", "raises"]))
     def a_function_ends(self, which, how):
-        """It may end when its attempt has ended already: then that says nothing."""
+        """It may end after its attempt: this changes nothing."""
         for gang, rank in self.pick(which, "processing"):
             before = self.order(gang, rank)
             if before.state != "waiting":
@@ -136,7 +136,7 @@ class Gangs(RuleBasedStateMachine):
                 assert before.state == "running" or self.order(gang, rank) == before
 
     @rule(which=whiches, error=st.none() | st.just(b"error"))
-    def an_old_run_speaks(self, which, error):
+    def an_old_attempt_leaves(self, which, error):
         for gang, rank in self.pick(which, "waiting", "processing", "memory", "erred"):
             before = self.order(gang, rank)
             self.coordinator.leave(gang, rank, "old", "it was stopped long ago", error)
@@ -166,7 +166,7 @@ class Gangs(RuleBasedStateMachine):
         self.coordinator.forget(gang)
         self.submit(gang)
 
-    # --- what holds at any time
+    # --- invariants
 
     @invariant()
     def attempts_are_whole_and_alone(self):
@@ -200,7 +200,7 @@ class Gangs(RuleBasedStateMachine):
         return self.coordinator._gangs, self.coordinator._queue
 
     def teardown(self):
-        """From here on nothing goes wrong: everything ends, and nothing is left."""
+        """Without further failures everything ends, and nothing is left."""
         for _ in range(100):
             moved = False
             for gang, size in SIZES.items():
@@ -289,10 +289,10 @@ def test_attempts_are_bounded():
     for attempt in range(2):
         coordinator.join("x", 1, 0, f"{attempt}", "a")
         assert coordinator.order("x", 0, f"{attempt}").attempt == attempt + 1
-        coordinator.leave("x", 0, f"{attempt}", "a link broke")
+        coordinator.leave("x", 0, f"{attempt}", "a connection broke")
     order = coordinator.order("x", 0, "1")
     assert order.state == "stopped"
-    assert order.reason == "2 attempts ended early, the last one because a link broke"
+    assert order.reason == "2 attempts ended early, the last one because a connection broke"
 
 
 def test_ranks_agree_on_the_size():
@@ -303,7 +303,7 @@ def test_ranks_agree_on_the_size():
 
 
 def test_a_rank_that_comes_again_ends_the_attempt():
-    """Though the scheduler says before that its task was taken back."""
+    """Although the scheduler reports before that it took the task back."""
     coordinator = Coordinator(MOST)
     joined(coordinator, "x", "a", "b")
     coordinator.join("x", 2, 0, "again", "c")
@@ -322,11 +322,11 @@ def test_a_gang_that_loses_a_waiting_rank_is_not_whole():
 
 
 def resumed(coordinator, states, attempt):
-    """Where a gang of three begins, whose ranks' workers have these states."""
+    """Return the step at which a gang of three begins, with these states on its workers."""
     for rank, (worker, saved) in enumerate(zip("abc", states, strict=True)):
         coordinator.join("x", 3, rank, f"{attempt}{rank}", worker, "", saved)
     order = coordinator.order("x", 0, f"{attempt}0")
-    coordinator.leave("x", 0, f"{attempt}0", "a link broke")
+    coordinator.leave("x", 0, f"{attempt}0", "a connection broke")
     return order.resume, order.holders
 
 
@@ -347,5 +347,5 @@ def test_attempts_that_get_further_are_not_counted():
         assert coordinator.order("x", 0, f"{attempt}0").failures == 1
     resumed(coordinator, [{0: [5], 1: [5]}, {}, {2: [5]}], 6)
     assert coordinator.order("x", 0, "60").reason == (
-        "2 attempts ended early, the last one because a link broke"
+        "2 attempts ended early, the last one because a connection broke"
     )

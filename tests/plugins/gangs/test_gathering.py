@@ -1,4 +1,4 @@
-"""Gangs that wait for what never comes, and ranks that wait behind long tasks."""
+"""Gangs that can never run, and ranks that wait behind long tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU = {"GPU": 1}
 
 
 class Nesting:
-    """Which gangs are computed by others, as a test says."""
+    """The gangs that other gangs compute, as a test sets them."""
 
     def __init__(self, outer=(), unknown=()):
         self._outer, self._unknown = outer, unknown
@@ -37,7 +37,7 @@ class Nesting:
 
 
 class Looks:
-    """One who looks at gangs when a test says so, by the test's clock."""
+    """Looks at gangs when a test calls it, by the test's clock."""
 
     def __init__(self, scheduler, nesting=None):
         self.now_s, self.scheduler, self.coordinator = 1000.0, scheduler, Coordinator(8)
@@ -48,7 +48,7 @@ class Looks:
         self.gathering.add(scheduler.tasks)
 
     def after(self, seconds):
-        """Look twice a second for so long; return the errors that have come."""
+        """Look twice a second for some seconds; return the errors that have come."""
         for _ in range(int(2 * seconds) + 1):
             self.gathering.look()
             self.now_s += 0.5
@@ -83,8 +83,8 @@ def test_a_worker_that_was_lost_may_come_back():
     looks = Looks(short())
     looks.gathering.record_lost()
     assert looks.after(25.0) == []
-    assert len(looks.scheduler.told) == 1, "a warning names the lack"
-    assert "enough for 2 ranks" in looks.scheduler.told[0]
+    assert len(looks.scheduler.warnings) == 1, "a warning names the lack"
+    assert "enough for 2 ranks" in looks.scheduler.warnings[0]
     looks.scheduler.add_worker("c", GPU)
     assert looks.after(600.0) == []
     looks = Looks(short())
@@ -93,7 +93,7 @@ def test_a_worker_that_was_lost_may_come_back():
     looks = Looks(short())
     looks.gathering.record_lost()
     looks.gathering.record_joined()
-    assert len(looks.after(2.0)) == 1, "another one is in its place"
+    assert len(looks.after(2.0)) == 1, "another gang of its name has replaced it"
 
 
 def test_a_gang_that_could_run_waits_for_long():
@@ -110,7 +110,7 @@ def test_an_adaptive_cluster_may_get_more_workers():
     for _ in range(600):
         looks.gathering.record_target()
         assert looks.after(1.0) == []
-    assert len(looks.scheduler.told) == 1
+    assert len(looks.scheduler.warnings) == 1
     assert len(looks.after(31.0)) == 1, "it is adaptive no more"
 
 
@@ -187,11 +187,11 @@ def test_ranks_behind_long_tasks_go_elsewhere(needs):
     assert looks.scheduler.moved == [("x", 0)]
 
 
-@pytest.mark.parametrize("case", ["all are full", "restricted", "has joined", "behind a member"])
+@pytest.mark.parametrize("case", ["all are full", "restricted", "has joined", "behind a rank"])
 def test_ranks_stay_where_nothing_is_gained(case):
     looks = Looks(placed(GPU))
     workers = looks.scheduler.workers
-    busy = Task("busy", GPU, is_rank=case == "behind a member")
+    busy = Task("busy", GPU, is_rank=case == "behind a rank")
     for worker in workers.values() if case == "all are full" else [workers["a"]]:
         worker.executes(busy, 60.0)
     if case == "restricted":
@@ -224,7 +224,7 @@ def addresses(client):
 
 
 def summed(ctx, x, of):
-    """Is another one for each test, so that none gets what another one has computed."""
+    """A new function for each test, so that no test gets the results of another."""
     return x + ctx.allreduce(1.0)
 
 

@@ -20,7 +20,7 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
 class Scheduler:
-    """Takes graphs as Dask's does: the plugin is called while it does."""
+    """Accepts graphs like Dask's scheduler, which calls the plugin then."""
 
     def __init__(self):
         self.tasks = {(gang, COMMIT): SimpleNamespace() for gang in ("x", "y", "z")}
@@ -66,7 +66,7 @@ def test_gangs_of_threads_of_workers_are_known():
 
 
 def double(ctx, x, of):
-    """Is another one for each test, so that none gets what another one has computed."""
+    """A new function for each test, so that no test gets the results of another."""
     return x * 2 + ctx.allreduce(0.0)
 
 
@@ -84,7 +84,7 @@ def task_with_client(of="with client"):
 
 
 def of_first(make):
-    """A function whose first rank adds what is made."""
+    """Return a function whose first rank adds a new array."""
     return lambda ctx, x: x + (make() if ctx.rank == 0 else 32.0)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's side of gangs, beside a scheduler that is a stand-in."""
+"""The scheduler's side of gangs, with a stand-in for the scheduler."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_ranks_start_together_and_commit_together():
     running(main)
 
 
-def test_nobody_joins_whose_task_is_not_in_process_there():
+def test_a_rank_joins_only_if_its_task_is_in_process_there():
     async def main(scheduler, gangs):
         assert (await gangs.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
         del scheduler.tasks["x", 0]
@@ -189,7 +189,7 @@ def test_workers_forget_states_with_the_gang(end):
         if end == "commit":
             assert scheduler.forgotten == []
             await gangs.leave(gang="x", rank=1, token="t1")
-        elif end == "error":  # whose task stays as long as someone has its future
+        elif end == "error":  # its task stays as long as a client has its future
             gangs.transition(("x", 0), "processing", "erred")
         elif end == "cancel":
             for rank in range(2):
@@ -217,7 +217,7 @@ def test_states_that_no_rank_has_are_refused(saved):
 
 @pytest.mark.parametrize("taken", ["off", "by another"])
 def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
-    """It has not heard what became of their tasks meanwhile."""
+    """It received no events of their tasks before it was added again."""
 
     async def main(scheduler, gangs):
         await whole(gangs)
@@ -238,7 +238,7 @@ def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
     running(main)
 
 
-def test_outputs_of_a_gang_that_nobody_knows_are_released():
+def test_outputs_of_an_unknown_gang_are_released():
     """The plugin was taken off after it had committed; then another output was lost."""
 
     async def main(scheduler, gangs):

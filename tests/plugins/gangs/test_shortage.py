@@ -72,7 +72,7 @@ def test_what_is_lacking_is_named(resources, tasks, text):
 
 
 def test_many_ranks_are_looked_at_quickly():
-    """Each restriction is looked at once, whatever the number of ranks."""
+    """Each restriction is checked once, for any number of ranks."""
     scheduler = Scheduler(*[GPU] * 8)
     scheduler.coerce_hostname = lambda host: asked.append(host) or host
     asked = []

@@ -1,4 +1,4 @@
-"""Ranks give their place in the worker's pool to other tasks, and none is lost."""
+"""Ranks lend their slot in the worker's thread pool to other tasks, and none is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.transports.loopback import wait_until
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
-def places(dask_worker):
+def slots(dask_worker):
     executor = dask_worker.executors["default"]
     return executor._max_workers, len(executor._threads), len(dask_worker.state.long_running)
 
@@ -38,7 +38,7 @@ def by_worker_client_late(number):
 def test_a_function_may_wait_for_tasks_though_ranks_have_all_threads(client, make):
     y = spmd(lambda ctx, x: x + make(ctx.rank + 1), da.zeros(4, chunks=2))
     assert np.array_equal(y.compute(), [1, 1, 2, 2])
-    wait_until(lambda: {*client.run(places).values()} == {(1, 1, 0)})
+    wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})
 
 
 def test_the_pool_is_as_before_after_many_gangs(client):
@@ -49,4 +49,4 @@ def test_the_pool_is_as_before_after_many_gangs(client):
     for number in range(6):
         y = spmd(function, da.full(4, float(number), chunks=2), number=number)
         assert np.array_equal(y.compute(), np.full(4, number + 2.0))
-    wait_until(lambda: {*client.run(places).values()} == {(1, 1, 0)})
+    wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})

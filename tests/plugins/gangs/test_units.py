@@ -8,7 +8,7 @@ from dask_p2p.plugins.gangs.units import Units
 
 
 class Worker:
-    """Has two units of a resource, one of which a task has; its loop runs at once, or later."""
+    """Has two units of a resource. A task has one. Callbacks run immediately, or later."""
 
     def __init__(self, needs):
         self.state = SimpleNamespace(
@@ -38,7 +38,7 @@ def test_units_are_lent_once_and_taken_back():
 
 
 def test_units_that_others_have_are_waited_for():
-    """And reserved at once, so that no other task gets them first."""
+    """And reserved immediately, so that no other task gets them first."""
     worker = Worker({"GPU": 1})
     units, seen = Units(worker, "x"), []
     units.lend()

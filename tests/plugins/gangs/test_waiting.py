@@ -40,41 +40,41 @@ def task(state, on=None, needs=(), resources=None):
 
 
 class Scheduler:
-    """What a gang's tasks are, and what clients were told."""
+    """The tasks of a gang, and the warnings that clients got."""
 
     def __init__(self, tasks):
         self.tasks = {("x", rank): each for rank, each in enumerate(tasks)}
-        self.told = []
+        self.warnings = []
 
     def log_event(self, topic, event):
         assert topic == "warn"
         assert pickle.loads(event["category"]) is P2PWarning
-        self.told.append(pickle.loads(event["message"]))
+        self.warnings.append(pickle.loads(event["message"]))
 
 
 def no_timer_is_left():
     return not asyncio.get_running_loop().has_timers()
 
 
-def told(scheduler):
-    """Have the first rank wait, and no other."""
+def warnings_of(scheduler):
+    """Let only the first rank join and wait; return the warnings for clients."""
 
     async def main():
         coordinator = Coordinator(8)
         waiting = Waiting(scheduler, coordinator, AFTER_S)
         coordinator.join("x", len(scheduler.tasks), 0, "t0", "a")
         waiting.watch("x")
-        waiting.watch("x")  # once for each that joins
+        waiting.watch("x")  # once for each rank that joins
         await asyncio.sleep(1.5 * AFTER_S)
         waiting.close()
         assert no_timer_is_left()
-        return scheduler.told
+        return scheduler.warnings
 
     return run_clocked(main())
 
 
 def test_a_gang_of_the_same_name_has_not_waited_as_long():
-    """Users compute the same again and again: one of these gangs may wait at any time."""
+    """Users compute the same graph repeatedly: one of these gangs may wait at any time."""
     scheduler = Scheduler([task("processing"), task("processing", worker())])
 
     async def main():
@@ -90,7 +90,7 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
         waiting.forget("x")
 
     run_clocked(main())
-    assert not scheduler.told
+    assert not scheduler.warnings
 
 
 @pytest.mark.parametrize(
@@ -107,28 +107,28 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
         (task("erred"), "erred"),
     ],
 )
-def test_clients_are_told_who_is_missing_and_where(caplog, missing, why):
+def test_a_warning_names_the_missing_ranks_and_their_workers(caplog, missing, why):
     text = (
         "dask_p2p: x has waited for 1 s: of its 2 ranks, these are missing: rank 1, whose task is "
         f"{why}."
     )
-    assert told(Scheduler([task("processing"), missing])) == [text]
+    assert warnings_of(Scheduler([task("processing"), missing])) == [text]
     assert caplog.messages == [text]
 
 
-def test_while_inputs_are_made_only_the_log_tells(caplog):
-    assert told(Scheduler([task("processing"), task("waiting", needs=["b", "a"])])) == []
+def test_the_wait_for_inputs_is_only_logged(caplog):
+    assert warnings_of(Scheduler([task("processing"), task("waiting", needs=["b", "a"])])) == []
     assert caplog.messages[0].endswith("task is waiting for 2 tasks, such as a.")
 
 
 def test_the_first_ones_are_named():
-    (text,) = told(Scheduler([task("processing"), *[task("queued")] * 6]))
+    (text,) = warnings_of(Scheduler([task("processing"), *[task("queued")] * 6]))
     assert "rank 4" in text
     assert "rank 5" not in text
     assert text.endswith("; and 2 more.")
 
 
-def test_they_are_told_again_until_it_begins(monkeypatch):
+def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
     monkeypatch.setattr(module, "_AGAIN_S", AFTER_S)
     scheduler = Scheduler([task("processing"), task("queued")])
 
@@ -137,18 +137,18 @@ def test_they_are_told_again_until_it_begins(monkeypatch):
         waiting = Waiting(scheduler, coordinator, AFTER_S)
         coordinator.join("x", 2, 0, "t0", "a")
         waiting.watch("x")
-        while len(scheduler.told) < 3:
+        while len(scheduler.warnings) < 3:
             await asyncio.sleep(AFTER_S)
         coordinator.join("x", 2, 1, "t1", "b")
-        count = len(scheduler.told)
+        count = len(scheduler.warnings)
         await asyncio.sleep(5 * AFTER_S)
-        assert len(scheduler.told) == count
+        assert len(scheduler.warnings) == count
         assert no_timer_is_left()
 
     run_clocked(main())
 
 
-def test_a_gang_that_runs_in_time_is_not_told_of():
+def test_a_gang_that_runs_in_time_causes_no_warning():
     scheduler = Scheduler([task("processing"), task("queued")])
 
     async def main():
@@ -160,9 +160,9 @@ def test_a_gang_that_runs_in_time_is_not_told_of():
         coordinator.drop("x", 0, "taken back")  # it has waited, but not since it ran
         coordinator.join("x", 2, 0, "again", "a")
         await asyncio.sleep(15 * AFTER_S)
-        assert scheduler.told == []
+        assert scheduler.warnings == []
         await asyncio.sleep(20 * AFTER_S)
-        assert len(scheduler.told) == 1
+        assert len(scheduler.warnings) == 1
 
     run_clocked(main())
 
@@ -176,7 +176,7 @@ def holding(ctx, x, number):
 
 
 def test_clients_see_it_as_a_warning():
-    """Of two gangs on one worker one waits for the other."""
+    """One of two gangs on a worker waits for the other."""
 
     async def main():
         x = da.ones((2, 2), chunks=(1, 2))

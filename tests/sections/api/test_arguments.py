@@ -1,4 +1,4 @@
-"""What is wrong is named when the array is made, not when it is computed."""
+"""Errors in arguments are raised when the array is made, not when it is computed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_keywords_that_are_clear():
     y = iterate(bound, array(), 0, 1, ranks=1, dtype="f4")
     np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3)
     one_block = array().rechunk(-1)
-    y = spmd(lambda ctx, ranks: ranks + 1, one_block, ranks=2)  # the name of its share
+    # The function's parameter has the name of a keyword.
+    y = spmd(lambda ctx, ranks: ranks + 1, one_block, ranks=2)
     np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 1)
 
 
@@ -150,7 +151,7 @@ def test_boundaries_that_the_fields_cannot_hold(dtype, boundary):
 
 
 @pytest.mark.parametrize("partition", [0, (0.0,), (2,), ("x",)])
-def test_cuts_are_axes(partition):
+def test_partitions_are_axes(partition):
     with pytest.raises(AxesError, match="partition: expected a tuple of axes of an array of 2 dim"):
         spmd(lambda ctx, x: x, array(), partition=partition)
     assert spmd(lambda ctx, x: x, array(), partition=(np.int64(-1),)).shape == (6, 4)

@@ -11,7 +11,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.api.bindings import Bindings
 
 
-def test_the_place_is_named_as_it_is_written():
+def test_the_variable_is_named_as_in_the_source():
     state = {"u": np.zeros(3), 2: [np.zeros(3)]}
     bindings = Bindings([state["u"]], sys._getframe())
     bindings.check(sys._getframe())
@@ -25,7 +25,7 @@ def test_the_place_is_named_as_it_is_written():
 def test_names_of_other_values_do_not_matter():
     x = of = np.zeros(3)
     bindings = Bindings([x], sys._getframe())
-    of = of + 1  # another name has it
+    of = of + 1  # another name for the array
     bindings.check(sys._getframe())
     x, of = None, of.sum()  # no array of its shape
     bindings.check(sys._getframe())
@@ -59,7 +59,7 @@ def test_a_loop_that_goes_on_elsewhere_is_not_checked():
 
 
 class Proxy:
-    """What frameworks have in the place of an object that is not there."""
+    """A proxy of a framework, for an object that does not exist."""
 
     def __getattribute__(self, name):
         raise RuntimeError("outside of its context")

@@ -13,7 +13,7 @@ def alone():
     return Context(RankGrid.at_most(((3,),), 1))
 
 
-def test_a_rank_alone_exchanges_with_nobody(alone):
+def test_a_single_rank_exchanges_nothing(alone):
     alone.barrier()
     assert alone.allreduce(3) == 3
     assert alone.allgather([1, 2]).tolist() == [[1, 2]]
@@ -97,7 +97,7 @@ READ_ONLY = np.broadcast_to(0.0, 3)
     ("state", "found"),
     [
         ([np.zeros(3), 0.0], "float"),
-        (np.zeros(3), "float64"),  # the array in the place of a list: its elements
+        (np.zeros(3), "float64"),  # an array instead of a list: its elements
         ([np.array([None])], "one of Python objects"),
         ([READ_ONLY], "one that is read-only"),
     ],

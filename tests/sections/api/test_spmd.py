@@ -19,9 +19,8 @@ from dask_p2p.errors import (
 )
 from tests.sections.gangs import connections_of
 from tests.sections.support import nothing_is_left
-from tests.support import own_client, result_of
+from tests.support import BOUND_S, own_client, result_of
 
-BOUND_S = 60.0
 X = np.arange(240.0).reshape(24, 10)
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -75,7 +74,7 @@ def test_several_arrays_and_outputs(client):
 
 @pytest.mark.parametrize("order", ["auto", ["comm"]])
 def test_ranks_redistribute_large_arrays(client, order):
-    """By reading each other's memory, or by messages where that is not wanted."""
+    """By reading each other's memory, or by messages if an option forbids reads."""
 
     def columns_doubled(ctx, x):
         connections, sent = connections_of(ctx), []
@@ -174,7 +173,7 @@ def test_sums_have_the_same_bits_everywhere(client):
     ],
 )
 def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
-    """A function counts ranks, or elements of `uint8`: sums have room for that."""
+    """Sums of ranks or of `uint8` elements do not overflow."""
 
     def combined(ctx, x):
         return ctx.allreduce(value, op)
@@ -228,7 +227,7 @@ def test_different_calls_are_an_error_of_all(client):
         return x + ctx.allreduce(1.0)
 
     y = spmd(differing, array(), ranks=4)
-    raised = client.compute(y).exception(timeout=BOUND_S)  # that is, nobody waits
+    raised = client.compute(y).exception(timeout=BOUND_S)  # no rank waits for ever
     assert isinstance(raised, SectionError)
     assert re.search(r"rank \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised))
     assert "rank 1 called barrier() as number 1" in str(raised)
@@ -364,7 +363,7 @@ def test_wrong_arguments_are_refused():
 
 @pytest.mark.parametrize("other", ["i1", "?", "f4", "c8", "i8", "M8[s]"])
 def test_each_output_keeps_its_dtype(other):
-    """Those of small integers and truth values do not become floats."""
+    """Sums of small integers and of booleans do not become floats."""
     x = da.from_array(X, chunks=6)
     more = da.from_array((X % 3).astype("i8").astype(other), chunks=6)
 
@@ -439,7 +438,7 @@ def test_values_of_ranks_are_not_narrowed():
 
 
 class Counter:
-    """A function that notes its calls, in what it is and in what it is given."""
+    """A function that records its calls in itself and in its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -469,7 +468,7 @@ class NoLock:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_of_one_process_local_block_no_arguments(ranks):
+def test_ranks_of_one_process_share_no_arguments(ranks):
     given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
     function, lock = Counter(), NoLock()
     with own_client(1, threads_per_worker=4, processes=False):
@@ -481,7 +480,7 @@ def test_ranks_of_one_process_local_block_no_arguments(ranks):
 
 
 @pytest.mark.cluster
-def test_ranks_of_one_process_local_block_no_arguments_of_iterate():
+def test_ranks_of_one_process_share_no_arguments_of_iterate():
     def counted(u, log, out, table):
         log.append(1)
         table["calls"] += 1

@@ -123,13 +123,13 @@ def in_attributes(ctx, x):
         of.u, of.v = of.v, of.u
 
 
-def padded_again(ctx, x):
+def halo_array_anew(ctx, x):
     p = ctx.with_halo(x)
     for _ in ctx.steps(STEPS, save=[p.inner]):
         p = ctx.with_halo(p.inner + 1)
 
 
-def padded_in_turn(ctx, x):
+def halo_arrays_in_turn(ctx, x):
     p, q = ctx.with_halo(x), ctx.with_halo(x)
     for _ in ctx.steps(STEPS, save=[p.inner]):
         q.inner[:] = p.inner + 1
@@ -184,8 +184,8 @@ def a_free_variable(ctx, x):
         (a_new_list, r"state\[0\]"),
         (a_new_tuple, r"fields\[1\]"),
         (in_attributes, r"of\.u"),
-        (padded_again, r"p\.inner"),
-        (padded_in_turn, r"p\.inner"),
+        (halo_array_anew, r"p\.inner"),
+        (halo_arrays_in_turn, r"p\.inner"),
         (wrapped, "x"),
         (in_a_function_of_its_own, "x"),
         (steps_of_its_own, "x"),
@@ -313,7 +313,7 @@ def deep_inside(ctx, x):
 
 @pytest.mark.parametrize("function", [*RIGHT, copy_worked_on, another_name, rows, deep_inside])
 def test_ranks_that_begin_again_make_the_same(function):
-    """Whichever state was kept: one that has not changed is no reason to leave out steps."""
+    """An unchanged state is no reason to leave out steps, whichever state was kept."""
     ranks = RankGrid(((3, 3),), (2,))
     kept = [SavedStates(), SavedStates()]
 

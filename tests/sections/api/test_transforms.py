@@ -65,7 +65,7 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
         part = x[box_slices(ctx.box_of(from_partition))].copy()
         before = part.copy()
         y = ctx.fftn(part, axes, partition=partition, from_partition=from_partition, norm=norm)
-        assert np.array_equal(part, before), "what is given stays as it is"
+        assert np.array_equal(part, before), "the argument stays unchanged"
         assert y.dtype == np.fft.fft(np.zeros(1, "f4" if dtype == "f2" else dtype)).dtype
         np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of(partition))], **close)
         z = ctx.ifftn(y, axes, partition=from_partition, from_partition=partition, norm=norm)
@@ -84,10 +84,10 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
         run_gang(ranks, function)
 
 
-def cuffts_place():
-    """What `cupyx.scipy.fft` has, by SciPy: new arrays, of the same precision.
+def fake_cufft():
+    """The functions of `cupyx.scipy.fft`, by SciPy: new arrays, of the same precision.
 
-    It takes only what cuFFT is quick with: arrays in C order whose last axes are transformed.
+    They accept only arrays that cuFFT transforms fast: in C order, along the last axes.
     """
     library = ModuleType("cupyx.scipy.fft")
     for name in ("fftn", "ifftn", "rfft", "rfftn", "irfft", "irfftn"):
@@ -109,13 +109,13 @@ def cuffts_place():
 @settings(max_examples=25, deadline=None)
 @given(
     cases(),
-    st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # copies: of a word each
+    st.sampled_from([(0, "f8"), (0, "c16"), (0, "c8"), (64, "c8")]),  # elements of one word
     st.sampled_from([1, 2**30]),
     st.booleans(),
     st.sampled_from([None, "ortho", "forward"]),
 )
 def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
-    """Shares may be made piece by piece, and are read as soon as an event allows it, or later."""
+    """Local blocks may be made piece by piece. Peers read them after their events."""
     ranks, axes, partition, from_partition = case
     part_bytes, dtype = how
     shape = tuple(map(sum, ranks.chunks))
@@ -140,7 +140,7 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
 
     with pytest.MonkeyPatch.context() as patch:
         gpu = emulated_gpu(patch)
-        library = cuffts_place()
+        library = fake_cufft()
         patch.setattr(local_fft, "_fft_module", lambda names: library)
         patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
         run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
@@ -148,8 +148,8 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
         gpu.check()
 
 
-def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
-    """Others read it where it lies, as this transform begins with an exchange."""
+def test_the_input_may_be_overwritten_immediately(monkeypatch):
+    """Other ranks read it in place, as this transform begins with an exchange."""
     x = np.random.default_rng(0).normal(size=(16, 16)).astype("c16")
 
     def function(gpu, ctx):
@@ -160,7 +160,7 @@ def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
             wanted = np.fft.fftn(x, axes=(0,))[box_slices(ctx.box_of((1,)))]
             np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
 
-    gpu, library = emulated_gpu(monkeypatch), cuffts_place()
+    gpu, library = emulated_gpu(monkeypatch), fake_cufft()
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
     run_gang(RankGrid(((8, 8), (16,)), (2, 1)), partial(function, gpu), device=Gpu)
     gpu.check()
@@ -170,7 +170,7 @@ def test_what_was_transformed_may_be_overwritten_at_once(monkeypatch):
     ("piece_bytes", "count"), [(8193, 0), (8192, 2), (4096, 2), (2048, 4), (1, MOST_PIECES)]
 )
 def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
-    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")  # a share has 8192 bytes
+    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")
     counts = []
 
     def pieces(dtype, axis, bounds, make):
@@ -183,7 +183,7 @@ def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_by
             wanted = np.fft.fftn(x)[box_slices(ctx.box_of((1,)))]
             np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
 
-    gpu, library = emulated_gpu(monkeypatch), cuffts_place()
+    gpu, library = emulated_gpu(monkeypatch), fake_cufft()
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
     monkeypatch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(transforms, "Pieces", pieces)

@@ -31,7 +31,7 @@ def star(u, out, depth):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_interior_and_frames_make_what_the_whole_makes(data):
+def test_interior_and_boundary_parts_make_the_same_values_as_the_whole(data):
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
     chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
     shape = tuple(map(sum, chunks))
@@ -47,7 +47,7 @@ def test_the_interior_and_frames_make_what_the_whole_makes(data):
 
     def function(ctx):
         p = ctx.with_halo(x[box_slices(ctx.box)], depth, boundary, corners, exchange=exchange)
-        p.data[p.data == 0] = np.nan  # halos that have not come
+        p.data[p.data == 0] = np.nan  # halos that have not arrived
         out = np.empty_like(p.inner)
         for _ in range(2):
             pending = ctx.update_halo_begin(p, copy=False)
@@ -101,8 +101,8 @@ def test_large_halos_arrive_in_the_order_of_calls():
         # While the function does something else.
         wait_until(lambda: has_come(connections_of(ctx), 1 - ctx.rank))
         for number in (2, 0, 1):
-            rim = pending[number].wait()[-1 if ctx.rank == 0 else 0]
-            assert (rim == 10 * number + 1 - ctx.rank).all()
+            halo = pending[number].wait()[-1 if ctx.rank == 0 else 0]
+            assert (halo == 10 * number + 1 - ctx.rank).all()
 
     run_gang(ranks, function)
 
@@ -224,7 +224,7 @@ def test_results_in_the_copy_of_a_local_block_are_refused(function):
 
 
 def test_copies_of_a_local_block_may_be_written_to():
-    """Also where the local block stays as it is."""
+    """Also if the local block stays unchanged."""
 
     def bounded(ctx, x):
         p = ctx.with_halo(x, {0: 1}, "periodic")

@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def whole(shape, dtype):
-    """Return an array of which all bytes are set, each otherwise than its neighbours."""
+    """Return an array without zero bytes whose neighbouring bytes differ."""
     raw = np.arange(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize) % 251
     if np.dtype(dtype).kind in "?bU":
         raw = raw.reshape(-1, max(1, np.dtype(dtype).itemsize)) % 2 * 0 + 1
@@ -58,8 +58,10 @@ def cases(draw):
 @given(
     case=cases(), strided=st.booleans(), permuted=st.booleans(), exchange=st.sampled_from(ORDERS)
 )
-def test_ranks_get_their_part_of_another_cut(least_bytes, case, strided, permuted, exchange):
-    """And come back from there, through memory that they give; by messages, and by reading."""
+def test_ranks_get_their_blocks_of_another_partition(
+    least_bytes, case, strided, permuted, exchange
+):
+    """And redistribute them back, into `out`; by messages, and by reading."""
     ranks, (partition, other), axes, dtype = case
     x = whole(tuple(map(sum, ranks.chunks)), dtype)
     y = x.transpose(axes) if permuted else x
@@ -71,7 +73,7 @@ def test_ranks_get_their_part_of_another_cut(least_bytes, case, strided, permute
         before = a.copy()
         b = ctx.redistribute(a, other or [0], partition, **order)
         assert raw(b) == raw(y[box_slices(ctx.box_of(other or [0], y.shape))])
-        assert raw(a) == raw(before), "what is given stays as it is"
+        assert raw(a) == raw(before), "the argument stays unchanged"
         out = np.empty_like(b)
         assert (
             ctx.redistribute(a, other or [0], partition, **order, out=out, exchange=exchange) is out
@@ -97,7 +99,7 @@ def to_columns(ctx):
 
 
 def bytes_sent(monkeypatch):
-    """Return the list to which messages of redistributions are added."""
+    """Record the messages of redistributions; return the list of their sizes in bytes."""
     begin, sent = Connections.begin, []
 
     def counting(connections, call, sends, receives, in_background=False):
@@ -110,7 +112,7 @@ def bytes_sent(monkeypatch):
 
 
 def test_large_parts_are_read(monkeypatch):
-    """And counted as bytes that have come."""
+    """And they count as received bytes."""
 
     def counted(ctx):
         before = connections_of(ctx).received
@@ -124,8 +126,8 @@ def test_large_parts_are_read(monkeypatch):
     assert sent == [0, 0]
 
 
-def test_who_cannot_read_gets_messages(monkeypatch):
-    """As where the process of that number is another one, and where nobody is to read."""
+def test_ranks_that_cannot_read_get_messages(monkeypatch):
+    """The process of that number is another one, an option forbids reads, or hosts differ."""
     holds = regions.process_memory.holds
     monkeypatch.setattr(
         regions.process_memory,
@@ -153,7 +155,7 @@ def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
 
 
 def test_memory_stays_until_it_is_read(monkeypatch):
-    """A rank does not go on before the others have read from it."""
+    """A rank does not return before the others have read its memory."""
     read, slept = regions.Reads.read, []
 
     def slowly(own, holder, *args):
@@ -174,7 +176,7 @@ def test_memory_stays_until_it_is_read(monkeypatch):
 
 
 def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
-    """Whatever the order of axes was between, and in the places where blocks are cut."""
+    """Also after a permutation of axes, and with the chunks of the blocks."""
     ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
     x = np.arange(63.0).reshape(7, 9)
 

@@ -16,7 +16,8 @@ from dask_p2p.sections.gang.checkpoints import (
     replica_ranks,
 )
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire.test_connections import BOUND_S, Gang
+from tests.sections.wire.test_connections import Gang
+from tests.support import BOUND_S
 
 
 def test_buddies_are_on_other_workers():
@@ -38,7 +39,7 @@ def test_two_generations_are_kept():
 
 
 def test_what_is_added_after_states_were_dropped_is_not_kept():
-    """By a rank that does not know yet that it was cancelled."""
+    """By a rank that has not received its cancellation yet."""
     saved = SavedStates()
     kept = saved.open("x")
     saved.drop("x")
@@ -47,7 +48,7 @@ def test_what_is_added_after_states_were_dropped_is_not_kept():
 
 
 def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
-    """Of step 7 one rank has a state: its attempt ended before the others had theirs.
+    """One rank has a state of step 7: its attempt ended before the others had theirs.
 
     Another attempt goes on at 3, and comes to step 5. If that ended in the middle, and 3 was gone,
     all would begin at the start.
@@ -86,15 +87,15 @@ def states(gang, rank):
 
 
 def test_states_are_kept_here_and_there_and_come_back():
-    """Of three workers the second one is lost, and its rank runs beside the first one."""
-    workers, kept, told = ["a", "b", "c"], [SavedStates() for _ in range(3)], []
+    """The second of three workers is lost. Its rank runs again on the first worker."""
+    workers, kept, notified = ["a", "b", "c"], [SavedStates() for _ in range(3)], []
 
     def save(rank, connections):
-        def tell():
+        def notify():
             assert kept[rank].gangs == ["x"], "or they might be dropped before they are there"
-            told.append(rank)
+            notified.append(rank)
 
-        own = States(kept[rank], "x", None, (), tell)
+        own = States(kept[rank], "x", None, (), notify)
         checkpoints = Checkpoints(rank, workers, connections, own)
         arrays = states(0, rank)
         assert checkpoints.restore(arrays) == 0
@@ -105,7 +106,7 @@ def test_states_are_kept_here_and_there_and_come_back():
 
     with Gang(3) as gang:
         gang.run(save)
-    assert sorted(told) == [0, 1, 2], "once each"
+    assert sorted(notified) == [0, 1, 2], "once each"
     assert [dict(each.steps("x")) for each in kept] == [
         {rank: [5, 10] for rank in ranks} for ranks in ((0, 2), (1, 0), (2, 1))
     ]

@@ -1,9 +1,8 @@
-"""What is known of ranks while they run, and after."""
+"""Records of ranks while they run, and after."""
 
 from __future__ import annotations
 
 import json
-import time
 
 import dask.array as da
 import numpy as np
@@ -14,8 +13,8 @@ import dask_p2p
 from dask_p2p import estimate, iterate, last_runs, spmd
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.page.feed import TABLE
+from tests.transports.loopback import wait_until
 
-BOUND_S = 60
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
 
@@ -110,11 +109,14 @@ async def _look(dask_scheduler):
 
 
 def until(client, is_seen):
-    deadline_s = time.monotonic() + BOUND_S
-    while not is_seen(row := client.run_on_scheduler(_look)):
-        assert time.monotonic() < deadline_s, row
-        time.sleep(0.1)
-    return row
+    rows = []
+
+    def is_shown():
+        rows[:] = [client.run_on_scheduler(_look)]
+        return is_seen(*rows)
+
+    wait_until(is_shown, state=lambda: rows)
+    return rows[0]
 
 
 def test_the_page_shows_how_far_ranks_are(client, x):

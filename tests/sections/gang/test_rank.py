@@ -1,4 +1,4 @@
-"""What functions raise: all see it by name, and no worker ends for it."""
+"""Exceptions of functions: all ranks raise them by name, and no worker ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WHAT = {
     "SystemExit: 3": lambda: SystemExit(3),
     "KeyboardInterrupt: ": KeyboardInterrupt,
     "GeneratorExit: ": GeneratorExit,
-    "CancelledError: by nobody": lambda: asyncio.CancelledError("by nobody"),
+    "CancelledError: without a cause": lambda: asyncio.CancelledError("without a cause"),
     "CannotBeMadeAgainError: cannot be pickled": lambda: CannotBeMadeAgainError(1, 2),
     "SaysNothingError: ": SaysNothingError,
     "ValueError: xxxxxxxxxx": lambda: ValueError("x" * 2_000_000),
@@ -74,9 +74,9 @@ def summed(ctx, x):
 
 
 def test_ranks_run_on_workers_without_the_plugin():
-    """The array is made before there is a cluster, so that nobody has registered."""
+    """The array is made before the cluster, so the plugin is not registered."""
     y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
-    options = {"p2p.transports.order": ["cma", "ucx", "comm"]}  # UCX is asked of the plugin
+    options = {"p2p.transports.order": ["cma", "ucx", "comm"]}  # a rank looks UCX up in the plugin
     z = iterate(lambda u: u[1:-1], da.ones((4, 2), chunks=(2, 2)), {0: 1}, 3, ranks=2)
     with dask.config.set(options):
         w = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
@@ -99,7 +99,7 @@ def test_ranks_run_for_an_asynchronous_client():
     asyncio.run(main())
 
 
-here = {}  # what functions find that travel by their names
+here = {}  # values for functions that are pickled by their names
 
 
 def up(block):

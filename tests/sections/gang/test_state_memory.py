@@ -11,7 +11,7 @@ from tests.sections.wire.test_connections import Gang
 
 
 def arrays(start=0.0):
-    """Of sizes after which the next one does not lie where its elements should."""
+    """Arrays whose sizes would leave the next array unaligned."""
     return [
         np.arange(3, dtype="u1") + np.uint8(start),
         (np.arange(12.0) + start).reshape(3, 4)[:, ::2],
@@ -59,7 +59,7 @@ def test_a_buddy_that_does_not_see_it_gets_the_bytes(method, instead, monkeypatc
 
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_states_come_back(is_seen, monkeypatch):
-    """Those of the other worker's rank, after states of other sizes and of none."""
+    """States of the other worker's rank, after states of other sizes and without arrays."""
     if not is_seen:
         monkeypatch.setattr(Segment, "open", refused)
     kept = [SavedStates() for _ in range(2)]
@@ -77,7 +77,7 @@ def test_states_come_back(is_seen, monkeypatch):
 
     def restore(rank, connections):
         found = arrays()
-        states = States(kept[rank], "x", 11, (1, 0), none)  # each has the other's
+        states = States(kept[rank], "x", 11, (1, 0), none)  # each has the state of the other rank
         assert Checkpoints(rank, "ab", connections, states).restore(found) == 11
         for a, b in zip(found, arrays(11 + rank), strict=True):
             assert np.array_equal(a, b)

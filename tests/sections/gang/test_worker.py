@@ -19,7 +19,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gang.worker import ranks_on
-from tests.sections.support import be_on_hosts, members_that_run, ranks_of
+from tests.sections.support import be_on_hosts, ranks_of, ranks_that_run
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
 
@@ -34,17 +34,17 @@ def test_no_thread_outlives_its_worker():
         async with in_process(2) as (cluster, client):
             y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
             for worker in list(cluster.workers.values()):
                 await worker.close(nanny=False)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 0)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 0)
             assert not future.done()
 
     asyncio.run(main())
 
 
 def test_ranks_pause_before_they_come_again(monkeypatch):
-    """Attempts at once would be used up while Dask still sends tasks to a worker that closes."""
+    """Immediate attempts would be used up while Dask still sends tasks to a closing worker."""
     pauses = []
     monkeypatch.setattr(rank, "time", SimpleNamespace(sleep=pauses.append))
     for failures in (0, 1, 3):
@@ -81,10 +81,10 @@ def test_all_raise_the_exception_of_one(monkeypatch):
     assert "in failing" in raised[0].__notes__[0], "with the traceback"
 
 
-def test_encrypted_clusters_have_encrypted_links():
-    """Ranks of one host exchange by Unix sockets, which do not leave it; so they are told."""
+def test_encrypted_clusters_have_encrypted_connections():
+    """Ranks of one host would use Unix sockets, so each rank gets a host of its own."""
 
-    def think_of_hosts(dask_worker):
+    def separate_hosts(dask_worker):
         be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
 
     x = da.ones((4, 2), chunks=(1, 2))
@@ -94,7 +94,7 @@ def test_encrypted_clusters_have_encrypted_links():
             assert (y.compute() == 4).all()
             reached = client.run(protocol)
             assert {*reached.values()} == {"tls"}
-            client.run(think_of_hosts)
+            client.run(separate_hosts)
             x = x + 1 - 1
 
 
@@ -121,22 +121,22 @@ def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
     asyncio.run(main())
 
 
-def test_the_scheduler_is_told_of_states_though_the_rank_ends(monkeypatch):
-    """Or nobody would have them dropped."""
+def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
+    """Otherwise they would never be dropped."""
 
     async def main():
         async with in_process(1) as (cluster, _):
-            ranks, told = await ranks_on(cluster.workers[0]), asyncio.Event()
+            ranks, recorded = await ranks_on(cluster.workers[0]), asyncio.Event()
 
             async def call(op, **kwargs):
                 await asyncio.sleep(0.1)
-                told.set()
+                recorded.set()
 
             with ranks.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
-                await asyncio.sleep(0.02)  # it has begun
-            await asyncio.wait_for(told.wait(), 60)
+                await asyncio.sleep(0.02)  # the call has begun
+            await asyncio.wait_for(recorded.wait(), 60)
 
     asyncio.run(main())
 
@@ -151,7 +151,7 @@ def test_dask_takes_fewer_samples_while_there_are_ranks():
             workers[1].periodic_callbacks["profile"].callback_time = 250
             y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
             future = client.compute(y)
-            await asyncio.to_thread(wait_until, lambda: members_that_run() == 4)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
             assert [sampled_ms(worker) for worker in workers] == [100, 250]
             await future.cancel()
             await asyncio.to_thread(wait_until, lambda: sampled_ms(workers[0]) == 10)

@@ -1,4 +1,4 @@
-"""Ranks whose shares lie on a GPU: what of them goes through the host, and when they wait."""
+"""Ranks with local blocks on a GPU: data that goes through the host, and waits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_levels_of_time_constants_and_keywords(gpu, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_until_gets_numbers_of_the_host(gpu, ranks):
-    """Sums of what the function leaves on the device."""
+    """Sums of arrays that the function leaves on the device."""
     seen = []
 
     def halved(u, out):
@@ -123,7 +123,7 @@ def test_what_is_no_array_of_the_device(gpu, returned):
 
 
 def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
-    """But not of small shares: the function is called three times in a step."""
+    """But not for small local blocks: the function is called three times in a step."""
     calls = []
 
     def counted(u, out):
@@ -140,7 +140,7 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
 
 
 def test_outputs_are_done_when_they_leave(gpu):
-    """Whoever reads them waits for no stream."""
+    """Their readers wait for no stream."""
     (got,) = by_sections(gpu, lambda ctx, x: x.made(lambda values: 3 * values), X)
     assert np.array_equal(got, 3 * X)
     gc.collect()
@@ -274,7 +274,7 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
 
 
 def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
-    """What the GPU was given keeps memory of others, whatever becomes of the attempt."""
+    """Queued work keeps memory of other ranks alive after the end of the attempt."""
     now_s, step_s, waited, device = [0.0], [0.1], [0], Gpu()
 
     def wait(device):
@@ -293,7 +293,7 @@ def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
     assert ahead[-1] == STEPS_AHEAD
 
 
-# --- what may go wrong
+# --- failures
 
 
 def test_arrays_of_two_kinds(gpu):
@@ -340,14 +340,14 @@ def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
     ("staging", "order", "part_bytes", "has_windows"),
     [("384 KiB", "auto", 2**17, True), ("0 B", "auto", 0, True), ("0 B", ["comm"], 0, False)],
 )
-def test_what_options_say_of_reading(staging, order, part_bytes, has_windows):
+def test_options_for_reading(staging, order, part_bytes, has_windows):
     with dask.config.set({"p2p.transports.order": order, STAGING: staging}):
         device = gpu_device.device_for("cupy", options())
     assert (device.part_bytes, device.has_windows) == (part_bytes, has_windows)
 
 
-def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
-    """It cannot be told to stop: the process has to end."""
+def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
+    """Its wait cannot be cancelled: the process has to end."""
     monkeypatch.setattr(gpu_device, "_LONGEST_S", 0.05)
     connections = SimpleNamespace(has_ended=False)
     device = Gpu(connections)
@@ -356,7 +356,7 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     def run():
         with device.running([]):
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(found)
-            device.wait()  # for a long kernel, of an attempt that goes on
+            device.wait()  # for a long kernel, in an attempt that continues
             waited.append(device)
             connections.has_ended = True
             gpu.cupy.cuda.runtime.streamQuery = lambda stream: 600
@@ -366,7 +366,7 @@ def test_a_gpu_that_waits_for_one_who_has_gone(gpu, monkeypatch):
     assert waited
     gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0
     with (other := Gpu()).running([]):
-        assert other.stream is not device.stream, "which is nobody's"
+        assert other.stream is not device.stream, "which no other device uses"
 
 
 class StartedByHand:
@@ -412,7 +412,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
     wait_until(lambda: gpu.live_bytes < used)
 
 
-def test_links_tell_that_they_have_ended():
+def test_connections_show_that_they_have_ended():
     connections = Connections(Reach())
     assert not connections.has_ended
     connections.wake()
@@ -420,11 +420,11 @@ def test_links_tell_that_they_have_ended():
     connections.close()
 
 
-def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
-    """Of two ranks of 4 x 6 elements, with halos of a row at each cut."""
-    local_blocks = {"depth": {0: 1}, "steps": 2, "ranks": 2}
+def test_memory_on_the_gpu_and_on_the_host(gpu):
+    """Two ranks of 4 x 6 elements, with halos of a row at each boundary of blocks."""
+    given = {"depth": {0: 1}, "steps": 2, "ranks": 2}
     found, host = (
-        estimate(iterate(lambda u: u, x, **local_blocks))
+        estimate(iterate(lambda u: u, x, **given))
         for x in (array(gpu), da.from_array(X, chunks=(2, 3)))
     )
     assert (found.kind, host.kind) == ("cupy", "numpy")
@@ -439,8 +439,8 @@ def test_what_is_on_the_gpu_and_what_on_the_host(gpu):
     assert "checkpoints on the host" in str(found)
 
 
-def test_streams_outlive_what_a_function_that_raised_has_allocated(monkeypatch):
-    """RMM gives memory back on its stream: a garbage collector could drop that one before."""
+def test_streams_outlive_memory_of_a_function_that_raised(monkeypatch):
+    """RMM frees memory on its stream. The garbage collector could drop the stream before."""
     runtime, queues = emulated_gpu(monkeypatch).cupy.cuda.runtime, []
 
     def work(error=None, query=lambda stream: 0):
@@ -463,4 +463,4 @@ def test_streams_outlive_what_a_function_that_raised_has_allocated(monkeypatch):
     of_first, of_second, of_third = (queue() for queue in queues)
     assert of_first is of_second, "with its streams"
     assert None not in (of_second, of_third)
-    assert of_third is not of_second, "whose streams nobody gets any more"
+    assert of_third is not of_second, "no device gets its streams any more"

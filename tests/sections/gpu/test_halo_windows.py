@@ -1,4 +1,4 @@
-"""Rims between GPUs: values, and that every access of memory comes after those before it."""
+"""Halos between GPUs: values, and the order of all accesses of memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_values(gpu, opened, beyond, ranks, has_windows):
     assert all(opened) if has_windows and ranks > 1 else not any(opened)
 
 
-@pytest.mark.parametrize("dtype", ["f8", "c8"])  # of a word each: accesses are known by these
+@pytest.mark.parametrize("dtype", ["f8", "c8"])  # one word each, as accesses are recorded by words
 def test_dtypes(gpu, dtype):
     x = X.astype(dtype)
     check(gpu, heat(gpu, x=x), x=x)
@@ -68,7 +68,7 @@ def test_orders_of_messages(gpu, opened, exchange):
 
 
 def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
-    """Of a square of four, those of one row are on one host."""
+    """The ranks form a square of four, and each row is on one host."""
     monkeypatch.setattr(
         Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
     )
@@ -78,7 +78,7 @@ def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
 
 @pytest.mark.parametrize("exchange", ORDERS)
 def test_ranks_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
-    """Of the GPU's memory: nothing is copied to the host. Small halos go through it."""
+    """Messages from the GPU's memory, without a copy to the host. Small halos go through it."""
     messenger = with_ucx(gpu, monkeypatch)
     check(gpu, heat(gpu, exchange=exchange))
     assert sorted(opened) == [[0], [1], [2], [3]]
@@ -109,7 +109,7 @@ def test_memory_that_cannot_be_exported_is_not_read(gpu, opened, monkeypatch):
 
 
 def test_one_way_neighbours_get_messages(gpu, opened):
-    """Two slots are not enough where nobody waits for the reader."""
+    """Two slots are not enough if the owner does not wait for the reader."""
 
     def shifted(u, out):
         out[:] = u[:-1]
@@ -141,7 +141,7 @@ def test_calls_that_differ_are_found(gpu):
         run_gang(ranks, function, device=Gpu)
 
 
-# --- what is lost if one of the rules is
+# --- without one of the rules
 
 
 def one_slot(gpu, monkeypatch):
@@ -149,7 +149,7 @@ def one_slot(gpu, monkeypatch):
         monkeypatch.setattr(module, "SLOTS", 1)
 
 
-def nobody_waits_for_peers(gpu, monkeypatch):
+def no_wait_for_peers(gpu, monkeypatch):
     monkeypatch.setattr(windows.PeerWindow, "wait", lambda window, stream, slot: None)
 
 
@@ -158,7 +158,7 @@ def recorded_before_it_is_packed(gpu, monkeypatch):
 
     def early(own, device, sizes_bytes):
         make(own, device, sizes_bytes)
-        for event in own.events:  # the other stream follows what was packed for exchanges before
+        for event in own.events:  # the other stream follows the packing of earlier exchanges
             event.record = lambda stream, event=event: Event.record(event, device.copies)
 
     monkeypatch.setattr(windows.OwnWindow, "__init__", early)
@@ -184,11 +184,11 @@ def unpacked_before_it_is_there(gpu, monkeypatch):
     monkeypatch.setattr(Stream, "wait_event", wait)
 
 
-def pulled_over_what_is_not_unpacked(gpu, monkeypatch):
+def pulled_before_the_slot_is_unpacked(gpu, monkeypatch):
     original = Stream.wait_event
 
     def wait(stream, event):
-        if not hasattr(event, "ptr"):  # else it is the own one of those that peers wait for
+        if not hasattr(event, "ptr"):  # else it is an own event that peers wait for
             original(stream, event)
 
     monkeypatch.setattr(Stream, "wait_event", wait)
@@ -204,10 +204,10 @@ def pulled_over_what_is_not_unpacked(gpu, monkeypatch):
     "broken",
     [
         one_slot,
-        nobody_waits_for_peers,
+        no_wait_for_peers,
         recorded_before_it_is_packed,
         unpacked_before_it_is_there,
-        pulled_over_what_is_not_unpacked,
+        pulled_before_the_slot_is_unpacked,
     ],
 )
 def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
@@ -216,8 +216,8 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
         check(gpu, heat(gpu, steps=9, overlap=overlap), steps=9)
 
 
-def test_windows_go_when_nobody_reads_them(gpu):
-    """Also those of exchanges that the function has forgotten."""
+def test_windows_are_freed_when_no_rank_reads_them(gpu):
+    """Also windows of exchanges that the function has dropped."""
     check(gpu, heat(gpu))
     gc.collect()
     before = gpu.live_bytes

@@ -1,4 +1,4 @@
-"""Regions between GPUs: values, and that every access of memory comes after those before it."""
+"""Regions between GPUs: values, and the order of all accesses of memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from dask_p2p.backends.kernels.pitch import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.plans.exchange import Exchange
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.exchange.regions import RegionCall, RegionExchange
+from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.gpu import regions as gpu_regions
 from dask_p2p.sections.gpu.device import Gpu
@@ -45,13 +47,13 @@ X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
 PAIR = RankGrid(((20, 28), (40,)), (2, 1))
 PART_BYTES = 512  # several parts of a region, in turns through the same slots
-#: Numbers of a rank's events: others have read its share; it has written its first piece.
+#: Numbers of a rank's events: others have read its local block; its first piece is written.
 READ, WRITTEN = range(2)
 
 
 @pytest.fixture
 def through_host(monkeypatch):
-    """Of each exchange through the host the rank, who gets regions, and who gives some."""
+    """For each exchange through the host: the rank, and its receivers and sources of regions."""
     found, original = [], RegionExchange.give
 
     def noted(own, call, regions, targets):
@@ -63,7 +65,7 @@ def through_host(monkeypatch):
 
 
 def filled(gpu, values):
-    """An array that the function's stream writes, which nobody waits for."""
+    """Return an array that the function's stream writes; no stream waits for it."""
     array = gpu.empty(values.shape, values.dtype)
     return overwritten(gpu, array, values)
 
@@ -75,7 +77,7 @@ def overwritten(gpu, array, values):
 
 
 def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
-    """Call a function of a context and its share of `X` on each rank, as sections do."""
+    """Call a function of a context and its local block of `X` on each rank, as sections do."""
 
     def rank_attempt(ctx):
         with ctx.device.running([]):
@@ -87,7 +89,7 @@ def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
 
 
 def there_and_back(gpu, ctx, own, times=2, **kwargs):
-    """Turn a share, which is overwritten as soon as it may be, and turn the result back."""
+    """Transpose a local block and back; overwrite each array as soon as that is permitted."""
     turned = X.T[box_slices(ctx.box_of((0,), X.T.shape))]
     for number in range(times):
         a = filled(gpu, own + number)
@@ -116,7 +118,7 @@ def test_values(gpu, through_host, part_bytes, ranks, has_windows):
 
 
 def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
-    """Turn a share that is made piece by piece; its pieces are overwritten as soon as they may."""
+    """Transpose a local block made piece by piece; overwrite its pieces as soon as permitted."""
     bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
 
     def make(number):
@@ -152,7 +154,7 @@ def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
 
 
 def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
-    """What reads a piece waits for its own event, and for no later one."""
+    """The reader of a piece waits for its own event, and for no later one."""
     waited, wait = set(), PeerMemory.wait
 
     def noted(peer, stream, number):
@@ -171,12 +173,12 @@ def test_orders(gpu, through_host, exchange):
     assert not through_host
 
 
-def test_what_is_read_takes_two_messages(gpu, monkeypatch):
-    """Where it is, and that it has been read."""
-    said, begin = defaultdict(list), Connections.begin
+def test_a_read_takes_two_messages(gpu, monkeypatch):
+    """The positions of the regions, and the acknowledgement of the reads."""
+    calls, begin = defaultdict(list), Connections.begin
 
     def noted(connections, call, *args):
-        said[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
+        calls[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
         return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", noted)
@@ -184,11 +186,11 @@ def test_what_is_read_takes_two_messages(gpu, monkeypatch):
     def twice(ctx, own):
         a = filled(gpu, own)
         b = ctx.redistribute(a, (1,))
-        said[ctx.rank].clear()
+        calls[ctx.rank].clear()
         ctx.redistribute(a, (1,), out=b)
 
     run(gpu, PAIR, twice)
-    assert [each[:2] for each in said.values()] == [["descriptors", "read"]] * 2
+    assert [each[:2] for each in calls.values()] == [["descriptors", "read"]] * 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -196,9 +198,9 @@ def test_what_is_read_takes_two_messages(gpu, monkeypatch):
     case=cases(),
     permuted=st.booleans(),
     part_bytes=st.sampled_from([0, 16, 2**12]),
-    dtype=st.sampled_from(["f8", "c8", "i8"]),  # of a word each: accesses are known by words
+    dtype=st.sampled_from(["f8", "c8", "i8"]),  # one word each, like recorded accesses
 )
-def test_any_cut_of_any_array(case, permuted, part_bytes, dtype):
+def test_any_partition_of_any_array(case, permuted, part_bytes, dtype):
     ranks, (partition, other), axes, _ = case
     shape = tuple(map(sum, ranks.chunks))
     x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
@@ -272,7 +274,7 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
     run(gpu, PAIR, partial(there_and_back, gpu))
     assert not events
     gpu.mappings.close()
-    assert len(gpu.mappings) == 0, "nobody uses one"
+    assert len(gpu.mappings) == 0, "no rank uses one"
     drop_queue_slots()
     gc.collect()
     assert not gpu.live_bytes
@@ -281,7 +283,7 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
 
 @pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
 def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
-    """Those of two others, ten rows each: nothing comes beside the very last part."""
+    """Regions of two other ranks, ten rows each. No copy overlaps the last part."""
     monkeypatch.setattr(gpu_regions, "_LAST_PART_BYTES", 160)
     found, original = {}, DeviceQueue.prefetch
 
@@ -300,24 +302,24 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
 @pytest.mark.parametrize(
     ("lies", "axes", "shape"),
     [
-        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # what is made has whole rows along the first axis
+        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # the output has whole rows along the first axis
         ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
-        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # cut along the axis that lies first
+        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # divided along the first axis in memory
     ],
 )
 def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
     assert shapes_of_parts(gpu, monkeypatch, (24, 8, 10), lies, axes, 4 * 4 * 10) == {shape}
 
 
-def test_parts_of_rows_with_gaps_are_what_copy_engines_copy(gpu, monkeypatch):
-    """They are cut along what lies together, as rows of planes would have no one distance."""
+def test_parts_of_rows_with_gaps_suit_copy_engines(gpu, monkeypatch):
+    """Parts hold rows of one plane: rows of several planes have no constant distance."""
     monkeypatch.setattr(gpu_regions, "RUN_BYTES", 128)
     given = (24, 128, 10), (2, 0, 1), (0, 1, 2), 12 * 22 * 10
     assert shapes_of_parts(gpu, monkeypatch, *given) == {(12, 22, 10), (12, 20, 10)}
 
 
 def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
-    """What is read at a time where an array is cut along axis 1 that was cut along axis 0."""
+    """Return the shapes of parts of an array redistributed from axis 0 to axis 1."""
     shapes, original = set(), DeviceQueue.prefetch
     whole = np.arange(prod(shape), dtype="f8").reshape(shape)
 
@@ -351,7 +353,7 @@ def test_bytes_are_counted(gpu):
     run(gpu, PAIR, counted)
 
 
-# --- what cannot be read goes through the host
+# --- memory that cannot be read goes through the host
 
 OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
 
@@ -373,7 +375,7 @@ def test_ranks_of_other_hosts(gpu, through_host, monkeypatch):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_ranks_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
-    """From memory of the GPU: nothing is left that goes through the host's."""
+    """From memory of the GPU: no region goes through host memory."""
     messenger = with_ucx(gpu, monkeypatch)
     run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
     assert not through_host
@@ -390,7 +392,7 @@ def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
 
 
 def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
-    """Of 12 x 14 or 10 x 12 elements, and less: some go by UCX, and the rest through the host."""
+    """Regions of 12 x 14 or 10 x 12 elements, and less: some by UCX, the rest through the host."""
     messenger = with_ucx(gpu, monkeypatch)
     monkeypatch.setattr(connection, "LEAST_BYTES", 110 * 8)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
@@ -399,8 +401,8 @@ def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
     assert len(messenger.sent) + sent == 2 * 4 * 2
 
 
-def of_one(monkeypatch, what, name, rank):
-    """Have something that CUDA IPC does fail on one rank."""
+def fail_on_rank(monkeypatch, what, name, rank):
+    """Make one call of CUDA IPC fail on one rank."""
     original = getattr(what, name)
 
     def refuses(own, device, *args):
@@ -412,19 +414,19 @@ def of_one(monkeypatch, what, name, rank):
 
 
 @pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
-def test_a_rank_that_local_blocks_no_events(gpu, through_host, monkeypatch, what):
-    of_one(monkeypatch, what, "__init__", 2)
+def test_a_rank_without_shared_events(gpu, through_host, monkeypatch, what):
+    fail_on_rank(monkeypatch, what, "__init__", 2)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     for rank, sends, receives in through_host:
         assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
 
 
 def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
-    """Of one call: what is asked for is memory of another allocator, say."""
+    """In one call only: for example, the region has memory of another allocator."""
     original = cuda_ipc.export
 
     def sometimes(region):
-        if region.shape[0] == 14:  # of the second rank's share
+        if region.shape[0] == 14:  # of the second rank's local block
             raise TransferError("managed memory")
         return original(region)
 
@@ -434,13 +436,13 @@ def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
 
 
 def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
-    """Of one share: its rows reach from the first to the last that others read, with gaps."""
+    """The memory of one local block, from the first to the last row that others read."""
     original = PeerMemory.mapped
 
-    def fails(own, place, spread_bytes):
+    def fails(own, handle, spread_bytes):
         if spread_bytes == (13 * 40 + 10) * 8:  # of the second rank, which has 14 rows
             raise TransferError("ipc: the memory cannot be mapped")
-        return original(own, place, spread_bytes)
+        return original(own, handle, spread_bytes)
 
     monkeypatch.setattr(PeerMemory, "mapped", fails)
     run(gpu, SLABS, partial(to_columns, gpu))
@@ -456,7 +458,7 @@ def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
 
 
 def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
-    """What the others have put on their queues is done before memory is given back."""
+    """Work on the queues of the others ends before memory is freed."""
     original = Connections.begin
 
     def dies(connections, call, *args):
@@ -475,12 +477,12 @@ def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
 
 
 def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
-    """A rank that gives its share up cannot know whether another one still reads it."""
+    """A rank that frees its local block cannot find out whether another one still reads it."""
     original = Connections.begin
 
     def fails(connections, call, *args):
         if call.endswith("read") and connections.rank_and_size[0] == 1:
-            time.sleep(0.2)  # in which the other one puts reads on its queue
+            time.sleep(0.2)  # the other rank puts reads on its queue
             raise OSError("no more")
         return original(connections, call, *args)
 
@@ -516,7 +518,7 @@ def test_calls_that_differ_are_found(gpu):
 
 
 def one_after_the_other(gpu, slow):
-    """The second reads from the first, then exchanges with the third, again and again."""
+    """The second rank reads from the first, then exchanges with the third, repeatedly."""
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
     def function(ctx, own):
@@ -524,13 +526,13 @@ def one_after_the_other(gpu, slow):
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
-            call = RegionCall(f"call {number}", a.dtype, "auto", (0, 1), 80)
-            regions.bring(
-                call,
-                a,
-                dict.fromkeys(gives.get(ctx.rank, ()), ((0, 4), (0, 20))),
-                dict.fromkeys(gets.get(ctx.rank, ()), out),
+            sends, receives = (
+                {rank: [((0, 4), (0, 20))] for rank in each.get(ctx.rank, ())}
+                for each in (gives, gets)
             )
+            own = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, own, mean_elements=80)
+            regions.bring(call, a, out)
             if ctx.rank in gets:
                 assert np.array_equal(out.get(), np.full((4, 20), number))
         regions.settle()
@@ -540,7 +542,7 @@ def one_after_the_other(gpu, slow):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Have each wait for an event find that it was recorded as often as the waiting one's own."""
+    """The numbers of waits for events that were recorded more or less often than the own event."""
     original, wait = Event.record, PeerMemory.wait
     own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, []
 
@@ -563,17 +565,17 @@ def counted(monkeypatch):
 
     opened = PeerMemory.__init__
 
-    def known(peer, device, told):
-        opened(peer, device, told)
+    def with_events(peer, device, descriptor):
+        opened(peer, device, descriptor)
         device_of[peer], rank_of[peer] = device, connections_of(device).rank_and_size[0]
-        handles = map(bytes.fromhex, json.loads(told)["events"])
+        handles = map(bytes.fromhex, json.loads(descriptor)["events"])
         events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
 
     for what, name, value in (
         (Event, "record", record),
         (OwnEvents, "__init__", noted),
         (PeerMemory, "wait", slowly),
-        (PeerMemory, "__init__", known),
+        (PeerMemory, "__init__", with_events),
     ):
         monkeypatch.setattr(what, name, value)
     return wrong
@@ -584,15 +586,16 @@ def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
     assert not counted
 
 
-def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
-    """So the test above would fail without those to all."""
+def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
+    """The test above would fail without messages to all ranks."""
     original = GpuRegions.bring
 
-    def bring(own, call, local_block, boxes, targets, local=None):
+    def bring(own, call, source, target):
         every = own._open(call)
-        own._near = {rank: every[rank] for rank in every if rank in {*boxes, *targets}}
+        partners = {*call.exchange.sends, *call.exchange.receives}
+        own._near = {rank: every[rank] for rank in every if rank in partners}
         try:
-            original(own, call, local_block, boxes, targets, local)
+            original(own, call, source, target)
             own.settle()
         finally:
             own._near = every
@@ -602,10 +605,10 @@ def test_messages_with_partners_alone_would_not_do(gpu, counted, monkeypatch):
     assert counted
 
 
-# --- what is lost if one of the rules is
+# --- without one of the rules
 
 
-def nobody_waits_for(number):
+def no_wait_for(number):
     def breaks(monkeypatch):
         wait = PeerMemory.wait
         monkeypatch.setattr(
@@ -618,7 +621,7 @@ def nobody_waits_for(number):
 
 
 def recorded_elsewhere(number):
-    """As if an event were recorded before what it stands for."""
+    """Record an event before the work that it marks."""
 
     def breaks(monkeypatch):
         make = OwnEvents.__init__
@@ -681,9 +684,9 @@ BOTH = without(start=True, end=True)
 @pytest.mark.parametrize(
     ("breaks", "part_bytes"),
     [
-        (nobody_waits_for(WRITTEN), PART_BYTES),
-        (nobody_waits_for(WRITTEN), 0),
-        (nobody_waits_for(READ), PART_BYTES),
+        (no_wait_for(WRITTEN), PART_BYTES),
+        (no_wait_for(WRITTEN), 0),
+        (no_wait_for(READ), PART_BYTES),
         (recorded_elsewhere(WRITTEN), PART_BYTES),
         (recorded_elsewhere(READ), PART_BYTES),
         (without(start=False, end=True), PART_BYTES),
@@ -699,7 +702,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
 
 
 def one_piece_for_all(monkeypatch):
-    """As if a share were whole when its first piece is."""
+    """Treat a local block as complete when its first piece is."""
     original = PeerMemory.wait
     first = WRITTEN
     monkeypatch.setattr(
@@ -717,8 +720,8 @@ def own_pieces_do_not_wait(monkeypatch):
 @pytest.mark.parametrize(
     "breaks",
     [
-        nobody_waits_for(WRITTEN + 1),
-        nobody_waits_for(READ),
+        no_wait_for(WRITTEN + 1),
+        no_wait_for(READ),
         recorded_elsewhere(WRITTEN + 1),
         one_piece_for_all,
         own_pieces_do_not_wait,
@@ -732,13 +735,13 @@ def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
 
 
 @pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
-def test_what_stands_for_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
+def test_the_replacement_of_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
     BOTH(monkeypatch)
     run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
 
 
 @pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])
-def test_rules_of_what_comes_through_the_host(gpu, monkeypatch, start, end):
+def test_rules_of_regions_through_the_host(gpu, monkeypatch, start, end):
     without(start=start, end=end)(monkeypatch)
     with pytest.raises(RaceError):
         run(gpu, PAIR, partial(there_and_back, gpu, times=1), has_windows=False)

@@ -1,4 +1,4 @@
-"""Memory of another rank, as it is mapped; windows themselves are tested with halos."""
+"""Mapped memory of another rank. `test_halo_windows` tests windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.transports.loopback import wait_until
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the driver is asked to open and to close."""
+    """The driver's calls that open and close memory."""
     found, runtime = [], emulated_gpu(monkeypatch).cupy.cuda.runtime
     monkeypatch.setattr(
         runtime, "ipcOpenMemHandle", lambda handle: found.append(handle.hex()) or 2**20
@@ -33,7 +33,7 @@ def calls(monkeypatch):
     return found
 
 
-def place(number, base, offset_bytes=0):
+def handle(number, base, offset_bytes=0):
     return IpcHandle("gpu", f"{number:02}", number, base, 1000, offset_bytes)
 
 
@@ -41,22 +41,22 @@ def test_an_allocation_is_mapped_once(calls):
     gpu = Gpu()
     memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
     for offset_bytes in (0, 300, 0):
-        assert memory.mapped(place(1, 5000, offset_bytes), 800) == 2**20 + offset_bytes
+        assert memory.mapped(handle(1, 5000, offset_bytes), 800) == 2**20 + offset_bytes
     assert calls == ["01"]
-    memory.mapped(place(2, 6000), 800)
+    memory.mapped(handle(2, 6000), 800)
     assert calls == ["01", "02"]
     memory.close()
     assert calls == ["01", "02", "closed", "closed"]
 
 
-def test_an_allocation_in_the_place_of_one_that_is_gone(calls):
-    """CuPy's own pool gives memory back when there is too little of it."""
+def test_an_allocation_at_the_address_of_a_freed_one(calls):
+    """CuPy's own pool returns memory to the driver when memory is short."""
     gpu = Gpu()
     memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
-    memory.mapped(place(1, 5000), 800)
-    memory.mapped(place(2, 5500), 800)
+    memory.mapped(handle(1, 5000), 800)
+    memory.mapped(handle(2, 5500), 800)
     assert calls == ["01", "closed", "02"]
-    memory.mapped(place(3, 9000), 800)
+    memory.mapped(handle(3, 9000), 800)
     assert calls == ["01", "closed", "02", "03"]
     memory.close()
     assert calls == ["01", "closed", "02", "03", "closed", "closed"]
@@ -87,7 +87,7 @@ def other():
 
 @pytest.fixture
 def descriptor(calls, monkeypatch, other):
-    """What that rank has told: it has two events."""
+    """The descriptor of that rank, with two events."""
     here = windows._own_peer()
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
     monkeypatch.setattr(windows, "_own_peer", lambda: there)
@@ -101,9 +101,9 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
     worker = SimpleNamespace(folder="/nowhere", address="a")
     transport = IpcTransport(worker, options())
     own = windows._own_peer()
-    mapping = transport.mappings.acquire(own, place(1, 5000), 1)
+    mapping = transport.mappings.acquire(own, handle(1, 5000), 1)
     memory = PeerMemory(gpu := Gpu(), OwnEvents(gpu, 2).descriptor(0))
-    assert memory.mapped(place(1, 5000), 800) == 2**20
+    assert memory.mapped(handle(1, 5000), 800) == 2**20
     assert calls == ["01"]
     memory.close()
     transport.mappings.release(mapping)
@@ -119,14 +119,14 @@ def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descripto
     other.kill()
     wait_until(lambda: memory.has_ended)
     with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
-        memory.mapped(place(1, 5000), 100)
+        memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == []
 
 
 def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
     memory = PeerMemory(Gpu(), descriptor)
-    memory.mapped(place(1, 5000), 100)
+    memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == ["01"], "the next section need not map it"
     other.kill()
@@ -137,11 +137,11 @@ def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, oth
 def test_memory_that_the_gpu_still_reads_is_closed_after_that(
     monkeypatch, calls, descriptor, other, which
 ):
-    """Whatever the rank's function does meanwhile: it may take long to find out."""
+    """While the rank's function runs: it may notice the end late."""
     gpu = Gpu()
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
-        memory.mapped(place(1, 5000), 100)
+        memory.mapped(handle(1, 5000), 100)
         busy = gpu.queue.reading[0] if which == "queue" else getattr(gpu, which)
         asked, working = [], {busy.ptr}
 
@@ -165,8 +165,8 @@ def test_memory_that_graphs_read_is_closed_by_the_rank(calls, descriptor, other)
     gpu = Gpu()
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
-        memory.mapped(place(1, 5000), 100)
-        gpu.ending.append(lambda: None)  # as of a meeting
+        memory.mapped(handle(1, 5000), 100)
+        gpu.ending.append(lambda: None)  # as a device barrier adds it
         other.kill()
         wait_until(lambda: gpu.has_ended)
         memory._unmap("as it is called")
@@ -180,7 +180,7 @@ class Waiting:
 
     def __init__(self, monkeypatch, runtime, ends=True):
         self.ends, self.recorded, self.waited = ends, [], []
-        self.until_s = time.monotonic() + 60  # the wait of a test that fails
+        self.until_s = time.monotonic() + 60  # bounds the wait of a failing test
         monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if self.is_done else 600)
         monkeypatch.setattr(runtime, "eventRecord", self.record)
         wait_for = runtime.streamWaitEvent
@@ -202,13 +202,13 @@ class Waiting:
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, other, has_ended):
-    """Also where nobody here has found out yet that the attempt has ended."""
+    """Also before this process has noticed that the attempt has ended."""
     gpu = Gpu(SimpleNamespace(has_ended=has_ended))
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
         gpu.peers.append(memory)
         gpu.closing.append(memory.close)
-        memory.mapped(place(1, 5000), 100)
+        memory.mapped(handle(1, 5000), 100)
         memory.wait(gpu.stream, 0)
         waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
         other.kill()
@@ -222,7 +222,7 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, o
 
 
 def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
-    """The worker leaves at once: until then nobody gets the memory of the process that ended."""
+    """The worker leaves immediately: until then the memory of the dead process is in use."""
     gpu = Gpu(SimpleNamespace(has_ended=True))
 
     def work():

@@ -1,4 +1,4 @@
-"""Steps that are captured: values, the order of all accesses, and that hosts have nothing to do."""
+"""Captured steps: values, the order of all accesses, and no work for hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import Meet, Pool, RaceError, Stream
+from tests.simulation.streams import BarrierKernel, Pool, RaceError, Stream
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
@@ -30,7 +30,7 @@ CHUNKS = ((3, 4, 5), (6, 4))
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """How often graphs were, by ranks."""
+    """The number of replays of graphs, by ranks."""
     found, original = [], Stream.end_capture
 
     def noted(stream):
@@ -68,13 +68,13 @@ def test_boundaries(gpu, replayed, boundary):
     assert len(replayed) == 8
 
 
-def test_ranks_without_halos_meet_nobody(gpu, replayed):
+def test_ranks_without_halos_have_no_device_barrier(gpu, replayed):
     check(gpu, lambda u, out: np.negative(u, out=out), X, 0, 7)
     assert len(replayed) == 8
 
 
 def test_a_function_that_allocates(gpu, replayed):
-    """What it takes in a graph stays: nothing else may have that memory between replays."""
+    """Memory allocated in a graph stays: no other array may get it between replays."""
     held = []
 
     def run(u):
@@ -135,7 +135,7 @@ def test_until_is_asked_in_time(gpu, replayed):
 
 
 def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
-    """Those in the midst of a cycle, too; that at its end comes after it."""
+    """Also checkpoints within a cycle; the one at its end comes after it."""
     from dask_p2p.sections.api.context import Context
 
     made = []
@@ -191,7 +191,7 @@ def test_what_cannot_be_captured_is_named(gpu):
 
 
 def test_memory_may_go_while_steps_are_captured(gpu, replayed):
-    """The garbage collector gives some back at any time, and RMM ends captures of its stream."""
+    """The garbage collector may free memory at any time, and RMM ends captures of its stream."""
     held, apply = {}, kernel(gpu, star)
 
     def loses(u, out):
@@ -219,7 +219,7 @@ def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
             out[...] = float(len(steps))
         else:
             captured, gpu.capture = gpu.capture, None
-            gpu.do(other.name, "a kernel")  # at once, and in no graph
+            gpu.do(other.name, "a kernel")  # immediately, and in no graph
             out.values[...] = u.values + (captured is None)
             gpu.capture = captured
 
@@ -235,7 +235,7 @@ def test_numpy_blocks_go_on_as_without():
     assert np.array_equal(y.compute(scheduler="sync"), wanted)
 
 
-# --- what is lost if one of the rules is
+# --- without one of the rules
 
 
 def one_slot(monkeypatch):
@@ -243,43 +243,43 @@ def one_slot(monkeypatch):
         monkeypatch.setattr(module, "SLOTS", 1)
 
 
-def nobody_waits(monkeypatch):
+def no_wait_for_peers(monkeypatch):
     def passes(kernel, own, theirs, peers):
         own.values[0] += np.uint64(1)
 
-    monkeypatch.setattr(Meet, "meet", passes)
+    monkeypatch.setattr(BarrierKernel, "wait_for_peers", passes)
 
 
-def met_before_it_is_packed(monkeypatch):
-    meetings, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
+def barrier_before_data_is_packed(monkeypatch):
+    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
     put_all, put = HaloWindows.put, DeviceBarrier.put
 
-    def noted(meeting, *args):
-        make(meeting, *args)
-        meetings[threading.get_ident()] = meeting
+    def noted(barrier, *args):
+        make(barrier, *args)
+        barriers[threading.get_ident()] = barrier
 
     def can_put(halo):
-        meetings.pop(threading.get_ident(), None)
+        barriers.pop(threading.get_ident(), None)
         can = make_ready(halo)
-        if (meeting := meetings.get(threading.get_ident())) is not None:
-            meetings[halo] = meeting
+        if (barrier := barriers.get(threading.get_ident())) is not None:
+            barriers[halo] = barrier
         return can
 
     def early(halo, data):
-        if halo in meetings:
-            put(meetings[halo])
+        if halo in barriers:
+            put(barriers[halo])
         put_all(halo, data)
 
     monkeypatch.setattr(DeviceBarrier, "__init__", noted)
     monkeypatch.setattr(HaloWindows, "can_put", can_put)
     monkeypatch.setattr(HaloWindows, "put", early)
-    monkeypatch.setattr(DeviceBarrier, "put", lambda meeting: None)
+    monkeypatch.setattr(DeviceBarrier, "put", lambda barrier: None)
 
 
-@pytest.mark.parametrize("broken", [one_slot, nobody_waits, met_before_it_is_packed])
+@pytest.mark.parametrize("broken", [one_slot, no_wait_for_peers, barrier_before_data_is_packed])
 def test_each_rule_is_needed(gpu, monkeypatch, broken):
     broken(monkeypatch)
-    gpu.meeting_timeout_s = 0.5  # of those that are left when one has failed
+    gpu.barrier_timeout_s = 0.5  # of the ranks that are left when one has failed
     with pytest.raises((RaceError, AssertionError)):
         check(gpu, star, X, 1, 11)
 
@@ -291,8 +291,8 @@ def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
         test_a_function_that_allocates(gpu, [None] * 13)
 
 
-def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
-    """A peer never comes: the GPU waits no more, and nothing made since then is taken."""
+def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
+    """A peer never comes. The GPU stops waiting, and later results are dropped."""
     runtime, ended = gpu.cupy.cuda.runtime, threading.Event()
     memset = runtime.memsetAsync
 
@@ -316,10 +316,10 @@ def test_the_end_of_an_attempt_ends_meetings(gpu, monkeypatch):
         ended.set()
         own = windows.OwnWindow(device, {1: 64})
         ended.clear()
-        meeting = DeviceBarrier(device, own, [])
+        barrier = DeviceBarrier(device, own, [])
         with pytest.raises(AttemptEndedError):  # or, after half a minute, DeviceLostError
             device.wait()
         assert int(own.counters.values[1]) > 0
         with pytest.raises(AttemptEndedError):
             device.wait()
-        meeting.put()
+        barrier.put()

@@ -31,7 +31,7 @@ def array(x=X, chunks=((5, 7, 4, 8), (14, 16))):
 
 
 def star(u, out):
-    """A five-point stencil that weighs each side otherwise."""
+    """A five-point stencil with another weight for each side."""
     out[:] = u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
     out[:] += 0.3 * u[1:-1, :-2] + 0.4 * u[1:-1, 2:]
 
@@ -45,7 +45,7 @@ def wave(u, before, speed, factor, out, scale):
 
 
 def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
-    """The same by NumPy, with whole arrays."""
+    """Compute the same by NumPy, with whole arrays."""
     modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
     mode = modes.get(boundary, "constant")
     value = {"constant_values": boundary} if mode == "constant" else {}
@@ -115,7 +115,7 @@ def test_the_order_of_messages_changes_no_bit(client, exchange):
 @pytest.mark.parametrize("boundary", ["periodic", "none"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_overlap_changes_no_bit(client, boundary, ranks):
-    """Of functions that fill `out`, and of those that return shares with halos or without."""
+    """For functions that fill `out`, and that return arrays with or without halos."""
 
     def filling(u, before, factor, out, has_numbers):
         out[:] = np.sin(u[2:-1, 1:-1]) + factor * u[:-3, 1:-1] * before[:, 1:] - u[1:-2, 2:]
@@ -178,7 +178,7 @@ def test_halos_wider_than_local_blocks_and_corners(client):
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_one_to_four_axes_are_cut(client, data):
+def test_one_to_four_axes_are_divided(client, data):
     ndim = data.draw(st.integers(1, 4))
     sizes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
     chunks = tuple(data.draw(sizes) for _ in range(ndim))
@@ -198,7 +198,7 @@ def test_one_to_four_axes_are_cut(client, data):
 
 
 def test_functions_may_return_local_blocks_with_and_without_halos(client):
-    """As those of map_overlap do; where there are no halos beyond the ends, they need that."""
+    """As in map_overlap. They must, if there are no halos beyond the ends."""
 
     def smoothed(u):
         new = u.copy()
@@ -221,7 +221,7 @@ def test_functions_may_return_local_blocks_with_and_without_halos(client):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_it_stops_when_it_is_told_to(client, every):
+def test_it_stops_when_the_function_asks_for_it(client, every):
     def halved(u, out):
         out[:] = u[1:-1, 1:-1] / 2
         return out.size, np.float64(np.abs(out).max())

@@ -1,4 +1,4 @@
-"""Functions of users that do not do what they are asked for; and what ranks keep from them."""
+"""Functions of users that break their contract, and memory that ranks protect from them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_copies_of_fields_may_be_written_to():
     ],
     ids=["masked", "of one element", "of another dtype"],
 )
-def test_blocks_that_are_not_what_their_array_says(block, error):
+def test_blocks_that_differ_from_their_array_metadata(block, error):
     """A mask would be lost, one element be repeated."""
     x = array().map_blocks(block, dtype=float, meta=np.empty((0, 0)))
     for y in (

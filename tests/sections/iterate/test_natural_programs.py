@@ -203,7 +203,7 @@ def test_functions_may_return_out_and_numbers():
 
 @pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
 def test_fractions_in_fields_of_integers_are_refused(dtype):
-    x = np.zeros((6, 8), dtype)  # whose first step makes no fractions
+    x = np.zeros((6, 8), dtype)  # the first step makes no fractions
     x[3, 4] = 4
 
     def whole(u, out):

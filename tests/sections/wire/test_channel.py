@@ -11,12 +11,13 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections.wire import channel as module
-from dask_p2p.sections.wire import connections as links_module
+from dask_p2p.sections.wire import connections as connections_module
 from dask_p2p.sections.wire.channel import LEAST_BYTES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
-from tests.sections.gangs import link_to
-from tests.sections.wire.test_connections import BOUND_S, Gang, hosts  # noqa: F401
+from tests.sections.gangs import connection_to
+from tests.sections.wire.test_connections import Gang, hosts  # noqa: F401
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0
@@ -24,7 +25,7 @@ LARGE = bytes(range(256)) * (2**22 // 256)
 
 
 class Counted(Messenger):
-    """Notes how long the messages are that it sends."""
+    """Records the lengths of the messages that it sends."""
 
     def __init__(self):
         super().__init__(None)
@@ -54,7 +55,7 @@ def impatient(hosts, messengers):  # noqa: F811
 
 
 def swap(payload, into=None):
-    """Have two ranks give each other bytes."""
+    """Return a function for two ranks that sends bytes both ways."""
 
     def exchange(rank, connections):
         other = 1 - rank
@@ -67,17 +68,17 @@ def received_bytes(connections):
     return sum(size_bytes for _, size_bytes, _ in connections.received)
 
 
-def under_way(messengers):
+def in_transit(messengers):
     return sum(each.under_way for each in messengers)
 
 
 @pytest.mark.parametrize("part_bytes", [2**25, 100_000])
-@pytest.mark.parametrize("knows_length", [False, True])
-def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, knows_length):
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, has_buffer):
     monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
     before = [received_bytes(connections) for connections in pair.connections]
     for _ in range(3):
-        into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if knows_length else None
+        into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if has_buffer else None
         assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
     for each in messengers:
         assert sum(each.sent) == 3 * len(LARGE)
@@ -87,7 +88,7 @@ def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, kno
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
-def test_small_ones_go_by_the_socket(pair, messengers, size_bytes):
+def test_small_messages_go_by_the_socket(pair, messengers, size_bytes):
     payload = LARGE[:size_bytes]
     assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
     assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
@@ -114,7 +115,7 @@ def test_ranks_without_ucx_have_sockets(hosts, messengers):  # noqa: F811
     assert [len(each.sent) for each in messengers] == [1, 1]
 
 
-def test_ranks_of_one_host_open_none(messengers):
+def test_ranks_of_one_host_open_no_channel(messengers):
     with Gang(2, messengers=messengers) as gang:
         assert not any(
             connections.carries(1 - n, LEAST_BYTES)
@@ -134,7 +135,7 @@ def test_a_rank_that_sends_late_is_waited_for(impatient):
 
 
 def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
-    """As over a connection that is cut, of which UCX does not tell."""
+    """As over an interrupted connection, which UCX does not report."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     errors = [
         future.exception(BOUND_S) for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2))
@@ -144,18 +145,18 @@ def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
     assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
 
 
-def test_a_cut_connection_is_noticed_before_a_header_has_come(impatient, monkeypatch):
-    """No part is due yet, so the socket has to tell."""
+def test_an_interrupted_connection_is_noticed_before_a_header_has_come(impatient, monkeypatch):
+    """No part is due yet, so only the socket shows it."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     monkeypatch.setattr(module.Channel, "expect", lambda _: None)
-    monkeypatch.setattr(links_module, "is_lost", lambda *_: True)
+    monkeypatch.setattr(connections_module, "is_lost", lambda *_: True)
     for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2)):
         assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
-@pytest.mark.parametrize("what", ["is woken", "has a peer that closes"])
-def test_what_ends_a_rank_that_waits_for_bytes(pair, monkeypatch, what):
-    """Long before the time is up in which they have to come."""
+@pytest.mark.parametrize("end", ["is woken", "has a peer that closes"])
+def test_a_rank_that_waits_for_bytes_ends(pair, monkeypatch, end):
+    """Long before the time limit for the bytes."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     monkeypatch.setattr(module.Channel, "expect", lambda _: None)
     is_waiting = threading.Event()
@@ -164,9 +165,12 @@ def test_what_ends_a_rank_that_waits_for_bytes(pair, monkeypatch, what):
         if rank == 0:
             return connections.exchange("large", {}, {1: bytearray(len(LARGE))})
         connections.exchange("large", {0: LARGE}, {})
-        wait_until(lambda: link_to(pair.connections[0], 1).receiving is None)
+        wait_until(lambda: connection_to(pair.connections[0], 1).receiving is None)
         is_waiting.set()
-        link_to(connections, 1 - rank).close() if "peer" in what else pair.connections[0].wake()
+        if end == "is woken":
+            pair.connections[0].wake()
+        else:
+            connection_to(connections, 1 - rank).close()
         return None
 
     waiting, _ = pair.begin(exchange)
@@ -176,7 +180,7 @@ def test_what_ends_a_rank_that_waits_for_bytes(pair, monkeypatch, what):
 
 @pytest.mark.parametrize("sends", [True, False])
 def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
-    """Its transports may close before its ranks are told: no fault of the user's function."""
+    """Its transports may close before its ranks end: the user's function is not the cause."""
     messengers[0].close()
 
     def exchange(rank, connections):
@@ -193,8 +197,8 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends):  # noqa: F811
-    """A rank's call differs: no peer sends what it waits for, or takes what it sends."""
+def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):  # noqa: F811
+    """A rank's call differs: no peer sends a matching message, or receives one."""
     monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
 
     def exchange(rank, connections):
@@ -205,5 +209,5 @@ def test_what_is_given_up_is_taken_back(hosts, messengers, monkeypatch, sends): 
     with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
         waiting, _ = gang.begin(exchange)
         assert isinstance(waiting.exception(BOUND_S), SectionError)
-        assert under_way(messengers) == 1 + sends
-    wait_until(lambda: under_way(messengers) == 0)
+        assert in_transit(messengers) == 1 + sends
+    wait_until(lambda: in_transit(messengers) == 0)

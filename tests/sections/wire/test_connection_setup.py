@@ -1,9 +1,10 @@
-"""How ranks find one that has returned, without a link to it, and how an attempt ends."""
+"""Connection setup with a rank that has returned, and the end of an attempt."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack
 
@@ -13,7 +14,8 @@ from dask_p2p.errors import SectionError
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.wire import test_connections
-from tests.sections.wire.test_connections import BOUND_S, LARGE, TCP, Gang, tls
+from tests.sections.wire.test_connections import LARGE, TCP, Gang, tls
+from tests.support import BOUND_S
 
 # The same fixtures as there.
 gang, hosts, messengers, processes = (
@@ -27,16 +29,16 @@ def finished(rank, connections):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_the_end_makes_no_links_but_those_of_a_tree(size):
+def test_the_end_makes_only_the_connections_of_a_tree(size):
     with Gang(size) as gang:
         found = gang.run(finished)
     for rank, ranks in enumerate(found):
-        above, below, _ = branch(rank, size)
+        above, below = branch(rank, size)
         assert ranks == [*above, *below]
 
 
-def test_the_end_waits_for_all(gang):
-    """Also for those with whom a rank has no link."""
+def test_the_end_waits_for_all_ranks(gang):
+    """Also for ranks without a connection to this one."""
     futures = gang.begin(lambda rank, connections: rank == 1 or connections.finish())
     assert not wait(futures[::2], 0.2).done
     gang.threads.submit(gang.connections[1].finish).result(BOUND_S)
@@ -44,7 +46,7 @@ def test_the_end_waits_for_all(gang):
         future.result(BOUND_S)
 
 
-def test_the_end_waits_for_what_has_begun(gang):
+def test_the_end_waits_for_an_exchange_that_has_begun(gang):
     def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
         end = connections.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
@@ -54,7 +56,7 @@ def test_the_end_waits_for_what_has_begun(gang):
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
 
 
-SIZE = 12  # of whom some have no link with each other, in a tree
+SIZE = 12  # in a tree, some of these have no connection to each other
 
 
 @pytest.fixture(params=["one process", "one host", "tcp", "tls"])
@@ -67,15 +69,15 @@ def large_gang(request):
 
 @pytest.mark.parametrize(("waits", "returns"), [(10, 11), (11, 10), (11, 2), (0, 11), (11, 0)])
 @pytest.mark.parametrize("sends", [True, False])
-def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, sends):
-    """They have no link yet, and none by the tree: the scheduler thinks that all is well."""
+def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, returns, sends):
+    """They have no connection yet, and none in the tree. The scheduler notices nothing."""
 
     def exchange(rank, connections):
         if rank == waits:
             connections.exchange("x", {returns: b"x"} if sends else {}, {returns: None})
         connections.finish()
 
-    raised = raised_by(large_gang, exchange)
+    raised = errors_of(large_gang, exchange)
     assert any(isinstance(each, SectionError) for each in raised), raised
     for each in raised:
         if isinstance(each, SectionError):
@@ -86,21 +88,48 @@ def test_one_that_waits_for_one_that_has_returned(large_gang, waits, returns, se
 
 
 @pytest.mark.parametrize(("sends", "returns"), [(10, 11), (11, 10), (2, 11), (11, 2)])
-def test_one_that_sends_what_nobody_receives(large_gang, sends, returns):
-    """All have returned, if the kernel has taken it, but some have made other calls."""
+def test_a_rank_that_sends_to_a_rank_that_has_returned(large_gang, sends, returns):
+    """The kernel may accept the message, and all functions return. But the calls differ."""
 
     def exchange(rank, connections):
         if rank == sends:
             connections.exchange("x", {returns: b"x"}, {})
         connections.finish()
 
-    raised = raised_by(large_gang, exchange)
+    raised = errors_of(large_gang, exchange)
     assert any(isinstance(each, SectionError) for each in raised), raised
 
 
-def raised_by(gang, what):
-    """Return what ranks raised, after the scheduler's part: one that raises ends all."""
-    futures = gang.begin(what)
+@pytest.mark.parametrize("gang", ["one process", "one host", "tcp"], indirect=True)
+def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
+    """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
+    late = gang.connections[2]
+    polled, has_polled, root_has_returned = late._wait, threading.Event(), threading.Event()
+
+    def polled_once():
+        ranks = polled()
+        if 0 in ranks and not has_polled.is_set():
+            has_polled.set()
+            root_has_returned.wait(0.3)
+        return ranks
+
+    monkeypatch.setattr(late, "_wait", polled_once)
+
+    def exchange(rank, connections):
+        if rank == 1:
+            assert has_polled.wait(BOUND_S)
+            connections.exchange("x", {2: b"x"}, {})
+        connections.finish()
+        if rank == 0:
+            root_has_returned.set()
+
+    raised = errors_of(gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
+
+
+def errors_of(gang, function):
+    """Return the errors of the ranks. The first one ends the attempt, as the scheduler does."""
+    futures = gang.begin(function)
     wait(futures, BOUND_S, FIRST_EXCEPTION)
     gang.wake()
     raised = [future.exception(BOUND_S) for future in futures]
@@ -108,8 +137,8 @@ def raised_by(gang, what):
 
 
 @pytest.mark.parametrize("host", ["processes", "hosts"])
-def test_ranks_meet_among_many_that_are_silent(request, host):
-    """More than the process may have as open files, if it took them all."""
+def test_ranks_connect_among_many_silent_strangers(request, host):
+    """The process could not have all of them as open files."""
     request.getfixturevalue(host)
     with Gang(2) as gang, ExitStack() as closing:
         *_, name, _, address, port = gang.connections[1].endpoint.split()

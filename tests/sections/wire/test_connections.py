@@ -1,4 +1,4 @@
-"""Links between ranks that are threads here."""
+"""Connections between ranks that are threads here."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError, RankAddress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from tests.sections.gangs import has_come, partition, stop_listening
+from tests.sections.gangs import disconnect, has_come, stop_listening
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
-BOUND_S = 60
-LARGE = 5_000_000  # bytes: more than sockets take at once
+LARGE = 5_000_000  # bytes: more than the buffers of a socket
 
 
 TCP = Reach("127.0.0.1")
@@ -41,7 +41,7 @@ TCP = Reach("127.0.0.1")
 
 @cache
 def tls():
-    """Between workers with certificates of one cluster, which nobody else has."""
+    """Return the reach of a worker with a certificate that only one cluster has."""
     security = Security.temporary()
     listening = security.get_listen_args("worker")["ssl_context"]
     connecting = security.get_connection_args("worker")["ssl_context"]
@@ -52,7 +52,7 @@ class Gang:
     """Ranks that have started, each with a thread."""
 
     def __init__(self, size, reach=TCP, messengers=None, first=None):
-        """`first` is how the first rank reaches others, if not as they do."""
+        """`first` is the reach of the first rank, if it differs from that of the others."""
         of_all = (
             [first or reach, *[reach] * (size - 1)]
             if messengers is None
@@ -73,7 +73,7 @@ class Gang:
         return self
 
     def __exit__(self, *exc):
-        self.wake()  # those that a test that failed has left
+        self.wake()  # ends the ranks that still wait after a failed test
         self.threads.shutdown()
         for connections in self.connections:
             connections.close()
@@ -82,33 +82,33 @@ class Gang:
         for connections in self.connections:
             connections.wake()
 
-    def begin(self, what):
-        """Have each rank do something; return futures, by rank."""
+    def begin(self, function):
+        """Call a function on each rank; return futures, by rank."""
         return [
-            self.threads.submit(what, rank, connections)
+            self.threads.submit(function, rank, connections)
             for rank, connections in enumerate(self.connections)
         ]
 
-    def run(self, what):
-        return [future.result(BOUND_S) for future in self.begin(what)]
+    def run(self, function):
+        return [future.result(BOUND_S) for future in self.begin(function)]
 
 
 @pytest.fixture
 def hosts(monkeypatch):
-    """Have ranks think that each is on a host of its own."""
+    """Give each rank a host of its own."""
     kernels = itertools.count()
     monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
 
 
 @pytest.fixture
 def messengers():
-    """What three ranks send by UCX with."""
+    """Make the UCX messengers of three ranks."""
     with ExitStack() as closing:
         yield [closing.enter_context(closed_at_end(Messenger(None))) for _ in range(3)]
 
 
 class Nowhere(dict):
-    """Endpoints of a process, none of which finds another one."""
+    """Endpoints of a process that do not find each other."""
 
     def __setitem__(self, key, value):
         pass
@@ -116,7 +116,7 @@ class Nowhere(dict):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Have ranks think that each is in a process of its own."""
+    """Give each rank a process of its own."""
     monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
 
 
@@ -129,13 +129,15 @@ def gang(request):
         yield gang
 
 
-#: Ranks of whom none has exchanged anything yet.
-UNLINKED = pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
+#: Ranks that have exchanged nothing yet.
+UNCONNECTED = pytest.mark.parametrize(
+    "gang", ["one process", "one host", "tcp", "tls"], indirect=True
+)
 
 
 @pytest.mark.parametrize("count", [0, 3, LARGE])
 def test_all_exchange_with_all(gang, count):
-    """In both directions at once: sockets take only a part of it before the other side reads."""
+    """In both directions concurrently: sockets buffer only a part before the peer reads."""
 
     def exchange(rank, connections):
         others = {0, 1, 2} - {rank}
@@ -161,19 +163,19 @@ def test_one_way_and_in_place(gang):
     assert into == b"abcd"
 
 
-def test_ranks_that_have_nothing_for_each_other_need_not_say_so(gang):
-    def talk(rank, connections):
+def test_ranks_without_data_for_each_other_exchange_no_message(gang):
+    def exchange(rank, connections):
         if rank < 2:
             connections.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
         others = dict.fromkeys({0, 1, 2} - {rank})
         return connections.exchange("all", dict.fromkeys(others, bytes([rank])), others)
 
-    for rank, found in enumerate(gang.run(talk)):
+    for rank, found in enumerate(gang.run(exchange)):
         assert found == {other: bytes([other]) for other in {0, 1, 2} - {rank}}
 
 
 def test_a_rank_that_is_ahead_does_not_wait(gang):
-    """What it sends waits in the socket, in order."""
+    """Its messages wait in the socket, in order."""
     ahead = threading.Event()
 
     def exchange(rank, connections):
@@ -212,8 +214,8 @@ def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang
             assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
 
 
-def test_an_exchange_goes_on_beside_its_rank(gang):
-    """Also of more than sockets take."""
+def test_an_exchange_proceeds_in_the_background(gang):
+    """Also of more data than sockets buffer."""
     arrived = threading.Barrier(3)
 
     def exchange(rank, connections):
@@ -222,7 +224,7 @@ def test_an_exchange_goes_on_beside_its_rank(gang):
             "x", dict.fromkeys(others, bytes(LARGE)), others, in_background=True
         )
         arrived.wait(BOUND_S)
-        wait_until(lambda: is_here(connections, others))  # before anybody waits for it
+        wait_until(lambda: is_here(connections, others))  # before the exchange is completed
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
@@ -238,8 +240,8 @@ class EndsLate(threading.Thread):
         time.sleep(0.1)
 
 
-def test_links_that_are_closed_end_what_goes_on_beside(monkeypatch):
-    """They wait for it: what it waits on is closed next."""
+def test_closed_connections_end_an_exchange_in_the_background(monkeypatch):
+    """Closing waits for its thread, whose descriptors are closed next."""
     gang = Gang(2)
     gang.run(lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None}))
     before = {*threading.enumerate()}
@@ -254,13 +256,13 @@ def test_links_that_are_closed_end_what_goes_on_beside(monkeypatch):
     gang.threads.shutdown()
 
 
-def test_what_goes_on_beside_ends_with_the_link():
+def test_an_exchange_in_the_background_ends_with_its_connection():
     with Gang(2) as gang:
         gang.run(
             lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None})
         )
         end = gang.connections[0].begin("y", {1: b""}, {1: None}, in_background=True)
-        partition(gang.connections[1], 0)
+        disconnect(gang.connections[1], 0)
         with pytest.raises(AttemptEndedError):
             end()
 
@@ -293,8 +295,8 @@ def test_other_lengths_are_different_calls(gang):
     assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
 
 
-def test_links_that_have_failed_keep_no_frames(gang):
-    """These have the arrays of the attempt."""
+def test_failed_connections_keep_no_stack_frames(gang):
+    """Frames refer to the arrays of the attempt."""
     kept = []
 
     def second(connections):
@@ -305,7 +307,7 @@ def test_links_that_have_failed_keep_no_frames(gang):
     def exchange(rank, connections):
         connections.exchange("first", {1 - rank: b"x"}, {1 - rank: None})
         if rank == 1:
-            partition(connections, 0)
+            disconnect(connections, 0)
             return
         with suppress(AttemptEndedError):
             second(connections)
@@ -337,7 +339,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     def exchange(rank, connections):
         if rank == 1:
             connections.exchange("first", {0: b"x"}, {})
-            return partition(connections, 0)
+            return disconnect(connections, 0)
         if rank == 0:
             connections.exchange("first", {}, {1: None})
             return connections.exchange("second", {}, {1: None})
@@ -348,7 +350,7 @@ def test_the_end_of_a_peer_ends_what_waits_for_it(gang):
     assert "the connection to rank 1 on worker broke" in str(error)
 
 
-@UNLINKED
+@UNCONNECTED
 def test_a_peer_that_has_gone_cannot_be_reached(gang):
     stop_listening(gang.connections[1])
     error = gang.begin(lambda rank, connections: rank or connections.exchange("x", {1: b""}, {}))[
@@ -358,7 +360,7 @@ def test_a_peer_that_has_gone_cannot_be_reached(gang):
 
 
 @pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
-def test_a_rank_that_takes_nothing_for_long_is_not_lost(hosts, reach):
+def test_a_rank_that_receives_nothing_for_long_is_not_lost(hosts, reach):
     """It computes: its kernel answers."""
     with Gang(2, replace(reach or tls(), timeout_s=1.0)) as gang:
 
@@ -373,11 +375,11 @@ def test_a_rank_that_takes_nothing_for_long_is_not_lost(hosts, reach):
 
 
 def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
-    """What it could not send before waits for nothing else to come."""
+    """The bytes that waited for the handshake are sent without another event."""
     received = endpoint.TlsSocket.recv_into
 
     def late(made, *args):
-        """Read after all has come that the other end says by itself."""
+        """Read after all bytes that the other end sends by itself have arrived."""
         while not made.server_side and select.select([made], [], [], 0.2)[0]:
             with suppress(BlockingIOError):
                 return received(made, *args)
@@ -392,7 +394,7 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
         assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
 
 
-@UNLINKED
+@UNCONNECTED
 def test_a_failure_that_a_function_catches_is_raised_again(gang):
     stop_listening(gang.connections[1])
 
@@ -407,8 +409,8 @@ def test_a_failure_that_a_function_catches_is_raised_again(gang):
     assert "the connection to rank 1 on worker broke" in str(error)
 
 
-@given(said=st.binary(max_size=100))
-def test_what_strangers_say_ends_nothing(said):
+@given(sent=st.binary(max_size=100))
+def test_bytes_of_strangers_end_nothing(sent):
     with Gang(2) as gang:
         *_, name, _, host, port = gang.connections[1].endpoint.split()
         for family, address in (
@@ -417,7 +419,7 @@ def test_what_strangers_say_ends_nothing(said):
         ):
             with socket.socket(family) as stranger:
                 stranger.connect(address)
-                stranger.sendall(said)
+                stranger.sendall(sent)
 
         def exchange(rank, connections):
             return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
@@ -433,30 +435,30 @@ headers = st.builds(
 )
 
 
-@given(said=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
-def test_headers_that_no_rank_sends_are_refused(said):
+@given(sent=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
+def test_headers_that_no_rank_sends_are_refused(sent):
     with Gang(2) as gang, socket.socket(socket.AF_UNIX) as made:
         *_, name, _, _, _ = gang.connections[1].endpoint.split()
 
         def exchange(rank, connections):
             if rank == 0:
                 made.connect(bytes.fromhex(name))
-                made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + said)
+                made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + sent)
                 made.shutdown(socket.SHUT_WR)
                 return None
             return connections.exchange("x", {}, {0: bytearray(3)})
 
         future = gang.begin(exchange)[1]
         try:
-            assert future.result(BOUND_S) == {0: said[HEADER.size :][:3]}
-            assert said.startswith(HEADER.pack(1, 3, b"x"))
+            assert future.result(BOUND_S) == {0: sent[HEADER.size :][:3]}
+            assert sent.startswith(HEADER.pack(1, 3, b"x"))
         except (SectionError, AttemptEndedError):
             pass
 
 
-@UNLINKED
-def test_strangers_are_sent_away(gang):
-    """Those of other attempts, others that know no tickets, and those that say nothing."""
+@UNCONNECTED
+def test_strangers_are_disconnected(gang):
+    """Ranks of other attempts, strangers without attempt tokens, and silent ones."""
     connections, own = gang.connections[1], gang.peers[1]
     *_, name, _, host, port = connections.endpoint.split()
     addresses = [
@@ -465,17 +467,17 @@ def test_strangers_are_sent_away(gang):
     ]
     strangers = []
     for family, address in addresses:
-        for said in (
+        for sent in (
             b"",
             b"GET / HTTP/1.0\r\n\r\n",
             f"{gang.peers[0].token}{'of another attempt':32}".encode(),
-            f"{'nobody':32}{own.token}".encode(),
+            f"{'no rank':32}{own.token}".encode(),
             b"\xff" * 64,
         ):
             stranger = socket.socket(family)
             stranger.connect(address)
-            stranger.sendall(said)
-            strangers.append((stranger, len(said)))
+            stranger.sendall(sent)
+            strangers.append((stranger, len(sent)))
 
     def exchange(rank, connections):
         if rank == 2:
@@ -483,16 +485,16 @@ def test_strangers_are_sent_away(gang):
         return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
 
     assert gang.run(exchange)[:2] == [b"abc", b"abc"]
-    for stranger, said in strangers:
-        if said == 64:
+    for stranger, sent in strangers:
+        if sent == 64:
             stranger.settimeout(BOUND_S)
             with suppress(ConnectionResetError):
-                while stranger.recv(100):  # by TLS it is told that this is none
+                while stranger.recv(100):  # with TLS an alert comes first
                     pass
         stranger.close()
 
 
-def test_links_leave_no_descriptor():
+def test_connections_leave_no_descriptor():
     def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
         return connections.exchange("x", dict.fromkeys(others, b"x"), others)
@@ -506,7 +508,7 @@ def test_links_leave_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts):
+def test_clusters_that_must_encrypt_and_cannot_have_no_connections_between_hosts(hosts):
     with Gang(2, Reach()) as gang:
         futures = gang.begin(
             lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
@@ -515,7 +517,7 @@ def test_clusters_that_must_encrypt_and_cannot_have_no_links_between_hosts(hosts
             futures[0].result(BOUND_S)
 
 
-def test_nobody_speaks_openly_with_a_rank_that_encrypts(hosts):
+def test_a_rank_that_encrypts_has_no_plain_connections(hosts):
     with Gang(2, tls(), first=TCP) as gang:
         futures = gang.begin(
             lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
@@ -524,8 +526,8 @@ def test_nobody_speaks_openly_with_a_rank_that_encrypts(hosts):
             futures[0].result(BOUND_S)
 
 
-def test_ranks_without_a_certificate_of_the_cluster_are_sent_away(hosts):
-    with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another one
+def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
+    with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another cluster
         futures = gang.begin(
             lambda rank, connections: connections.exchange("x", {}, {1 - rank: None})
         )

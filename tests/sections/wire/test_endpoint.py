@@ -1,4 +1,4 @@
-"""What sockets of ranks do; how ranks find each other is tested with links."""
+"""Sockets of ranks. `test_connections` tests how ranks find each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sections.wire.test_connections import tls
 
 @pytest.fixture
 def ends():
-    """A connection between hosts of which no byte has been sent, the client's end first."""
+    """Make both ends of a new connection between hosts, the client's end first."""
     reach, made = tls(), socket.socketpair()
     for each, context in zip(made, (reach.connecting, reach.listening), strict=True):
         each.setblocking(False)
@@ -30,8 +30,8 @@ def reads_nothing(end):
         end.recv_into(bytearray(1))
 
 
-def test_what_waits_for_a_handshake_is_sent_when_reading_ends_it(ends):
-    """The other end may have finalize to say then, so nobody would wait for it in vain."""
+def test_bytes_that_wait_for_a_handshake_are_sent_when_reading_ends_it(ends):
+    """The other end may wait for the finalize message of this one."""
     client, server = ends
     with pytest.raises(BlockingIOError):
         client.sendmsg([b"a"])

@@ -1,4 +1,4 @@
-"""How many files ranks need, and what they do where the system does not allow so many."""
+"""The number of files that ranks need, and the errors where the system allows fewer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
 class Limits:
-    """Of a process, in the place of the system's."""
+    """Limits of a process that replace the system's."""
 
     def __init__(self, monkeypatch, soft, hard, opened=100):
         self.now = soft, hard
@@ -42,7 +42,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed(monkeypatch):
 
 
 @pytest.mark.parametrize("hard", [1900, resource.RLIM_INFINITY])
-def test_the_hard_limit_is_all_that_there_is(monkeypatch, hard):
+def test_the_soft_limit_is_raised_to_the_hard_limit_at_most(monkeypatch, hard):
     limits = Limits(monkeypatch, 1024, hard)
     files.reserve_files(16, 112)
     soft, now = limits.now
@@ -91,7 +91,7 @@ def summed(ctx, x):
 
 
 def test_ranks_of_one_process_need_few_files(client, limited):
-    """All pairs of these would need more than twice as many as there may be."""
+    """All pairs of 40 ranks would need more than twice the limit."""
     limited(512, 512)
     y = spmd(summed, da.zeros(40, chunks=1), ranks=40)
     future = client.compute(y, workers=one_worker(client), allow_other_workers=False)
@@ -103,7 +103,7 @@ def test_ranks_of_one_process_need_few_files(client, limited):
     nothing_is_left(client)
 
 
-def test_ranks_of_several_processes_have_what_they_need(client, limited):
+def test_ranks_of_several_processes_have_the_files_that_they_need(client, limited):
     """All pairs between two processes, which the soft limit of these does not allow."""
     limited(200, 4096)
     y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
@@ -111,7 +111,7 @@ def test_ranks_of_several_processes_have_what_they_need(client, limited):
     assert min(client.run(soft_limit).values()) > 16 * 16
 
 
-def test_what_cannot_be_is_refused_before_the_start(client, limited):
+def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limited):
     limited(200, 200)
     y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
     with pytest.raises(SectionError, match=r"of 32 ranks run, got a hard limit of 200\. Raise"):
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_before_the_start(client, limited):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_files_that_the_function_takes_end_the_section(client, limited, late):
-    """Whether the process that has none left connects, or is connected to."""
+    """The process without free files connects, or accepts a connection."""
 
     def function(ctx, x):
         held = []

@@ -1,4 +1,4 @@
-"""Streams between ranks of one process; ranks that use them are tested with links."""
+"""Streams between ranks of one process. `test_connections` tests ranks that use them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def received(end, most):
     return bytes(into[: end.recv_into(into)])
 
 
-def test_what_is_sent_is_received_by_the_other_end_which_is_woken(bells):
+def test_bytes_wake_the_other_end_which_receives_them(bells):
     one, other = pair(*bells)
     assert one.sendmsg([memoryview(b"ab"), b"", memoryview(b"cde")]) == 5
     assert [rings(bell) for bell in bells] == [False, True]
@@ -54,7 +54,7 @@ def test_bytes_are_copied_when_they_are_sent(bells):
     assert received(other, 3) == b"abc"
 
 
-def test_one_that_is_full_takes_more_when_something_was_received(bells):
+def test_a_full_stream_takes_more_after_bytes_were_received(bells):
     one, other = pair(*bells)
     sent = one.sendmsg([bytes(10_000_000)])
     assert 0 < sent < 10_000_000
@@ -67,7 +67,7 @@ def test_one_that_is_full_takes_more_when_something_was_received(bells):
     assert one.sendmsg([bytes(1000)]) == 100
 
 
-def test_what_was_sent_before_the_end_is_received(bells):
+def test_bytes_that_were_sent_before_the_end_are_received(bells):
     one, other = pair(*bells)
     one.sendmsg([b"abc"])
     bells[1].hush()
@@ -81,7 +81,7 @@ def test_what_was_sent_before_the_end_is_received(bells):
         other.sendmsg([b"a"])
 
 
-def test_nobody_writes_to_the_file_of_a_bell_that_is_closed():
+def test_a_closed_bell_writes_to_no_file():
     bell, other = Bell(), Bell()
     one, _ = pair(bell, other)
     number = other.fileno()
@@ -104,7 +104,7 @@ def test_nobody_writes_to_the_file_of_a_bell_that_is_closed():
 
 
 @given(parts=st.lists(st.binary(max_size=9)), sizes=st.lists(st.integers(1, 9), min_size=1))
-def test_bytes_come_in_order_however_they_are_cut(parts, sizes):
+def test_bytes_come_in_order_however_they_are_divided(parts, sizes):
     bells = Bell(), Bell()
     one, other = pair(*bells)
     one.sendmsg(parts)

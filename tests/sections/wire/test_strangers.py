@@ -1,4 +1,4 @@
-"""Connections of which nobody knows yet whose they are."""
+"""Connections that have not sent attempt tokens yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dask_p2p.sections.wire.strangers import MOST_STRANGERS, Strangers
 
 
 class Listener:
-    """Raises and returns what it has, one after another."""
+    """Raises or returns its results, one after another."""
 
     def __init__(self):
         self.results = []
@@ -119,7 +119,7 @@ def test_one_that_cannot_be_used_keeps_no_other_one_out(connections):
     assert Door(prepared).accepted(bad, here) == [(b"abc", here)]
 
 
-def test_one_of_another_user_is_closed(door, connections, monkeypatch):
+def test_a_connection_of_another_user_is_closed(door, connections, monkeypatch):
     here, there = connections()
     there.send(b"abc")
     monkeypatch.setattr(module.os, "geteuid", lambda: -1)
@@ -138,14 +138,14 @@ def test_no_more_than_some_tens_are_taken_and_these_make_room(door, connections,
 
 
 class Encrypted(socket.socket):
-    """Has to shake hands first."""
+    """Must shake hands before it sends."""
 
 
-def test_those_that_shake_hands_have_time_for_it(connections, clock):
+def test_encrypted_connections_have_time_for_the_handshake(connections, clock):
     door = Door(lambda made: Encrypted(fileno=made.detach()))
     made = [connections() for _ in range(MOST_STRANGERS)]
-    late, says = connections()
-    says.send(b"abc")
+    late, sender = connections()
+    sender.send(b"abc")
     assert door.accepted(*(here for here, _ in made), late) == []
     assert -1 not in door.strangers.numbers
     clock.now_s += 0.5
@@ -156,27 +156,27 @@ def test_those_that_shake_hands_have_time_for_it(connections, clock):
     assert door.accepted() == []
     assert all(is_closed(there) for _, there in made)
     assert -1 in door.strangers.numbers
-    ((said, found),) = door.accepted()
-    assert said == b"abc"
+    ((sent, found),) = door.accepted()
+    assert sent == b"abc"
     found.close()
 
 
-def test_one_that_is_silent_for_long_is_closed(door, connections, clock):
-    (here, there), (late, says) = connections(), connections()
+def test_a_connection_that_is_silent_for_long_is_closed(door, connections, clock):
+    (here, there), (late, sender) = connections(), connections()
     assert door.accepted(here, late) == []
     assert 0 < door.strangers.patience_s <= 10
     clock.now_s += door.strangers.patience_s / 2
-    says.send(b"a")
+    sender.send(b"a")
     assert door.accepted(ready={late.fileno()}) == []
     clock.now_s += door.strangers.patience_s + 0.1
     assert door.accepted() == []
     assert is_closed(there)
-    assert not is_closed(says)
-    says.send(b"bc")
+    assert not is_closed(sender)
+    sender.send(b"bc")
     assert door.accepted(ready={late.fileno()}) == [(b"abc", late)]
 
 
-def test_one_that_has_gone_is_closed(door, connections):
+def test_a_connection_whose_peer_has_closed_it_is_closed(door, connections):
     here, there = connections()
     there.close()
     assert door.accepted(here) == []

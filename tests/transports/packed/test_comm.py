@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.packed.comm import CommTransport
-from tests.transports.loopback import linked, wait_until
+from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
 
+TRANSPORT = CommTransport
 F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
-
-
-@pytest.fixture
-def setup(loop, tmp_path):
-    with linked(CommTransport, loop, tmp_path, options()) as setup:
-        yield setup
 
 
 class TestComm(PackedConformance):

@@ -29,11 +29,12 @@ from dask_p2p.transports.packed import base
 from dask_p2p.transports.packed import pinned as module
 from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
 from tests.support import with_section
-from tests.transports.loopback import linked, wait_until
+from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
 from tests.usage import usage
 
+TRANSPORT = PinnedTransport
 WHOLE = ((0, 6), (0, 10))
 
 
@@ -42,12 +43,6 @@ def _little_garbage():
     """Each test looks for what is left, after a garbage collection: have that be quick."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def setup(loop, tmp_path):
-    with linked(PinnedTransport, loop, tmp_path, options()) as setup:
-        yield setup
 
 
 MADE = weakref.WeakSet()

@@ -25,15 +25,11 @@ from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.support import with_section
-from tests.transports.loopback import linked, wait_until
+from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
 
-
-@pytest.fixture
-def setup(loop, tmp_path):
-    with linked(UcxTransport, loop, tmp_path, options()) as setup:
-        yield setup
+TRANSPORT = UcxTransport
 
 
 def resting(loop):

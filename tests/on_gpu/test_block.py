@@ -15,27 +15,26 @@ from distributed import Reschedule
 
 import dask_p2p
 from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.engine import part_work
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
-from tests.simulation.streams import HOST, emulated
+from dask_p2p.on_gpu import block as module
+from tests.simulation.streams import HOST
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    recorder = emulated(monkeypatch)
-    checked = part_work.checked_block
+def gpu(gpu, monkeypatch):
+    checked = module.checked_block
 
     def written(block, *args):
         if isinstance(block, np.ndarray):
-            recorder.do(HOST, "the task that made it", writes=[block])
+            gpu.do(HOST, "the task that made it", writes=[block])
         return checked(block, *args)
 
-    monkeypatch.setattr(part_work, "checked_block", written)
-    yield recorder
+    monkeypatch.setattr(module, "checked_block", written)
+    yield gpu
     gc.collect()
-    recorder.check()
+    gpu.check()
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def computed(gpu, y):
 
 @pytest.mark.parametrize("register_from", [1, 2**30])
 def test_values_are_those_of_whole_blocks(gpu, x, register_from, monkeypatch):
-    monkeypatch.setattr(part_work, "register_from_bytes", lambda: register_from)
+    monkeypatch.setattr(module, "register_from_bytes", lambda: register_from)
     y = on_gpu(gpu, lambda a: 2 * a + 1, x)
     np.testing.assert_array_equal(computed(gpu, y), 2 * VALUES + 1)
     assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
@@ -106,8 +105,8 @@ def around(a):
     return np.roll(a, 1, 0) + 2 * np.roll(a, -1, 0) + 3 * np.roll(a, 1, 1) + np.roll(a, -1, 1)
 
 
-def test_rims(gpu, x):
-    """They are cut off where they are: what goes down is contiguous."""
+def test_halos(gpu, x):
+    """They are trimmed on the GPU: copies to the host are contiguous."""
     given = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
     y = on_gpu(gpu, around, x, **given)
     np.testing.assert_array_equal(computed(gpu, y), around(VALUES))
@@ -153,7 +152,7 @@ def test_errors_name_the_block_and_the_part(gpu, x):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """What a task sees of Dask's. It lists what it is told."""
+    """A stand-in for a task's view of Dask. It lists records and warnings."""
     notes = []
     context = SimpleNamespace(
         address="tcp://a",
@@ -170,7 +169,7 @@ def worker(monkeypatch):
         context=context,
         notes=notes,
     )
-    monkeypatch.setattr(part_work, "current_worker", lambda: (worker, context))
+    monkeypatch.setattr(module, "current_worker", lambda: (worker, context))
     return worker
 
 
@@ -197,7 +196,7 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
     def lost(*args):
         raise DeviceLostError("it works no more")
 
-    monkeypatch.setattr(part_work, "PartStreams", lost)
+    monkeypatch.setattr(module, "PartStreams", lost)
     with pytest.raises(Reschedule):
         computed(gpu, on_gpu(gpu, np.negative, x))
     assert notes[0].error == "DeviceLostError: it works no more"
@@ -216,18 +215,18 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
 ):
     notes = worker.notes
     worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
-    monkeypatch.setattr(part_work, "_ON_ISSUED_FROM_BYTES", from_bytes)
+    monkeypatch.setattr(module, "_ON_ISSUED_FROM_BYTES", from_bytes)
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]
     task.run_spec = SimpleNamespace(func=max)
-    called = part_work.GpuMapFunction.__call__
+    called = module.GpuMapFunction.__call__
 
     def alone(function, *args, **kwargs):
         task.run_spec = SimpleNamespace(func=function)
         return called(function, *args, **kwargs)
 
     if is_alone:
-        monkeypatch.setattr(part_work.GpuMapFunction, "__call__", alone)
+        monkeypatch.setattr(module.GpuMapFunction, "__call__", alone)
     y = on_gpu(gpu, np.negative, x)
     np.testing.assert_array_equal(computed(gpu, y.blocks[0]), -VALUES[:12])
     assert notes.count("the next") == begun
@@ -239,9 +238,9 @@ def test_with_too_little_memory_parts_are_smaller(gpu, x):
     gpu.limit_bytes = dask_p2p.estimate(y).total_bytes // 2
     with pytest.warns(
         P2PWarning, match="out of memory of its GPU .*Parts are made smaller"
-    ) as said:
+    ) as caught:
         np.testing.assert_array_equal(computed(gpu, y), -VALUES)
-    assert len(said) == 1
+    assert len(caught) == 1
     gpu.limit_bytes = 512
     with pytest.raises(MemoryLimitError, match="one element along axis 0"):
         computed(gpu, y)
@@ -252,9 +251,9 @@ def test_without_pinned_memory_there_is_one_warning(gpu, x, monkeypatch):
         raise RuntimeError("cudaErrorMemoryAllocation")
 
     monkeypatch.setattr(gpu, "pin", refused)
-    with pytest.warns(P2PWarning, match="this process: host memory cannot be pinned") as said:
+    with pytest.warns(P2PWarning, match="this process: host memory cannot be pinned") as caught:
         np.testing.assert_array_equal(computed(gpu, on_gpu(gpu, np.negative, x)), -VALUES)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_empty_blocks_need_no_gpu_memory(gpu):
@@ -269,6 +268,6 @@ def test_a_lost_gpu_sends_the_task_elsewhere(gpu, x, monkeypatch):
     def lost(*args):
         raise DeviceLostError("it works no more")
 
-    monkeypatch.setattr(part_work, "PartStreams", lost)
+    monkeypatch.setattr(module, "PartStreams", lost)
     with pytest.raises(DeviceLostError):
         computed(gpu, on_gpu(gpu, np.negative, x))

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any
 
+from dask_p2p.backends import SLOTS
 from dask_p2p.config import Options, options
 from dask_p2p.geometry import Chunks, Index, block_shape
+from dask_p2p.ops.estimate import PartsEstimate
 from dask_p2p.plans.parts import Input, PartPlan, Range, plan_parts
 from dask_p2p.types import DType, Kind
 from dask_p2p.versioned import versioned
-
-logger = logging.getLogger(__name__)
-
-OPERATION = "p2p-on-gpu"  # prefix of the tasks' names in Dask
-
 
 # More parts overlap copies and function better, as long as a part takes much longer than the
 # host needs to issue a step.
 _PARTS = 8  # parts of a block, at least
 _LEAST_PART_BYTES = 2**24  # copied in 0.33 ms, as long as the host needs for all steps
-
-
-def run_name(key: Any) -> Any:
-    """Return the name of a task's array. For a fused task of `map_on_gpu`, this is its own part.
-
-    Dask fuses such a task with the task that makes its input, and joins both names.
-    """
-    name = key[0] if isinstance(key, tuple) else key
-    start = name.find(OPERATION) if isinstance(name, str) else -1
-    return name[start:] if start > 0 else name
-
-
-def is_of_parts(key: Any) -> bool:
-    """Return whether the task with this key makes a block of `map_on_gpu`."""
-    return str(run_name(key)).startswith(OPERATION)
 
 
 @versioned()
@@ -125,6 +106,12 @@ class GpuMap:
         )
         has_halo = any(map(any, (width for each in self.arguments for width in each.depth)))
         return replace(plan, has_halo=has_halo and self.reduce is None)
+
+    def estimate(self) -> PartsEstimate:
+        """Return the peak GPU memory of one task."""
+        plans = list(self.largest_plans())
+        inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
+        return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))
 
     def largest_plans(self) -> Iterator[PartPlan]:
         """Yield plans whose largest memory bounds that of every block."""

@@ -14,12 +14,10 @@ from dask.layers import ArrayBlockIdDep
 from dask.utils import has_keyword
 
 from dask_p2p.config import checked_options, positive_bytes
-from dask_p2p.engine.part_work import GpuMapFunction
-from dask_p2p.engine.parts import OPERATION, Argument, GpuMap
+from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
-from dask_p2p.ops.arguments import check_names
-from dask_p2p.ops.parts_arguments import (
+from dask_p2p.on_gpu.arguments import (
     check_functions,
     checked_arrays,
     checked_axis,
@@ -29,6 +27,9 @@ from dask_p2p.ops.parts_arguments import (
     found_dtype,
     portable,
 )
+from dask_p2p.on_gpu.block import GpuMapFunction
+from dask_p2p.on_gpu.gpu_map import Argument, GpuMap
+from dask_p2p.ops.arguments import check_names
 from dask_p2p.plans import halo_plan
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
@@ -183,7 +184,7 @@ def map_on_gpu(
         ArrayBlockIdDep(mapped.chunks),
         axes,
         *chain(*((x, axes[len(sizes) - x.ndim :]) for x in with_halo)),
-        token=OPERATION,
+        token=FUSABLE,
         adjust_chunks=dict(zip(axes, mapped.chunks, strict=True)),
         align_arrays=False,
         concatenate=True,

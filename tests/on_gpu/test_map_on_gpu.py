@@ -332,8 +332,8 @@ def test_all_other_keywords_are_for_the_function():
     own = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
     own = {of.name for of in own if of.kind is of.KEYWORD_ONLY}
     names = parameter_names(
-        *(f"dask_p2p.{name}" for name in ("ops.on_gpu", "ops.parts_arguments", "engine.parts")),
-        *("dask_p2p.engine.part_work", "dask.array.core", "dask.array.blockwise", "functools"),
+        *(f"dask_p2p.on_gpu.{name}" for name in ("map_on_gpu", "arguments", "gpu_map", "block")),
+        *("dask.array.core", "dask.array.blockwise", "functools"),
     )
     assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - own
     array = np.arange(8.0)

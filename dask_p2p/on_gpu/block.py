@@ -25,13 +25,13 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStreams
 from dask_p2p.engine.context import TaskContext, recorded, where_is
 from dask_p2p.engine.frames import drops_frames
-from dask_p2p.engine.memory import is_out_of_memory
-from dask_p2p.engine.parts import OPERATION, GpuMap, is_of_parts, run_name
-from dask_p2p.engine.task import current_worker, go_elsewhere
-from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, NoDeviceError
+from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
+from dask_p2p.engine.task import FUSABLE, current_worker, go_elsewhere, is_fusable, run_name
+from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import Record
+from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
 from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
@@ -114,8 +114,8 @@ def _recorded(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> I
         return
     task = worker.get_current_task()
     name = run_name(task)
-    if not is_of_parts(task):  # fused with a task that reads it
-        name = f"{OPERATION}-{str(name).rpartition('-')[2]}"
+    if not is_fusable(task):  # fused with a task that reads it
+        name = f"{FUSABLE}-{str(name).rpartition('-')[2]}"
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
     record = partial(block.record, key, time.time(), context.address, run=run)
@@ -195,15 +195,16 @@ class GpuMapBlock:
 
     def _shrink(self, cause: str, where: str) -> None:
         """Plan parts of half the size."""
-        needed_bytes = sum(self.plan.device_bytes(SLOTS))
         smaller = self.of.plan(self.index, self.plan.slot_bytes // 2)
         if len(smaller.parts) == len(self.plan.parts):
-            raise MemoryLimitError(
-                f"out of memory of the GPU of {where} ({cause}) with parts of one element along "
-                f"axis {self.of.axis}: slots take {needed_bytes} bytes, in addition to the "
-                f"function's own memory. Choose another axis=, or use smaller chunks along the "
-                f"other axes.",
-                needed_bytes,
+            parts_bytes, results_bytes = self.plan.device_bytes(SLOTS)
+            slots = {"for parts": parts_bytes, "for their results": results_bytes}
+            raise MemoryNeed(slots, kind=self.kind).error(
+                cause,
+                f"a block in parts of one element along axis {self.of.axis}",
+                where,
+                "The function's own memory is not included. Choose another axis=, or use smaller "
+                "chunks along the other axes.",
             )
         self.plan = smaller
 

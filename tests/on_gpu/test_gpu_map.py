@@ -3,23 +3,8 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-import pytest
 
-from dask_p2p.engine.parts import Argument, GpuMap, is_of_parts, run_name
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "is_ours"),
-    [
-        (("p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
-        (("array-p2p-on-gpu-01", 0), "p2p-on-gpu-01", True),
-        (("array-01", 0), "array-01", False),
-        ((7, 0), 7, False),
-        ("finalize-01", "finalize-01", False),
-    ],
-)
-def test_a_task_that_is_fused_has_the_name_of_its_array(key, name, is_ours):
-    assert (run_name(key), is_of_parts(key)) == (name, is_ours)
+from dask_p2p.on_gpu.gpu_map import Argument, GpuMap
 
 
 def argument(chunks, depth=0, dtype="f8"):

@@ -1,0 +1,1 @@
+"""`map_on_gpu`: a function of parts of host arrays, which pass through a GPU."""

@@ -1,0 +1,96 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_p2p.backends.host import permute as module
+from dask_p2p.backends.host.permute import block_shape, permute_into
+from dask_p2p.errors import AxesError, BlockMismatchError
+from tests.backends.support import DTYPES, bits, boxes, permutations, random_bits
+
+
+@pytest.fixture(params=["in one piece", "in blocks"], autouse=True)
+def block_sizes(request):
+    """Everything also with blocks so small that all code runs on small arrays."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in blocks":
+            for name, value in [
+                ("SMALL_ITEMS", 0), ("BLOCK_ITEMS", 4), ("GROWN_ITEMS", 8), ("BLOCK_COLUMNS", 3),
+                ("MAX_BLOCK_ROWS", 2), ("MIN_BLOCK_ROWS", 2), ("UNBLOCKED_ROWS", 1),
+                ("CACHE_WAYS", 1),
+            ]:  # fmt: skip
+                patch.setattr(module, name, value)
+        block_shape.cache_clear()
+        yield request.param
+    block_shape.cache_clear()
+
+
+@given(st.data(), permutations(), st.sampled_from([*DTYPES, np.dtype("O")]))
+def test_equals_transpose_bit_for_bit(data, case, dtype):
+    shape, axes = case
+    outer, box = data.draw(boxes(shape))
+    block = random_bits(outer, dtype)
+    block.flags.writeable = data.draw(st.booleans())
+    src = block[(*box, ...)]  # with an ellipsis, no axes give an array too
+    dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
+    target = random_bits(dst_outer, dtype, seed=1)
+    raw = dtype if dtype.kind == "O" else f"V{dtype.itemsize}"  # padding of structures included
+    expected = target.view(raw).copy()
+    expected[(*dst_box, ...)] = src.view(raw).transpose(axes)
+
+    permute_into(target[(*dst_box, ...)], src, axes)
+
+    if dtype.kind == "O":
+        assert all(a is b for a, b in zip(target.flat, expected.flat, strict=True))
+    else:
+        assert target.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_orders_of_memory(axes, order):
+    src = np.asarray(random_bits((40, 50, 60), "f8"), order=order)
+    dst = np.empty([src.shape[a] for a in axes], "f8")
+    permute_into(dst, src, axes)
+    assert bits(dst) == bits(src.transpose(axes))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "f4", "f8", "c16"])
+@pytest.mark.parametrize("shape", [(1025, 1023), (1024, 1024), (3, 70001), (70001, 3), (1, 90000)])
+def test_sizes_around_those_of_blocks(shape, dtype):
+    src = random_bits(shape, dtype)
+    dst = np.empty(shape[::-1], dtype)
+    permute_into(dst, src, (1, 0))
+    assert bits(dst) == bits(src.T)
+
+
+def test_a_broadcast_source():
+    src = np.broadcast_to(np.arange(300.0)[:, None, None], (300, 20, 30))
+    dst = np.empty((30, 300, 20), "f8")
+    permute_into(dst, src, (2, 0, 1))
+    assert bits(dst) == bits(src.transpose(2, 0, 1))
+    permute_into(dst, np.broadcast_to(7.0, (300, 20, 30)), (2, 0, 1))
+    assert (dst == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "match"),
+    [
+        ((2, 3), "f8", r"shape \(3, 2\).*got \(2, 3\)"),
+        ((1, 2), "f8", r"shape \(3, 2\)"),  # NumPy would not broadcast this, but would the next
+        ((4, 3, 2), "f8", r"shape \(3, 2\)"),
+        ((3, 2), "f4", "dtype float64, got float32"),
+        ((3, 2), ">f8", "dtype float64, got >f8"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_refused(shape, dtype, match):
+    with pytest.raises(BlockMismatchError, match=match):
+        permute_into(np.zeros(shape, dtype), np.zeros((2, 3)), (1, 0))
+
+
+@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2)])
+def test_axes_that_are_no_permutation_are_refused(axes):
+    with pytest.raises(AxesError, match="permutation of the 2 axes"):
+        permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)
