@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
+from math import prod
 from operator import index as as_int
 from types import EllipsisType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -90,6 +91,43 @@ def box_size(box: Box) -> int:
 def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
     """Return the index that selects a box from an array as a view, also from 0-d arrays."""
     return (*(slice(start, stop) for start, stop in box), ...)
+
+
+def round_up(number: int, step: int) -> int:
+    """Return the least multiple of a step that is not below a number."""
+    return -(-number // step) * step
+
+
+class Layout:
+    """Regions in C order, one after another in one memory.
+
+    >>> layout = Layout([(2, 3), (1,)], item_bytes=8, alignment=128)
+    >>> layout.starts, layout.size_bytes
+    ([0, 128], 136)
+    """
+
+    def __init__(
+        self,
+        shapes: Iterable[Sequence[int]],  # shapes of the regions
+        item_bytes: int = 1,  # size of an element; 1 if `views` gets an array of elements
+        alignment: int = 1,  # each region starts at a multiple of this number of bytes
+    ) -> None:
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.starts: list[int] = []  # offsets of the regions, in bytes
+        self.size_bytes = 0
+        self._item_bytes = item_bytes
+        for shape in self.shapes:
+            self.starts.append(round_up(self.size_bytes, alignment))
+            self.size_bytes = self.starts[-1] + prod(shape) * item_bytes
+
+    def view(self, memory: Any, number: int, dtype: Any) -> Any:
+        """Return a region as an array in this one-dimensional memory."""
+        start, shape = self.starts[number], self.shapes[number]
+        return memory[start : start + prod(shape) * self._item_bytes].view(dtype).reshape(shape)
+
+    def views(self, memory: Any, dtype: Any) -> list[Any]:
+        """Return all regions as arrays in this memory."""
+        return [self.view(memory, number, dtype) for number in range(len(self.shapes))]
 
 
 class ContiguousRuns(NamedTuple):

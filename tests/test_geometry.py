@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import (
     ContiguousRuns,
+    Layout,
     block_indices,
     block_shape,
     box_shape,
     box_size,
     box_slices,
     normal_axes,
+    round_up,
     split_box,
     split_evenly,
     taper_last,
@@ -28,6 +30,34 @@ def test_split_evenly(length, parts):
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
     assert (min(sizes) == 0) == (length < parts)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5),
+    st.sampled_from(["i1", "f4", "c16"]),
+    st.sampled_from([1, 16, 128]),
+)
+def test_regions_of_a_layout_follow_one_another(shapes, dtype, alignment):
+    layout = Layout(shapes, np.dtype(dtype).itemsize, alignment)
+    memory = np.zeros(layout.size_bytes, "u1")
+    end = 0
+    for number, (region, start) in enumerate(
+        zip(layout.views(memory, dtype), layout.starts, strict=True), 1
+    ):
+        assert region.shape == tuple(shapes[number - 1])
+        assert start == round_up(end, alignment)
+        end = start + region.nbytes
+        region[...] = number
+    assert end == layout.size_bytes
+    for number, region in enumerate(layout.views(memory, dtype), 1):
+        assert (region == number).all()
+
+
+def test_a_layout_counts_elements_in_an_array_of_elements():
+    memory = np.arange(7.0)
+    first, second = Layout([(2, 2), (3,)]).views(memory, memory.dtype)
+    assert first.tolist() == [[0, 1], [2, 3]]
+    assert second.tolist() == [4, 5, 6]
 
 
 @st.composite

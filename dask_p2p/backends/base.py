@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.config import Options
@@ -258,3 +260,15 @@ def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
     order = order_of(array.strides)
     back = tuple(map(order.index, range(array.ndim)))
     return array.transpose(order), lambda lies: lies.transpose(back)
+
+
+def unread_value(dtype: DType) -> Any:
+    """Return the value of corners that no exchange fills: NaN or NaT if the dtype has it, else 0.
+
+    NaN and NaT make it visible if a function reads a corner.
+    """
+    if dtype.kind in "fc":
+        return dtype.type(np.nan)
+    if dtype.kind in "mM":
+        return np.array("NaT", dtype)
+    return np.zeros((), dtype)

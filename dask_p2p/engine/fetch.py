@@ -11,11 +11,12 @@ from dask_p2p.backends import Timer
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
+from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region
 from dask_p2p.transports.router import Route
-from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, SilenceLog
+from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import Array, Key
 from dask_p2p.versioned import versioned
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from dask_p2p.backends import MOST_UNREAD, Queue, as_array, backend_for, backend_named
+from dask_p2p.backends.declared import checked_block
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.fetch import BlockRef
@@ -20,7 +21,6 @@ from dask_p2p.engine.memory import in_memory_bytes
 from dask_p2p.errors import BlockUnavailableError, TransferError
 from dask_p2p.geometry import box_slices, split_box
 from dask_p2p.plans import BlockPlan, Piece
-from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DType, Key, Kind
 
 _PART_BYTES = 2**24  # size of a spilled block's parts on their way to a GPU

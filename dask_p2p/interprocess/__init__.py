@@ -1,1 +1,1 @@
-"""Shared memory and messages between processes, and checks of received requests."""
+"""RPC, memory that processes share or read, and checks of received values."""

@@ -20,6 +20,7 @@ from dask_p2p.backends.host.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.processes import PROCESSES
+from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.types import Array, DType
 
 #: Settings that make all memory of a worker shareable, and fast to map.
@@ -45,6 +46,15 @@ class IpcHandle:
     base: int  # address of the allocation in its process
     nbytes: int  # size of the allocation
     offset_bytes: int  # offset of the block in the allocation
+
+    @classmethod
+    def parse(cls, fields: Any) -> IpcHandle:
+        """Parse another process's handle; `ValueError` or `TypeError` if it is malformed."""
+        ipc_handle = cls(**fields)
+        bytes.fromhex(ipc_handle.handle)
+        checked_integer("buffer_id", ipc_handle.buffer_id, 0, 2**64)
+        checked_integer("offset_bytes", ipc_handle.offset_bytes, 0, 2**63)
+        return ipc_handle
 
 
 _MOST_SHARED = 1024
@@ -87,6 +97,17 @@ def peer_obstacle(gpu: str) -> Obstacle | None:
     )
 
 
+def memory_obstacle(local: Peer, remote: Peer) -> Obstacle | None:
+    """Return the obstacle to reading a peer's GPU memory by this process, or None."""
+    if not local.memory_proof or not remote.memory_proof:
+        return Obstacle(
+            "no-gpu",
+            "one of the two has no GPU, or no cuda-bindings to identify it",
+            "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
+        )
+    return peer_obstacle(remote.memory_proof)
+
+
 def export(block: Array) -> IpcHandle:
     """Return the location of a block.
 
@@ -119,7 +140,7 @@ def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
     """Return a CuPy array in memory of another owner."""
     import cupy
 
-    low_bytes, size_bytes = _extent(shape, strides, dtype.itemsize)
+    low_bytes, size_bytes = extent(shape, strides, dtype.itemsize)
     device = cupy.cuda.runtime.getDevice()
     memory = cupy.cuda.UnownedMemory(address + low_bytes, size_bytes, None, device)
     pointer = cupy.cuda.MemoryPointer(memory, -low_bytes)
@@ -127,7 +148,7 @@ def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
 
 
 @lru_cache(maxsize=1024)  # blocks are similar
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Return the start of an array's memory, relative to its first item, and its size."""
     low_bytes = sum(min(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)
     high_bytes = sum(max(0, s * (n - 1)) for s, n in zip(strides, shape, strict=True) if n)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.errors import Obstacle
+from dask_p2p.interprocess.processes import own_name
 from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 
@@ -18,9 +21,15 @@ class Peer:
     user: int
     pid: int
     process: str  # unique name of the process
-    folder: str  # folder of its published descriptors
+    folder: str  # folder of its published descriptors, if any
     memory_proof: str  # token that proves access to the process's memory
     refusal: str | None = None  # reason why it has no folder
+
+    @classmethod
+    def own(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
+        """Describe this process."""
+        own = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
+        return cls(*own, folder, memory_proof, refusal)
 
     @classmethod
     def parse(cls, fields: Any) -> Peer:

@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from secrets import token_bytes
@@ -20,14 +20,41 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p.errors import Obstacle
 from dask_p2p.geometry import gapless_from
-from dask_p2p.types import DType
+from dask_p2p.types import Array, DType
 
 TOKEN_BYTES = 16
 MOST_RUNS = 1024  # most runs of one system call: IOV_MAX
 _SHORT_RUN_BYTES = 256  # NumPy copies shorter runs faster than the kernel
+_LET_READ = (
+    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
+    "forbids it"
+)
 _PR_SET_PTRACER = 0x59616D61  # "Yama", from linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class RemoteArray(NamedTuple):
+    """An array in the memory of another process."""
+
+    pid: int
+    address: int  # address of the first element
+    shape: tuple[int, ...]  # no extent is 0
+    strides: tuple[int, ...]
+    dtype: DType
+
+    def read(self, into: Array | None, memory_of: Callable[[int], Array]) -> Any:
+        """Copy the array, if possible directly `into` another one. Return the copy.
+
+        `memory_of` returns a buffer of a size, if one is needed. Raises the errors of `read`, and
+        `OverflowError` for an address outside of any memory.
+        """
+        runs = runs_of(self.address, self.shape, self.strides, self.dtype.itemsize)
+        if into is not None and read_into(self.pid, runs, into):
+            return into
+        memory = memory_of(len(runs.addresses) * runs.run_bytes)
+        return np.broadcast_to(read(self.pid, runs, self.dtype, memory), self.shape)
 
 
 class ByteRuns(NamedTuple):
@@ -184,9 +211,26 @@ def is_supported() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
 
 
-def new_token() -> np.ndarray[Any, Any]:
+def own_token() -> tuple[int, bytes]:
+    """Let other processes read this one. Return the address and the value of its token."""
+    allow_readers()
+    token = _own_token()
+    return token.ctypes.data, token.tobytes()
+
+
+@cache
+def _own_token() -> np.ndarray[Any, Any]:
     """Return random bytes; a reader that finds them at their address reads the right process."""
     return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+
+
+def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:
+    """Return the obstacle to reading the process that has this token, or None."""
+    try:
+        is_right = holds(pid, address, token)
+    except (OSError, OverflowError) as exc:
+        return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
+    return None if is_right else Obstacle("other-process", "its memory is another process'")
 
 
 def holds(pid: int, address: int, token: bytes) -> bool:

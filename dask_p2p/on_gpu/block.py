@@ -17,6 +17,7 @@ from dask.utils import funcname
 
 from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.declared import checked_block
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
 from dask_p2p.backends.host.copies import register_from_bytes
 from dask_p2p.backends.host.pinned import warn_once
@@ -33,7 +34,6 @@ from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import Record
 from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
-from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
 

@@ -125,15 +125,3 @@ def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
         f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
         f"axis, got {name}={value!r}."
     )
-
-
-def unread_value(dtype: DType) -> Any:
-    """Return the value of corners that no exchange fills: NaN or NaT if the dtype has it, else 0.
-
-    NaN and NaT make it visible if a function reads a corner.
-    """
-    if dtype.kind in "fc":
-        return dtype.type(np.nan)
-    if dtype.kind in "mM":
-        return np.array("NaT", dtype)
-    return np.zeros((), dtype)

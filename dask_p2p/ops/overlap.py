@@ -19,6 +19,7 @@ from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
 from dask.utils import has_keyword
 
+from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
@@ -31,7 +32,7 @@ from dask_p2p.ops.arguments import (
     check_names,
     is_dask_array,
 )
-from dask_p2p.ops.halo import checked_boundaries, checked_depths, unread_value
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan

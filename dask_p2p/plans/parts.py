@@ -19,7 +19,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from dask_p2p.geometry import block_bounds, split_evenly
+from dask_p2p.geometry import block_bounds, round_up, split_evenly
 
 _ALIGNMENT_BYTES = 512  # alignment of arrays on a GPU
 
@@ -144,7 +144,7 @@ def _part(inputs: Sequence[Input], length: int, own: Range) -> Part:
 
 
 def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return round_up(size_bytes, _ALIGNMENT_BYTES)
 
 
 class Step(NamedTuple):

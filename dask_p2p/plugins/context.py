@@ -29,6 +29,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.interprocess.requests import checked_integer
+from dask_p2p.interprocess.rpc import answering, ask_and_wait
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, record_transfer
 from dask_p2p.monitoring.records import Record, RecordLog, packed
@@ -38,7 +39,6 @@ from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
 from dask_p2p.plugins.spilling import find_in_memory, holds, is_mapped, is_spilled, read_spilled
 from dask_p2p.plugins.threads import only_waiting
 from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
-from dask_p2p.transports.replies import answering, ask_and_wait
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 

@@ -22,6 +22,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
 from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.requests import checked_integer
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.page import add_pages
@@ -32,7 +33,6 @@ from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
-from dask_p2p.transports.replies import answering
 from dask_p2p.versioned import check_dask, this_version, versioned
 
 logger = logging.getLogger(__name__)

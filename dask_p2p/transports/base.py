@@ -42,11 +42,11 @@ from dask_p2p.config import Options, TransportOptions
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S, Handler, answering
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import ByteBudget, Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key
-from dask_p2p.transports.replies import Handler, answering
-from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S, PROBE_TIMEOUT_S
+from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, DType, Key, Kind
 
 LAST_PART_BYTES = 2**24  # written to the output by a kernel in 10 µs

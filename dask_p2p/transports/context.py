@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
+from dask_p2p.backends import as_array
+from dask_p2p.backends.declared import checked_block
+from dask_p2p.interprocess.rpc import Caller
 from dask_p2p.types import Key
 
 _T = TypeVar("_T")
 
 
-class WorkerContext(Protocol):
+class WorkerContext(Caller, Protocol):
     """The worker of a transport, as the transport uses it.
 
     Coroutines run on the worker's event loop, all other methods in any thread.
     """
 
     address: str
-    loop: AbstractEventLoop
     folder: str  # the worker's own directory, removed when it closes
     encrypted_only: bool  # True if no unencrypted data may leave this process
 
@@ -33,10 +34,12 @@ class WorkerContext(Protocol):
     def is_on_disk(self, key: Key) -> bool:
         """Return whether a block is spilled, so that `block` would read it from disk."""
 
-    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
-        """Call the handler `op` of the worker at `address`. Raises `OSError` if unreachable."""
-
     async def offload(
         self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
     ) -> _T:
         """Run a blocking function on one of `threads`; by default on those for requests."""
+
+
+def find_block(worker: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
+    """Return the block of a reader's request, checked. Raises `KeyError` if it is not here."""
+    return checked_block(as_array(worker.block(key)), key, shape)

@@ -14,8 +14,6 @@ from dask_p2p.errors import TransferError
 
 #: Timeout of the first request to a worker.
 PROBE_TIMEOUT_S = 10.0
-#: Additional wait after a transport's own deadline. Then the region is given up.
-EVENT_LOOP_GRACE_S = 10.0
 #: Number of requests to publish a block, if the holder withdraws it again each time.
 PUBLISH_REQUESTS = 3
 #: Longest pause between two attempts at a task.

@@ -22,9 +22,9 @@ from dask_p2p.engine.memory import (
 )
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.interprocess.rpc import ask
 from dask_p2p.transports import footprint
 from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.replies import ask
 from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
 
 MIB = 2**20

@@ -192,7 +192,7 @@ class InPlaceReading(Reading):
 @pytest.mark.parametrize("limit_bytes", [1, 9, 600, 2000, 10_000])
 def test_ipc(workers, monkeypatch, limit_bytes):
     make, _ = workers
-    monkeypatch.setattr("dask_p2p.transports.in_place.ipc._SMALLEST_SLOT_BYTES", 1)
+    monkeypatch.setattr("dask_p2p.interprocess.ipc_options._SMALLEST_SLOT_BYTES", 1)
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     slots_bytes = []
 

@@ -9,7 +9,7 @@ import numpy as np
 from distributed.protocol import Serialized, serialize
 from hypothesis import strategies as st
 
-from dask_p2p.transports.replies import dtype_text
+from dask_p2p.backends.declared import dtype_text
 
 BLOCKS = {
     ("x", 0, 0): np.arange(60.0).reshape(6, 10),

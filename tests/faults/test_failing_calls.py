@@ -27,7 +27,7 @@ IN_PLACE = [
     ("transports.in_place.leases", "os", "pread"),
     ("transports.in_place.leases", "os", "pwrite"),
     ("transports.in_place.leases", "fcntl", "fcntl"),
-    ("transports.in_place.same_host", "os", "getuid"),
+    ("interprocess.peer", "os", "getuid"),
     ("interprocess.process_memory", "process_memory", "read"),
     ("interprocess.buffers", "Buffers", "take"),
 ]

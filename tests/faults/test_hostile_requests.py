@@ -19,6 +19,7 @@ from distributed.comm import connect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_p2p.backends.declared import dtype_text
 from dask_p2p.config import options
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.interprocess import cuda_ipc
@@ -35,7 +36,6 @@ from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.pinned import PinnedTransport
 from dask_p2p.transports.packed.ucx import UcxTransport
-from dask_p2p.transports.replies import dtype_text
 from tests.faults.hostile import (
     BLOCKS,
     Bomb,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -25,3 +26,11 @@ def test_what_keeps_processes_from_reading_each_other(changes, code):
     there = replace(HERE, pid=2)
     assert separation(HERE, there) is None
     assert separation(HERE, replace(there, **changes)).code == code
+
+
+def test_a_process_describes_itself():
+    own = Peer.own("aa", "/tmp/a")
+    assert own.pid == os.getpid()
+    assert own == Peer.own("aa", "/tmp/a")
+    assert Peer.parse(asdict(own)) == own
+    assert separation(own, own).code == "same-process"

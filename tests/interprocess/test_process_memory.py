@@ -14,10 +14,12 @@ from dask_p2p.interprocess import process_memory
 from dask_p2p.interprocess.process_memory import (
     MOST_RUNS,
     ByteRuns,
+    RemoteArray,
     allow_readers,
     holds,
     is_supported,
-    new_token,
+    obstacle,
+    own_token,
     read,
     read_into,
     runs_of,
@@ -154,6 +156,29 @@ def test_allowing_readers_does_no_harm():
 
 
 def test_a_token_proves_which_process_is_read():
-    token, other = new_token(), new_token()
-    assert holds(os.getpid(), token.ctypes.data, token.tobytes())
-    assert not holds(os.getpid(), token.ctypes.data, other.tobytes())
+    address, token = own_token()
+    assert (address, token) == own_token()
+    assert holds(os.getpid(), address, token)
+    assert obstacle(os.getpid(), address, token) is None
+    other = bytes(byte ^ 1 for byte in token)
+    assert not holds(os.getpid(), address, other)
+    assert obstacle(os.getpid(), address, other).code == "other-process"
+    assert obstacle(os.getpid(), 8, token).code == "forbidden"
+    assert obstacle(os.getpid(), 2**70, token).code == "forbidden"
+
+
+@pytest.mark.parametrize("step", [1, 2, -1])
+def test_a_remote_array_is_read_directly_where_the_order_in_memory_allows_it(step):
+    x = np.arange(6000.0).reshape(2, 3000)[:, ::step]
+    there = RemoteArray(os.getpid(), x.ctypes.data, x.shape, x.strides, x.dtype)
+    sizes = []
+
+    def memory_of(nbytes):
+        sizes.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    into = np.zeros(x.shape)
+    assert (there.read(into, memory_of) is into) == (step == 1)
+    assert len(sizes) == (step != 1)
+    np.testing.assert_array_equal(there.read(None, memory_of), x)
+    assert sizes[-1] == x.nbytes

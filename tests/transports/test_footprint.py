@@ -16,10 +16,10 @@ from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.config import options
 from dask_p2p.interprocess.buffers import buffer_bytes
+from dask_p2p.interprocess.ipc_options import IpcOptions
 from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport
 from dask_p2p.transports.footprint import ByteBudget, idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.transports.in_place.cma import CmaOptions
-from dask_p2p.transports.in_place.ipc import IpcOptions
 from dask_p2p.transports.packed.comm import CommOptions
 from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
 from dask_p2p.transports.packed.ucx import UcxOptions

@@ -18,12 +18,12 @@ from typing import Any
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.gangs.nesting import Nesting
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
-from dask_p2p.transports.replies import answering
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"

@@ -20,6 +20,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import List, Task, TaskRef
 
 from dask_p2p.backends import as_array, backend_for, backend_named
+from dask_p2p.backends.declared import checked_block
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.memory import in_memory_bytes
@@ -32,7 +33,6 @@ from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.gang.rank import run_rank
-from dask_p2p.transports.replies import checked_block
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
 

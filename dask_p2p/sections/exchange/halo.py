@@ -9,9 +9,9 @@ from weakref import ref
 
 import numpy as np
 
+from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.ops.halo import unread_value
 from dask_p2p.plans.rank_halo import RankHalo, interior_and_boundary
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.movers import ExchangeCall

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.geometry import Box, box_shape, box_slices
+from dask_p2p.geometry import Box, Layout, box_shape, box_slices
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import Buffer
@@ -32,13 +32,8 @@ class Packed:
         whole: Array,  # one-dimensional buffer for all regions
     ) -> None:
         self.whole = whole
-        self.regions: list[tuple[Any, Array]] = []
-        start = 0
-        for box in boxes:
-            shape = box_shape(box)
-            stop = start + prod(shape)
-            self.regions.append((box_slices(box), whole[start:stop].reshape(shape)))
-            start = stop
+        regions: list[Array] = Layout(map(box_shape, boxes)).views(whole, whole.dtype)
+        self.regions = [*zip(map(box_slices, boxes), regions, strict=True)]
 
     def pack(self, array: Array) -> None:
         """Copy the regions of an array into the buffer."""

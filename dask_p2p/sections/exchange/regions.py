@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.geometry import Box, box_slices
+from dask_p2p.geometry import Box, Layout, box_slices
 from dask_p2p.interprocess import process_memory
 from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
 from dask_p2p.sections.exchange.staged import begin_in_order
@@ -142,7 +141,6 @@ class Reads:
     ) -> None:
         self._connections, (self._rank, self._size) = connections, connections.rank_and_size
         self._is_allowed = is_allowed and process_memory.is_supported()
-        self._token = process_memory.new_token()
         self._pids: list[int] = []  # by rank, after the probe
         self._readers: Any = None  # by holder and reader: whether the reader can read
 
@@ -152,8 +150,7 @@ class Reads:
             return
         proof = bytes(_PROOF.size)
         if self._is_allowed:
-            process_memory.allow_readers()
-            proof = _PROOF.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
+            proof = _PROOF.pack(os.getpid(), *process_memory.own_token())
         proofs = self._connections.gather("probe of memory reads", proof)
         self._pids = [_PROOF.unpack(each)[0] for each in proofs]
         row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
@@ -165,10 +162,7 @@ class Reads:
         own = rank == self._rank or self._connections.is_on_other_host(rank)
         if own or not (pid and self._is_allowed):
             return False
-        try:
-            return process_memory.holds(pid, address, token)
-        except (OSError, OverflowError):
-            return False
+        return process_memory.obstacle(pid, address, token) is None
 
     def reads_from(self, holder: int) -> bool:
         """Return whether this rank reads a holder's memory."""
@@ -197,16 +191,13 @@ class Reads:
     ) -> Array | None:
         """Read a region into its destination. If that needs a copy, return the region instead."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", descriptor)
-        pid, dtype = self._pids[holder], into.dtype
+        layout = tuple(shape), tuple(strides), into.dtype
+        there = process_memory.RemoteArray(self._pids[holder], address, *layout)
         try:
-            runs = process_memory.runs_of(address, tuple(shape), tuple(strides), dtype.itemsize)
-            if list(axes) == sorted(axes) and process_memory.read_into(pid, runs, into):
-                return None
-            memory = memory_of(len(runs.addresses) * runs.run_bytes)
-            region = process_memory.read(pid, runs, dtype, memory)
+            region: Array = there.read(into if list(axes) == sorted(axes) else None, memory_of)
         except (OSError, OverflowError) as exc:
             raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
-        return np.broadcast_to(region, tuple(shape))
+        return None if region is into else region
 
 
 class _Memory:
@@ -217,15 +208,10 @@ class _Memory:
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
         """Return arrays in the buffer, one after the other."""
-        starts = [0]
-        for shape in shapes:
-            starts.append(starts[-1] + prod(shape) * dtype.itemsize)
-        if self._bytes.nbytes < starts[-1]:
-            self._bytes = np.empty(starts[-1], np.uint8)
-        return [
-            np.ndarray(shape, dtype, self._bytes, start)
-            for shape, start in zip(shapes, starts, strict=False)
-        ]
+        layout = Layout(shapes, dtype.itemsize)
+        if self._bytes.nbytes < layout.size_bytes:
+            self._bytes = np.empty(layout.size_bytes, np.uint8)
+        return layout.views(self._bytes, dtype)
 
 
 def _bytes_of(region: Array) -> Buffer:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError, UnsuitableError
+from dask_p2p.geometry import Layout
 from dask_p2p.interprocess.segments import Segment, SegmentName
 from dask_p2p.sections.exchange.device import HOST, Host, check_not_masked
 from dask_p2p.types import Array
@@ -123,9 +124,8 @@ def _view(array: Any) -> memoryview:
 
 
 def _host_arrays(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
-    places, start = [], 0
-    for array in arrays:
-        host_array: Array = np.ndarray(array.shape, array.dtype, state, start)
-        places.append(host_array)
-        start += array.nbytes
-    return places
+    starts = Layout((array.nbytes,) for array in arrays).starts
+    return [
+        np.ndarray(array.shape, array.dtype, state, start)
+        for array, start in zip(arrays, starts, strict=True)
+    ]

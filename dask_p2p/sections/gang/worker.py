@@ -21,6 +21,7 @@ from distributed.worker import WORKER_ANY_RUNNING
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
@@ -31,7 +32,6 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.transports.replies import answering
 
 _ENDS = ("committed", "stopped")  # final states
 _CAUSE_CHARS = 1000

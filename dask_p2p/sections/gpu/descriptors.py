@@ -29,7 +29,7 @@ def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
     """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
-        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))
+        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle.parse(ipc_handle))
         for number, length, strides, ipc_handle in pieces
     ]
 
@@ -52,6 +52,5 @@ def _piece(
     strides: tuple[int, ...],
     dtype: DType,
 ) -> Any:
-    along = zip(shape, strides, strict=True)
-    spread_bytes = sum((length - 1) * abs(stride) for length, stride in along) + dtype.itemsize
-    return cuda_ipc.array_at(of.mapped(ipc_handle, spread_bytes), shape, strides, dtype)
+    _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
+    return cuda_ipc.array_at(of.mapped(ipc_handle, size_bytes), shape, strides, dtype)

@@ -27,6 +27,7 @@ from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
+from dask_p2p.interprocess.ipc_options import ipc_part_bytes
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
@@ -36,7 +37,6 @@ from dask_p2p.sections.gpu.windows import PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
-from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.types import Array, DType, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU
@@ -268,5 +268,4 @@ def device_for(kind: Kind, options: Options, connections: Connections = ONE_RANK
     """Return the device of a rank's local blocks of this kind."""
     if kind == HOST.kind:
         return HOST
-    part_bytes = IpcTransport.footprint(options, kind).part_bytes or 0
-    return Gpu(connections, "ipc" in options.order(kind), part_bytes)
+    return Gpu(connections, "ipc" in options.order(kind), ipc_part_bytes(options) or 0)

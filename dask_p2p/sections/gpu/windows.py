@@ -16,7 +16,6 @@ when the others have given up, and use their memory for something else.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +27,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.geometry import Layout
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer, separation
-from dask_p2p.interprocess.processes import PROCESSES, own_name
+from dask_p2p.interprocess.processes import PROCESSES
 from dask_p2p.sections.gpu.lost_events import NOT_READY, LostEvents
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
@@ -81,7 +80,7 @@ class OwnEvents:
         gpu.exported.append(self.events)
         handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
         self._descriptor: dict[str, Any] = {
-            "peer": asdict(_own_peer()),
+            "peer": asdict(Peer.own(cuda_ipc.gpu_uuid())),
             "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
         }
 
@@ -99,14 +98,13 @@ class OwnWindow(OwnEvents):
         sizes_bytes: Mapping[int, int],  # size of a slot, by the rank of its reader
     ) -> None:
         super().__init__(gpu, SLOTS)
-        self._places: dict[int, list[int]] = {}
-        self._sizes_bytes, end = sizes_bytes, _ALIGNMENT_BYTES
-        for rank, size_bytes in sizes_bytes.items():
-            aligned = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._places[rank] = [end + slot * aligned for slot in range(SLOTS)]
-            end += SLOTS * aligned
-        memory = gpu.backend.allocate(end)
-        self._memory = gpu.backend.bytes_of(memory, end, memory)
+        self._sizes_bytes = sizes_bytes
+        slots = [(size_bytes,) for size_bytes in sizes_bytes.values() for _ in range(SLOTS)]
+        layout = Layout([(COUNTERS_BYTES,), *slots], alignment=_ALIGNMENT_BYTES)
+        _, *starts = layout.starts
+        self._starts = {rank: starts[SLOTS * n :][:SLOTS] for n, rank in enumerate(sizes_bytes)}
+        memory = gpu.backend.allocate(layout.size_bytes)
+        self._memory = gpu.backend.bytes_of(memory, layout.size_bytes, memory)
         gpu.exported.append(self._memory)
         self.counters = self._memory[:COUNTERS_BYTES].view(np.uint64)
         self.counters[...] = 0
@@ -115,11 +113,11 @@ class OwnWindow(OwnEvents):
 
     def memory(self, rank: int, slot: int) -> Array:
         """Return the bytes of a slot."""
-        start = self._places[rank][slot]
+        start = self._starts[rank][slot]
         return self._memory[start : start + self._sizes_bytes[rank]]
 
     def descriptor(self, rank: int) -> bytes:
-        own = {"starts": self._places[rank], "size_bytes": self._sizes_bytes[rank]}
+        own = {"starts": self._starts[rank], "size_bytes": self._sizes_bytes[rank]}
         return json.dumps({**self._descriptor, **own}).encode()
 
 
@@ -136,7 +134,8 @@ class PeerMemory:
     ) -> None:
         fields = json.loads(descriptor)
         peer = Peer.parse(fields["peer"])
-        obstacle = separation(_own_peer(), peer) or cuda_ipc.peer_obstacle(peer.memory_proof)
+        own = Peer.own(cuda_ipc.gpu_uuid())
+        obstacle = separation(own, peer) or cuda_ipc.memory_obstacle(own, peer)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
@@ -240,7 +239,7 @@ class PeerWindow(PeerMemory):
         try:
             if fields["size_bytes"] != size_bytes:
                 raise TransferError(f"expected {size_bytes} bytes, got {fields['size_bytes']}")
-            start = self.mapped(cuda_ipc.IpcHandle(**fields["ipc_handle"]), SLOTS * size_bytes)
+            start = self.mapped(cuda_ipc.IpcHandle.parse(fields["ipc_handle"]), SLOTS * size_bytes)
             self.counters = start
         except BaseException:
             self.close()
@@ -325,9 +324,3 @@ def opened(
     seen = {rank: bytes([rank in found]) for rank in descriptor}
     answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
     return own, {rank: one for rank, one in found.items() if any(answers[rank])}
-
-
-def _own_peer() -> Peer:
-    boot_id, namespace = kernel_and_namespace()
-    own = own_name()
-    return Peer(boot_id, namespace, os.getuid(), os.getpid(), own, "", cuda_ipc.gpu_uuid())

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.ops.halo import unread_value
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
 from dask_p2p.sections.iterate.step_function import StepFunction

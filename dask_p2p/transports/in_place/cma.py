@@ -18,6 +18,7 @@ from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.interprocess import process_memory
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.peer import Peer
+from dask_p2p.interprocess.process_memory import RemoteArray
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, part_that_fits
@@ -30,10 +31,6 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-_LET_READ = (
-    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
-    "forbids it"
-)
 # A run costs the kernel as much as 150 additional bytes. Per byte, comm takes four times as long
 # as cma.
 _SHORT_RUN_BYTES = 128
@@ -78,7 +75,6 @@ class CmaTransport(SameHostTransport):
         super().__init__(worker, options)
         self.buffers = Buffers("numpy", self.footprint(options, "numpy").idle_bytes(options))
         self.pools.append(self.buffers)
-        self._token = process_memory.new_token()
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
         if not process_memory.is_supported():
@@ -86,16 +82,16 @@ class CmaTransport(SameHostTransport):
         return super().holder_obstacle(holder)
 
     def memory_proof(self) -> str:
-        process_memory.allow_readers()
-        return f"{self._token.ctypes.data:x} {self._token.tobytes().hex()}"
+        address, token = process_memory.own_token()
+        return f"{address:x} {token.hex()}"
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
         try:
             address, token = remote.memory_proof.split()
-            is_right = process_memory.holds(remote.pid, int(address, 16), bytes.fromhex(token))
-        except (OSError, ValueError, AttributeError, OverflowError) as exc:
-            return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
-        return None if is_right else Obstacle("other-process", "its memory is another process'")
+            proof = int(address, 16), bytes.fromhex(token)
+        except ValueError as exc:
+            return Obstacle("forbidden", f"its memory has no valid token: {exc}")
+        return process_memory.obstacle(remote.pid, *proof)
 
     def address_of(self, block: Array) -> dict[str, Any]:
         return {"address": block.ctypes.data}
@@ -131,23 +127,19 @@ class CmaTransport(SameHostTransport):
         box: Box,
         into: Array | None,
     ) -> Any:
-        shape, pid = box_shape(box), reading.peer.pid
+        shape = box_shape(box)
         if 0 in shape:
             return np.empty(shape, wanted.dtype)
         address += sum(first * s for (first, _), s in zip(box, strides, strict=True))
+        there = RemoteArray(reading.peer.pid, address, shape, strides, wanted.dtype)
         try:
-            runs = process_memory.runs_of(address, shape, strides, wanted.dtype.itemsize)
-            if into is not None and process_memory.read_into(pid, runs, into):
-                return into
-            memory = self.buffers.take((len(runs.addresses) * runs.run_bytes,), np.uint8)
-            region = process_memory.read(pid, runs, wanted.dtype, memory)
-        except (OSError, OverflowError) as exc:  # OverflowError: address outside of any memory
+            return there.read(into, lambda nbytes: self.buffers.take((nbytes,), np.uint8))
+        except (OSError, OverflowError) as exc:
             reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
                 raise BlockUnavailableError(message) from exc
             raise TransferError(f"{wanted} cannot be read: {exc}") from exc
-        return np.broadcast_to(region, shape)
 
 
 def _weight(box: Box) -> int:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar
 
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
-from dask_p2p.config import Options, TransportOptions, option, section, size_bytes
+from dask_p2p.config import Options, TransportOptions
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.ipc_options import IpcOptions, ipc_part_bytes
 from dask_p2p.interprocess.peer import Peer
-from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place.reading import (
@@ -32,19 +31,9 @@ from dask_p2p.transports.in_place.reading import (
 from dask_p2p.transports.in_place.same_host import SameHostTransport
 from dask_p2p.types import Array, Kind
 
-_SMALLEST_SLOT_BYTES = 2**16  # for less, a kernel reads faster than a copy engine starts
-
-
 # Delay between a worker's departure and the closing of its mappings, so that its process can exit.
 # Earlier, closing could wait for a GPU that waits for the process.
 _ENDING_S = 1.0
-
-
-@section("transports.ipc")
-class IpcOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    staging_bytes: int = option("staging-bytes", size_bytes)
 
 
 class IpcTransport(SameHostTransport):
@@ -61,9 +50,7 @@ class IpcTransport(SameHostTransport):
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with one part for each slot of the queue."""
-        # At most half of the limit: the rest is for parts from other hosts.
-        slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
-        part_bytes = slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
+        part_bytes = ipc_part_bytes(options)
         return Footprint(part_bytes, SLOTS - 1, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
 
     # --- both sides ---
@@ -76,13 +63,7 @@ class IpcTransport(SameHostTransport):
         return cuda_ipc.gpu_uuid()
 
     def memory_obstacle(self, local: Peer, remote: Peer) -> Obstacle | None:
-        if not local.memory_proof or not remote.memory_proof:
-            return Obstacle(
-                "no-gpu",
-                "one of the two has no GPU, or no cuda-bindings to identify it",
-                "Run one worker a GPU, and install dask-p2p[cuda13] or [cuda12] for all",
-            )
-        return cuda_ipc.peer_obstacle(remote.memory_proof)
+        return cuda_ipc.memory_obstacle(local, remote)
 
     def address_of(self, block: Array) -> dict[str, Any]:
         wait_until_written([block], any_stream=self.options.any_producer_stream)
@@ -91,8 +72,8 @@ class IpcTransport(SameHostTransport):
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
         wanted, peer = reading.requests[number], reading.peer
         try:
-            ipc_handle = _checked_handle(tuple(descriptor.address.items()))
-        except (AttributeError, TypeError, ValueError) as exc:
+            ipc_handle = cuda_ipc.IpcHandle.parse(descriptor.address)
+        except (TypeError, ValueError) as exc:
             raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
         if ipc_handle.gpu != peer.memory_proof and (
             obstacle := cuda_ipc.peer_obstacle(ipc_handle.gpu)
@@ -120,12 +101,3 @@ class IpcTransport(SameHostTransport):
         await super().close()
         with suppress(DeviceLostError):  # the mappings are gone with the device
             await self.worker.offload(self.mappings.close)
-
-
-@lru_cache(maxsize=1024)  # successive tasks of a worker read the same blocks
-def _checked_handle(fields: tuple[tuple[str, Any], ...]) -> cuda_ipc.IpcHandle:
-    ipc_handle = cuda_ipc.IpcHandle(**dict(fields))
-    bytes.fromhex(ipc_handle.handle)
-    checked_integer("buffer_id", ipc_handle.buffer_id, 0, 2**64)
-    checked_integer("offset_bytes", ipc_handle.offset_bytes, 0, 2**63)
-    return ipc_handle

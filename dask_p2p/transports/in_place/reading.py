@@ -14,20 +14,15 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.backends import backend_named
+from dask_p2p.backends.declared import check_dtype_text, dtype_text, mismatch
 from dask_p2p.config import Options, TransportOptions, duration_s, option, section
 from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, TransferError
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.requests import checked_shape, checked_strides, checked_text
+from dask_p2p.interprocess.rpc import ask_and_wait, check_reply
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.in_place.leases import Leases
-from dask_p2p.transports.replies import (
-    ask_and_wait,
-    check_dtype_text,
-    check_reply,
-    dtype_text,
-    mismatch,
-)
 from dask_p2p.transports.silence import PUBLISH_REQUESTS
 from dask_p2p.types import Array
 
@@ -166,7 +161,7 @@ class SameHostReading(Reading):
         blocks, about = [(other.key, other.shape) for other in requests], f"block {wanted.key!r}"
         timeout_s = self._options.request_timeout_s
         reply = ask_and_wait(host, wanted.holder, op, timeout_s, about, blocks=blocks)
-        check_reply(reply, wanted)
+        check_reply(reply, wanted.holder, wanted)
 
     def confirm(self) -> None:
         # All blocks are of one process. Blocks without a lease were confirmed before.

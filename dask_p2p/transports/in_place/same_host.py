@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from abc import abstractmethod
 from collections import deque
@@ -23,14 +22,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dask_p2p.backends import backend_for
+from dask_p2p.backends.declared import dtype_text
 from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
-from dask_p2p.interprocess.processes import own_name
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
+from dask_p2p.interprocess.rpc import Handler, ask_and_wait
 from dask_p2p.transports.base import Request, Transport, answers
-from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
     Descriptor,
@@ -38,7 +38,6 @@ from dask_p2p.transports.in_place.reading import (
     ReadRegion,
     SameHostReading,
 )
-from dask_p2p.transports.replies import Handler, ask_and_wait, dtype_text, find_block
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
 
@@ -184,17 +183,7 @@ class SameHostTransport(Transport):
 
     def describe(self) -> Peer:
         """Describe this process."""
-        boot_id, pid_namespace = kernel_and_namespace()
-        return Peer(
-            boot_id=boot_id,
-            pid_namespace=pid_namespace,
-            user=os.getuid(),
-            pid=os.getpid(),
-            process=own_name(),
-            folder=self.directory.folder,
-            memory_proof=self.memory_proof(),
-            refusal=self.directory.refusal,
-        )
+        return Peer.own(self.memory_proof(), self.directory.folder, self.directory.refusal)
 
     @answers
     async def _answer_publish(self, *, blocks: Any) -> dict[str, Any]:

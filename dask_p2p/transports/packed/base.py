@@ -26,9 +26,10 @@ from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 from dask_p2p.backends import Backend, Queue, backend_for, device_of
+from dask_p2p.backends.declared import check_dtype_text, dtype_text, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.geometry import Box, box_slices
+from dask_p2p.geometry import Box, Layout, box_slices
 from dask_p2p.interprocess.requests import (
     checked_blocks,
     checked_bool,
@@ -37,19 +38,12 @@ from dask_p2p.interprocess.requests import (
     checked_seconds,
     checked_text,
 )
+from dask_p2p.interprocess.rpc import Handler, refuse
 from dask_p2p.transports.base import Request, Transport, answers
-from dask_p2p.transports.context import WorkerContext
+from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.footprint import Release
 from dask_p2p.transports.packed.checksums import region_sum
-from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, offsets_of, region_at
-from dask_p2p.transports.replies import (
-    Handler,
-    check_dtype_text,
-    dtype_text,
-    find_block,
-    mismatch,
-    refuse,
-)
+from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, layout_of
 from dask_p2p.types import Array, Key
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
@@ -72,9 +66,9 @@ class Asked(NamedTuple):
         """Remaining time until the deadline; at least 0."""
         return max(0.0, self.deadline_s - time.monotonic())
 
-    def offsets(self) -> tuple[list[int], int]:
-        """Return the regions' offsets in one buffer, and the size of the buffer, in bytes."""
-        return offsets_of([box for _, box in self.parts], self.item_bytes)
+    def layout(self) -> Layout:
+        """Return the layout of the regions in one buffer."""
+        return layout_of([box for _, box in self.parts], self.item_bytes)
 
 
 class Target:
@@ -111,15 +105,16 @@ class MemoryTarget(Target):
 
     def begin(self, asked: Asked, reserved: list[Release]) -> None:
         super().begin(asked, reserved)
-        self._offsets, self.size_bytes = asked.offsets()
+        self._layout = asked.layout()
+        self.size_bytes = self._layout.size_bytes
 
     @abstractmethod
     def memory(self, backend: Backend) -> Array:
         """Return the buffer as a 1-D array of bytes, for regions of this backend."""
 
     def pack(self, number: int, queue: Queue, region: Array) -> Array:
-        memory, offset = self.memory(backend_for(region)), self._offsets[number]
-        packed = region_at(memory, offset, region.shape, region.dtype)
+        memory = self.memory(backend_for(region))
+        packed: Array = self._layout.view(memory, number, region.dtype)
         self.wait_until_packed = queue.pack(packed, region)
         return packed
 

@@ -30,13 +30,13 @@ from dask_p2p.config import Options, TransportOptions, option, positive_bytes, s
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.requests import MalformedRequestError
+from dask_p2p.interprocess.rpc import ask_and_wait
 from dask_p2p.interprocess.segments import Segment, SegmentName, Segments, to_device
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, Release, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
 from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
-from dask_p2p.transports.replies import ask_and_wait
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
@@ -72,8 +72,8 @@ class _SegmentLanding(MemoryLanding):
         return tuple(self._segment.name)
 
     async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        if len(answers) < len(self.offsets):  # holders need no own memory, and so pack all regions
-            count = f"{len(answers)} of {len(self.offsets)} regions"
+        if len(answers) < len(self.parts):  # holders need no own memory, and so pack all regions
+            count = f"{len(answers)} of {len(self.parts)} regions"
             raise TransferError(f"{self.about.holder} answered only for {count}")
         if not backend_named(self.about.kind).on_device:
             return self.memory

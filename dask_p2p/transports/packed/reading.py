@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dask_p2p.backends.declared import dtype_text, in_dtype, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.geometry import Box, box_shape, box_size
+from dask_p2p.geometry import Box, Layout, box_shape, box_size, round_up
+from dask_p2p.interprocess.rpc import ask, check_reply
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.packed.checksums import check_sum
-from dask_p2p.transports.replies import ask, check_reply, dtype_text, in_dtype, mismatch
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.transports.packed.base import PackedTransport
@@ -83,8 +83,8 @@ class MemoryLanding(Landing):
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         super().__init__(transport, reading, parts)
-        self.offsets, size_bytes = reading.offsets(parts)
-        self.memory = self.room(reading, size_bytes)
+        self.layout = reading.layout(parts)
+        self.memory = self.room(reading, self.layout.size_bytes)
 
     @abstractmethod
     def room(self, reading: PackedReading, size_bytes: int) -> Array:
@@ -100,9 +100,8 @@ class MemoryLanding(Landing):
 
     def region(self, memory: Array, number: int) -> Array:
         """Return the region with this number, in this memory."""
-        shape = box_shape(self.parts[number].box)
-        found: Array = region_at(memory, self.offsets[number], shape, self.about.dtype)
-        return found
+        region: Array = self.layout.view(memory, number, self.about.dtype)
+        return region
 
 
 class PackedReading(Reading):
@@ -129,9 +128,9 @@ class PackedReading(Reading):
         self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
-    def offsets(self, parts: Sequence[Region]) -> tuple[list[int], int]:
-        """Return the parts' offsets in one buffer, and the size of the buffer, in bytes."""
-        return offsets_of([part.box for part in parts], self.requests[0].dtype.itemsize)
+    def layout(self, parts: Sequence[Region]) -> Layout:
+        """Return the layout of parts in one buffer."""
+        return layout_of([part.box for part in parts], self.requests[0].dtype.itemsize)
 
     def __iter__(self) -> Iterator[Region]:
         for parts in self._batches():
@@ -154,13 +153,13 @@ class PackedReading(Reading):
         batch: list[Region] = []
         batch_bytes = 0
         for part in self.parts():
-            _, nbytes = self.offsets([part])
+            nbytes = box_size(part.box) * self.requests[0].dtype.itemsize
             is_full = batch_bytes + nbytes > self.part_bytes or len(batch) == _MOST_PARTS
             if batch and is_full:
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(part)
-            batch_bytes += _aligned(nbytes)
+            batch_bytes += round_up(nbytes, _ALIGNMENT_BYTES)
         if batch:
             yield batch
 
@@ -215,9 +214,9 @@ class PackedReading(Reading):
         )  # fmt: skip
         begun_s = time.monotonic()
         try:
-            reply = check_reply(await asking, first)
+            reply = check_reply(await asking, first.holder, first)
         finally:
-            self._pace.update(self.offsets(parts)[1], time.monotonic() - begun_s, limit_s)
+            self._pace.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
         answers: Any = reply.get("parts")
         if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
             message = f"{first.holder} sent no reply for any part: {reply}"
@@ -229,7 +228,7 @@ class PackedReading(Reading):
         """Return a region in the declared dtype, or the error in its place."""
         request, box = self.requests[part.request], part.box
         try:
-            check_reply(answer, request)
+            check_reply(answer, request.holder, request)
             shape = getattr(came, "shape", type(came).__name__)
             if shape != box_shape(box):
                 sent = f"{shape} instead of {box_shape(box)} of {request}"
@@ -255,23 +254,6 @@ def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: 
     return region
 
 
-def offsets_of(boxes: Sequence[Box], item_bytes: int) -> tuple[list[int], int]:
-    """Return the regions' offsets in one buffer, and its size. Both sides compute the same.
-
-    >>> offsets_of([((0, 2), (0, 3)), ((1, 2),)], 8)
-    ([0, 128], 136)
-    """
-    offsets, end = [], 0
-    for box in boxes:
-        offsets.append(_aligned(end))
-        end = offsets[-1] + box_size(box) * item_bytes
-    return offsets, end
-
-
-def region_at(memory: Any, offset: int, shape: Sequence[int], dtype: DType) -> Any:
-    """Return a region as a C-ordered array in a buffer of bytes, from this offset on."""
-    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def layout_of(boxes: Sequence[Box], item_bytes: int) -> Layout:
+    """Return the layout of regions in one buffer. Both sides compute the same."""
+    return Layout(map(box_shape, boxes), item_bytes, _ALIGNMENT_BYTES)

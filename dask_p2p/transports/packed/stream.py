@@ -28,11 +28,10 @@ from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Message, Messenger
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
+from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S, check_reply
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.packed.base import MemoryTarget
 from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered
-from dask_p2p.transports.replies import check_reply
-from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
 from dask_p2p.types import Array
 
 MOST_MESSAGES = 64  # messages in one row
@@ -78,7 +77,7 @@ class Incoming(MemoryLanding):
 
     def look_out(self, first: int, tag: int) -> None:
         """Post the receive of a message with the regions from this one on."""
-        memory = self.memory[self.offsets[first] :]
+        memory = self.memory[self.layout.starts[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
     @property
@@ -204,7 +203,8 @@ class _Streamed:
         answers = self.call.result()  # raises the error of the whole row, if any
         if self.number >= len(answers):  # the row ended before this message
             return False
-        check_reply(answers[self.number], self.landing.about)
+        about = self.landing.about
+        check_reply(answers[self.number], about.holder, about)
         return True
 
 

@@ -41,13 +41,13 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
 from dask_p2p.interprocess.requests import MalformedRequestError
+from dask_p2p.interprocess.rpc import Handler, ask, refuse
 from dask_p2p.transports.base import answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, Release, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import NO_ROOM, PAUSE_S, Asked, PackedTransport
 from dask_p2p.transports.packed.reading import Landing, PackedReading
 from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
-from dask_p2p.transports.replies import Handler, ask, refuse
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Kind
 
@@ -246,7 +246,7 @@ class UcxTransport(PackedTransport):
         return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
 
     def own_bytes(self, asked: Asked) -> list[int]:
-        return [buffer_bytes(asked.offsets()[1])]
+        return [buffer_bytes(asked.layout().size_bytes)]
 
     async def _address_of(self, reader: str) -> bytes:
         """Return a worker's UCX address, requested from the worker itself.

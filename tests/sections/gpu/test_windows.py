@@ -13,6 +13,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle
+from dask_p2p.interprocess.peer import Peer
 from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
@@ -88,19 +89,18 @@ def other():
 @pytest.fixture
 def descriptor(calls, monkeypatch, other):
     """The descriptor of that rank, with two events."""
-    here = windows._own_peer()
+    here = Peer.own("gpu")
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
-    monkeypatch.setattr(windows, "_own_peer", lambda: there)
-    descriptor = OwnEvents(Gpu(), 2).descriptor(0)
-    monkeypatch.setattr(windows, "_own_peer", lambda: here)
-    return descriptor
+    with monkeypatch.context() as patch:
+        patch.setattr(Peer, "own", lambda memory_proof: there)
+        return OwnEvents(Gpu(), 2).descriptor(0)
 
 
 def test_tasks_and_sections_have_the_same_mappings(calls):
     """A pool that both read is mapped once."""
     worker = SimpleNamespace(folder="/nowhere", address="a")
     transport = IpcTransport(worker, options())
-    own = windows._own_peer()
+    own = Peer.own("gpu")
     mapping = transport.mappings.acquire(own, handle(1, 5000), 1)
     memory = PeerMemory(gpu := Gpu(), OwnEvents(gpu, 2).descriptor(0))
     assert memory.mapped(handle(1, 5000), 800) == 2**20

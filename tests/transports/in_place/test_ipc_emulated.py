@@ -26,11 +26,11 @@ from dask_p2p.errors import (
     UnsuitableError,
 )
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.interprocess.rpc import ask_and_wait
 from dask_p2p.transports.in_place import ipc, same_host
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import Descriptor, DirectoryOptions
-from dask_p2p.transports.replies import ask_and_wait
 from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.support import with_section
 from tests.transports.conformance import Conformance

@@ -1,4 +1,4 @@
-"""Requests to holders and replies to readers, with errors passed from one side to the other.
+"""Calls of other workers' handlers, and replies with errors passed from one side to the other.
 
 A reply is plain text and numbers. Its ``"status"`` is ``"ok"``, ``"missing"``, ``"mismatch"``,
 ``"unsuitable"``, ``"silent"`` or ``"error"``. The last four have a ``"message"``. An error also has
@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import astuple
-from functools import lru_cache, wraps
+from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
@@ -27,15 +26,11 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.interprocess.requests import reject_unknown
-from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.silence import EVENT_LOOP_GRACE_S
-from dask_p2p.types import Array, Key
-
-if TYPE_CHECKING:
-    from dask_p2p.transports.base import Request
-
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
+
+#: Additional wait after a call's own deadline. Then this worker's event loop does not respond.
+EVENT_LOOP_GRACE_S = 10.0
 
 #: Errors of a holder by the status of its reply. For all other errors it is "error".
 _STATUSES: dict[str, tuple[type[Exception], ...]] = {
@@ -46,8 +41,17 @@ _STATUSES: dict[str, tuple[type[Exception], ...]] = {
 }
 
 
+class Caller(Protocol):
+    """A worker that calls handlers of others."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
+        """Call the handler `op` of the worker at `address`. Raises `OSError` if unreachable."""
+
+
 async def ask(
-    worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
+    worker: Caller, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
     """Call a holder's handler, and return the reply.
 
@@ -74,7 +78,7 @@ async def ask(
 
 
 def ask_and_wait(
-    worker: WorkerContext, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
+    worker: Caller, holder: str, op: str, timeout_s: float, about: Any, **kwargs: Any
 ) -> Any:
     """Call `ask` from a task thread.
 
@@ -93,78 +97,6 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
     """Retrieve a task's error, so that asyncio does not log it if no caller waits any longer."""
     if not task.cancelled():
         task.exception()
-
-
-def checked_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """Return a block in its declared dtype. Raise `BlockMismatchError` if it differs otherwise.
-
-    Without a dtype only the shape is compared. Not all NumPy dtypes can be sent as text, so the
-    reader compares them when it has the data.
-    """
-    backend_for(array)  # rejects masked arrays, and others that are more than their bytes
-    block = array if dtype is None else in_dtype(array, dtype)
-    if tuple(array.shape) != tuple(shape) or block is None:
-        declared = f"{tuple(shape)}" if dtype is None else f"{dtype} {tuple(shape)}"
-        raise mismatch(f"block {key!r}", declared, f"{array.dtype} {tuple(array.shape)}")
-    return block
-
-
-def in_dtype(array: Array, dtype: Any) -> Any:
-    """Return an array in the declared dtype; None if the dtypes differ in more than byte order.
-
-    Dask converts arrays that a client sends to the native byte order, but declares the original.
-    """
-    if array.dtype == dtype:
-        return array
-    if backend_for(array).on_device or array.dtype.newbyteorder("=") != dtype.newbyteorder("="):
-        return None
-    return array.astype(dtype)
-
-
-def find_block(worker: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
-    """Return the block of a reader's request, checked. Raises `KeyError` if it is not here."""
-    return checked_block(as_array(worker.block(key)), key, shape)
-
-
-@lru_cache(maxsize=64)  # NumPy builds the name at each call, which takes most of the time
-def dtype_text(dtype: Any) -> str:
-    """Return a text for a dtype, equal for equal dtypes and different for all others.
-
-    For comparisons only: not all NumPy dtypes can be made from text.
-    """
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return f"{shape} of {dtype_text(base)}"
-    text = f"{dtype.name} {dtype.str}"
-    if dtype.names is None:
-        return text
-    # NumPy's own text of a structured dtype has only the total size, not the fields.
-    fields = ((name, *dtype.fields[name][:2]) for name in dtype.names)
-    return f"{text} {[(name, offset, dtype_text(field)) for name, field, offset in fields]}"
-
-
-def check_dtype_text(block: Any, declared: str, real: str) -> None:
-    """Raise unless a block has the declared dtype, for a transport that moves unconverted bytes.
-
-    Raises `UnsuitableError` if only the byte order differs, as comm can convert the block. Raises
-    `BlockMismatchError` for any other difference.
-    """
-    if declared == real:
-        return
-    if declared.replace(">", "<") == real.replace(">", "<"):
-        raise UnsuitableError(
-            f"{block} is declared as {declared}, but it is {real}: only comm changes the byte "
-            f"order. Name it in p2p.transports.order, or correct the dtype"
-        )
-    raise mismatch(block, declared, real)
-
-
-def mismatch(block: Any, declared: Any, real: Any) -> BlockMismatchError:
-    """Return the error for a block that differs from its Dask array's declaration."""
-    return BlockMismatchError(
-        f"{block} is declared as {declared}, but it is {real}. Correct the chunks or the dtype "
-        f"where the array is made (map_blocks, from_delayed, ...)."
-    )
 
 
 def answering(handler: Handler) -> Handler:
@@ -198,19 +130,19 @@ def refuse(exc: Exception) -> dict[str, Any]:
     return {"status": "error", "message": text, **extra}
 
 
-def check_reply(reply: Any, block: Request) -> dict[str, Any]:
+def check_reply(reply: Any, holder: str, about: Any) -> dict[str, Any]:
     """Return a holder's reply if its status is "ok". Otherwise raise the error that it reports."""
     fields = reply if isinstance(reply, dict) else {}
     status, message = fields.get("status"), fields.get("message", reply)
     if status == "ok":
         return dict(fields)
     if status == "missing":
-        raise BlockUnavailableError(f"{block} is no longer there")
+        raise BlockUnavailableError(f"{about} is no longer there")
     if status == "mismatch":
-        raise BlockMismatchError(f"{message} (held by {block.holder})")
+        raise BlockMismatchError(f"{message} (held by {holder})")
     if status == "unsuitable":
-        raise UnsuitableError(f"{block} is for another transport: {message}")
-    text = f"{block.holder} could not send {block}: {message}"
+        raise UnsuitableError(f"{about} is for another transport: {message}")
+    text = f"{holder} could not send {about}: {message}"
     if status == "silent":
         raise SilentError(text, str(message))
     raise TransferError(text, str(message), _obstacle_of(fields.get("obstacle")))
