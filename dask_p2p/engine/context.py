@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import REASON_CHARS, Record
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
@@ -67,3 +68,32 @@ class TaskContext(WorkerContext, Protocol):
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
         """Close the worker because its GPU no longer works. Return whether it closes."""
+
+
+@contextmanager
+def recorded(
+    context: TaskContext | None,  # None: the attempt is not recorded
+    key: Key,  # key of the task
+    record: Callable[..., Record],  # returns the record so far, with additional fields
+    errors: type[BaseException] = Exception,  # other exceptions leave no record
+) -> Iterator[dict[str, Any]]:
+    """Record an attempt at a task with its worker, during this context and at its end.
+
+    Yields the additional fields of the last record, which the attempt may set. During the attempt
+    other threads call ``record(is_running=True)``.
+    """
+    fields: dict[str, Any] = {}
+    if context is None:
+        yield fields
+        return
+    context.running[key] = partial(record, is_running=True)
+    try:
+        yield fields
+    except errors as exc:
+        fields["error"] = f"{type(exc).__name__}: {exc}"[:REASON_CHARS]
+        context.record(record(**fields))
+        raise
+    else:
+        context.record(record(**fields))
+    finally:
+        context.running.pop(key, None)

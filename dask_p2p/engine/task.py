@@ -20,13 +20,12 @@ from dask.task_spec import GraphNode, Task
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.attempts import AttemptLog, pause_s
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.frames import drops_frames
-from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
-from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.monitoring.records import Record
 from dask_p2p.plans import Plan
 from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
@@ -209,30 +208,31 @@ def assemble_block(
             log = _unplugged.setdefault(worker, AttemptLog(worker.address))
             try_again(key, TransferError(_TAKEN_OFF), log, output.options)
         return assembly.finish(assembly.run(), index)
-    # The worker has a record of this attempt during and after it.
     record = partial(_record, key, start_s, plan, assembly, context.address)
-    context.running[key] = partial(_progress, record, assembly.sources)
     try:
-        with assembly.ranges(key):
-            block = assembly.run()
+        with recorded(context, key, record, TransferError) as fields:
+            with assembly.ranges(key):
+                block = assembly.run()
+            block = assembly.finish(block, index)
+            fields |= _described(block)
+            return block
     except TransferError as exc:
-        context.record(record(error=str(exc)[:REASON_CHARS], **_ended(assembly.sources)))
         try_again(key, exc, context, output.options)
     except DeviceLostError as exc:
         go_elsewhere(context, exc)
-    else:
-        block = assembly.finish(block, index)
-        context.record(record(**_ended(assembly.sources), **_described(block)))
-        return block
-    finally:
-        context.running.pop(key, None)
 
 
 def _record(
-    key: Key, start_s: float, plan: Plan, assembly: Assembly, address: str, **others: Any
+    key: Key,
+    start_s: float,
+    plan: Plan,
+    assembly: Assembly,
+    address: str,
+    is_running: bool = False,
+    **others: Any,
 ) -> Record:
-    """Return a record of an attempt so far, with these additional fields."""
-    chunks = assembly.output.chunks or plan.chunks
+    """Return a record of an attempt so far, with these additional fields. Thread-safe."""
+    chunks, sources = assembly.output.chunks or plan.chunks, assembly.sources
     return Record(
         key=key,
         start_s=start_s,
@@ -241,20 +241,14 @@ def _record(
         array_shape=tuple(map(sum, chunks)),
         blocks=tuple(map(len, chunks)),
         axes=assembly.plan.axes,
-        wasted_bytes=assembly.sources.wasted_bytes,
+        wasted_bytes=sources.wasted_bytes,
+        wanted_bytes=sources.wanted_bytes if is_running else None,
+        stages=sources.progress() if is_running else tuple(sources.stages),
+        fallbacks=() if is_running else sources.fallbacks,
         kernel_s=assembly.kernels.seconds,
         epilogue_s=assembly.epilogue.seconds,
         **others,
     )
-
-
-def _progress(record: Callable[..., Record], sources: RemoteSources) -> Record:
-    """Return the record of a running attempt. Any thread may call this."""
-    return record(stages=sources.progress(), wanted_bytes=sources.wanted_bytes)
-
-
-def _ended(sources: RemoteSources) -> dict[str, Any]:
-    return {"stages": tuple(sources.stages), "fallbacks": sources.fallbacks}
 
 
 def _described(block: Any) -> dict[str, Any]:

@@ -24,14 +24,14 @@ from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStreams
-from dask_p2p.engine.context import TaskContext, where_is
+from dask_p2p.engine.context import TaskContext, recorded, where_is
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
 from dask_p2p.engine.task import FUSABLE, current_worker, go_elsewhere, is_fusable, run_name
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import ranges
-from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.monitoring.records import Record
 from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
 from dask_p2p.types import Array, Key, Kind
@@ -112,28 +112,15 @@ def _recorded(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> I
     if context is None:
         yield
         return
-    start_s = time.time()
     task = worker.get_current_task()
     name = run_name(task)
     if not is_fusable(task):  # fused with a task that reads it
         name = f"{FUSABLE}-{str(name).rpartition('-')[2]}"
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
-
-    def record(**others: Any) -> Record:
-        return block.record(key, start_s, context.address, run=run, **others)
-
-    context.running[key] = partial(record, wanted_bytes=0)
-    try:
-        with block.ranges(key):
-            yield
-    except Exception as exc:
-        context.record(record(error=f"{type(exc).__name__}: {exc}"[:REASON_CHARS]))
-        raise
-    else:
-        context.record(record())
-    finally:
-        context.running.pop(key, None)
+    record = partial(block.record, key, time.time(), context.address, run=run)
+    with recorded(context, key, record), block.ranges(key):
+        yield
 
 
 class GpuMapBlock:
@@ -228,8 +215,10 @@ class GpuMapBlock:
             return queue.empty(shape, self.of.dtype)
         return context.empty_output(shape, self.of.dtype, queue)
 
-    def record(self, key: Key, start_s: float, worker: str, **others: Any) -> Record:
-        """Return a record of the work so far, with these additional fields."""
+    def record(
+        self, key: Key, start_s: float, worker: str, is_running: bool = False, **others: Any
+    ) -> Record:
+        """Return a record of the work so far, with these additional fields. Thread-safe."""
         chunks, copied = self.of.chunks, self.copied
         shape = block_shape(chunks, self.index)
         return Record(
@@ -243,6 +232,7 @@ class GpuMapBlock:
             array_shape=tuple(map(sum, chunks)),
             blocks=tuple(map(len, chunks)),
             axes=tuple(range(len(chunks))),
+            wanted_bytes=0 if is_running else None,
             parts=len(self.plan.parts),
             up_bytes=copied.up_bytes,
             down_bytes=copied.down_bytes,

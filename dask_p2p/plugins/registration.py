@@ -141,7 +141,7 @@ async def ask_later(worker: Any) -> None:
 
     while worker.status in (Status.init, Status.running, Status.paused):
         try:
-            await _give_plugin(worker.scheduler)
+            await give_plugin(worker.scheduler)
             return
         except OSError:
             await asyncio.sleep(_RETRY_S)
@@ -203,7 +203,7 @@ async def register_later(client: Any) -> None:
 
 async def ask(scheduler: Any) -> dict[str, Any]:
     """Register the plugins with a scheduler; return its answer on failed and silent workers."""
-    await _give_plugin(scheduler)
+    await give_plugin(scheduler)
     answer: dict[str, Any] = await scheduler.p2p_register()
     if answer.get("status", "ok") != "ok":
         raise RegistrationError(
@@ -213,7 +213,8 @@ async def ask(scheduler: Any) -> dict[str, Any]:
     return answer
 
 
-async def _give_plugin(scheduler: Any) -> None:
+async def give_plugin(scheduler: Any) -> None:
+    """Install the scheduler's plugin, unless the scheduler has it."""
     from distributed.protocol.pickle import dumps
 
     from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, installed_version

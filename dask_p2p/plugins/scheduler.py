@@ -1,4 +1,4 @@
-"""The scheduler plugin: installs the worker plugin on every worker.
+"""The scheduler plugin: installs the worker plugin on every worker, and runs gangs.
 
 The workers include those that join later. The scheduler waits for none of them: a worker that hangs
 gets the plugin as soon as it continues.
@@ -30,6 +30,7 @@ from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.plugins.at_once import AtOnce
+from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
 from dask_p2p.versioned import check_dask, this_version, versioned
@@ -77,13 +78,24 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         scheduler.handlers["p2p_register"] = self.register
         scheduler.handlers[RECORDS_OP] = self.records
         prometheus.register(scheduler, "scheduler", self.figures)
-        overlay_placement(scheduler, self._is_registered)
-        overlay_memory_check(scheduler, self._is_registered, self._obstacle)
+        self._overlay()
         self._set_up_all()
+        self._gangs = Gangs(scheduler, self._is_registered, self._put_back)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
+
+    def _overlay(self) -> None:
+        overlay_placement(self.scheduler, self._is_registered)
+        overlay_memory_check(self.scheduler, self._is_registered, self._obstacle)
+
+    def _put_back(self) -> None:
+        """Add this plugin again if it was removed, unless the scheduler has another one."""
+        if PLUGIN_NAME not in self.scheduler.plugins:
+            self._overlay()
+            self.scheduler.add_plugin(self, name=PLUGIN_NAME)
 
     async def close(self) -> None:
         """Stop when the scheduler closes."""
+        self._gangs.close()
         self.feed.close()
         prometheus.unregister(self.scheduler)
         for task in [*self._background, *(each.task for each in self._set_ups.values())]:
@@ -91,6 +103,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Install the plugin on a worker that joins."""
+        self._gangs.add_worker()
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
 
@@ -105,8 +118,17 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
+    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
+        """Watch the gangs of a graph."""
+        self._gangs.update_graph(client, tasks)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Record the loss of a worker."""
+        self._gangs.log_event(topic, msg)
+
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Record starts and ends of runs, and flush the streams that idle workers wait for."""
+        self._gangs.transition(key, start, finish)
         if finish == "processing":
             task = self.scheduler.tasks[key]
             if _is_ours(task):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -60,6 +61,16 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self.options = options
         self._at_once = AtOnce()
         self._background: set[asyncio.Future[None]] = set()
+        self._parts: dict[Any, Any] = {}  # by the function that made the part
+
+    def part(self, make: Callable[[Worker], Any]) -> Any:
+        """Return the part of the plugin that `make` returned for this worker.
+
+        The plugin calls the part's method `close` when it is removed. On the event loop.
+        """
+        if make not in self._parts:
+            self._parts[make] = make(self._worker)
+        return self._parts[make]
 
     def setup(self, worker: Worker) -> None:
         """Replace the worker's handlers, and add those of the transports: all or none."""
@@ -154,6 +165,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 for op in transport.handlers():
                     ending.callback(worker.handlers.pop, op, None)
                 ending.push_async_callback(transport.close)
+            for part in self._parts.values():  # first: the last callback runs first
+                ending.callback(part.close)
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Notify transports of released blocks, and flush the stream of a worker without tasks."""

@@ -16,11 +16,10 @@ from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.gang.worker import SectionsPlugin
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
-from tests.sections.support import endpoints_of_ucx, nothing_is_left
+from tests.sections.support import endpoints_of_ucx, nothing_is_left, ranks_of
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
@@ -273,7 +272,7 @@ def test_the_network_fails_while_ranks_compute_between_large_messages(client, cl
 
 def test_encrypted_connections(tmp_path):
     def protocol(dask_worker):
-        return dask_worker.plugins[SectionsPlugin.name].reach.protocol
+        return ranks_of(dask_worker).reach.protocol
 
     with connected(tmp_path, Security.temporary()) as (_, client):
         y = iterate(smooth, laid_out(client), {0: 1}, 50)

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import inspect
 import threading
+from dataclasses import fields
 from importlib import metadata
 from itertools import count
 from pathlib import Path
 
+import dask
 import dask.array as da
 import distributed
 import numpy as np
 import pytest
 from dask.task_spec import GraphNode
-from distributed import Scheduler, Worker, wait
+from distributed import Scheduler, SchedulerPlugin, Worker, get_worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
 from distributed.spill import SpillBuffer
 from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
+from distributed.worker import WORKER_ANY_RUNNING
+from distributed.worker import thread_state as task_state
+from distributed.worker_state_machine import SecedeEvent
 from distributed.worker_state_machine import TaskState as WorkerTaskState
 from zict import Buffer, Cache, File, Func
 
@@ -28,8 +33,9 @@ import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
+from dask_p2p.plugins.gangs.nesting import SUBMIT
+from dask_p2p.plugins.profiling import PROFILE
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.sections.gang.nesting import SUBMIT
 from tests.support import own_client
 
 #: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.
@@ -139,15 +145,21 @@ def test_parts_of_the_dashboard_that_are_used(client):
 
 
 def test_parts_of_states_that_are_used():
+    """See `dask_p2p.plugins.placement`, and of gangs `seating`, `gathering` and `waiting`."""
     for cls, names in {
         SchedulerState: ("workers", "tasks", "task_groups", "running", "valid_workers"),
         TaskGroup: ("states",),
         TaskState: (
             *("run_spec", "key", "run_id", "dependencies", "dependents"),
-            *("who_has", "processing_on", "get_nbytes"),
+            *("who_has", "processing_on", "get_nbytes", "state", "suspicious", "waiting_on"),
+            *("worker_restrictions", "host_restrictions", "resource_restrictions"),
+            *("loose_restrictions", "exception", "exception_text", "exception_blame", "erred_on"),
         ),
-        WorkerTaskState: ("run_id",),
-        WorkerState: ("memory_limit", "occupancy", "nthreads", "nbytes", "address"),
+        WorkerTaskState: ("run_id", "resource_restrictions"),
+        WorkerState: (
+            *("memory_limit", "occupancy", "nthreads", "nbytes", "address", "host", "status"),
+            *("executing", "processing", "long_running", "resources"),
+        ),
     }.items():
         known = {*dir(cls), *getattr(cls, "__annotations__", ())}
         assert set(names) <= known, cls
@@ -250,7 +262,7 @@ def test_threads_of_a_pool():
 
 
 def test_the_scheduler_knows_who_submits_a_graph():
-    """See dask_p2p/sections/nesting.py: all arguments are keywords."""
+    """See dask_p2p/plugins/gangs/nesting.py: all arguments are keywords."""
     signature = inspect.signature(getattr(Scheduler, SUBMIT))
     kinds = {each.kind for name, each in signature.parameters.items() if name != "self"}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
@@ -259,7 +271,7 @@ def test_the_scheduler_knows_who_submits_a_graph():
 
 @pytest.mark.cluster
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
-    """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of sections."""
+    """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of gangs."""
     scheduler = client.cluster.scheduler
     assert callable(scheduler.handlers["adaptive_target"])
     assert callable(scheduler.coerce_hostname)
@@ -272,3 +284,46 @@ def test_what_sections_read_of_the_scheduler_and_of_workers(client):
 
     executor = worker.executors["default"]
     assert {"_max_workers", "_threads", "_adjust_thread_count"} <= {*dir(executor)}
+
+
+def test_gangs_change_the_states_of_tasks():
+    """See `gathering` and `scheduler` of dask_p2p/plugins/gangs."""
+    signature = inspect.signature(Scheduler.transitions)
+    assert [*signature.parameters] == ["self", "recommendations", "stimulus_id"]
+    assert ("waiting", "erred") not in SchedulerState._TRANSITIONS_TABLE, "by way of released"
+    for move in (("released", "erred"), ("processing", "released"), ("memory", "released")):
+        assert move in SchedulerState._TRANSITIONS_TABLE
+    signature = inspect.signature(SchedulerPlugin.update_graph)
+    assert {"client", "tasks"} <= {*signature.parameters}
+    assert [*inspect.signature(SchedulerPlugin.log_event).parameters] == ["self", "topic", "msg"]
+
+
+def test_a_worker_takes_the_event_of_a_thread_that_leaves():
+    """See dask_p2p/plugins/gangs/threads.py."""
+    names = {field.name for field in fields(SecedeEvent)}
+    assert {"key", "compute_duration", "stimulus_id"} <= names
+    assert callable(Worker.handle_stimulus)
+
+
+def read_by_a_rank():
+    worker = get_worker()
+    task = worker.state.tasks[task_state.key]
+    return task_state.start_time > 0, task.resource_restrictions, worker.scheduler is not None
+
+
+@pytest.mark.cluster
+def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
+    """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
+    assert client.submit(read_by_a_rank, pure=False).result(timeout=60) == (True, None, True)
+    (worker, *_) = client.cluster.workers.values()
+    assert worker.status in WORKER_ANY_RUNNING
+    assert callable(worker.security.get_listen_args)
+
+
+@pytest.mark.cluster
+def test_the_profiler_of_a_worker():
+    """See dask_p2p/plugins/profiling.py: Dask reads the interval at each sample."""
+    profiled = dask.config.set({"distributed.worker.profile.enabled": True})
+    with profiled, own_client(1, processes=False) as other:
+        (worker,) = other.cluster.workers.values()
+        assert worker.periodic_callbacks[PROFILE].callback_time == 10

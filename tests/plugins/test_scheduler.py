@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import Record, packed, unpacked
+from dask_p2p.plugins.gangs.scheduler import ORDER
+from dask_p2p.plugins.placement import Overlay
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
 from tests.clock import run_clocked
 
@@ -19,13 +23,16 @@ class Scheduler:
     def __init__(self, **answers):
         self.records = {}  # what a worker answers who is asked for them
         self.answers = {worker: list(those) for worker, those in answers.items()}
-        self.workers = dict.fromkeys(answers)
+        self.workers, self.tasks = dict.fromkeys(answers), {}
         self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
 
     def _add_to_processing(self, ts, ws, stimulus_id):
         pass
 
-    is_rootish = decide_worker_non_rootish = _add_to_processing
+    is_rootish = decide_worker_non_rootish = _create_taskstate_from_graph = _add_to_processing
+
+    def add_plugin(self, plugin, name):
+        self.plugins[name] = plugin
 
     def rpc(self, worker):
         async def run(**request):
@@ -113,3 +120,31 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     assert {tuple(answer["silent"]) for answer in answers} == {("still", "refuses")}
     got = [unpacked(answer["records"]) for answer in answers]
     assert got == [noted[:2], noted, noted, noted[2:], noted[::-1]]
+
+
+@pytest.mark.parametrize("taken", ["off", "by another"])
+def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
+    """Ranks go on asking, and tasks are placed as before."""
+
+    async def main():
+        scheduler = Scheduler()
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        del scheduler.plugins[PLUGIN_NAME]
+        scheduler.is_rootish.remove()
+        assert not isinstance(scheduler.is_rootish, Overlay)
+        order = scheduler.handlers[ORDER]  # a request that arrived before
+        if taken == "by another":
+            await plugin.close()
+            plugin = P2PSchedulerPlugin()
+            await plugin.start(scheduler)
+            scheduler.add_plugin(plugin, PLUGIN_NAME)
+        of_graphs = scheduler._create_taskstate_from_graph
+        assert (await order(gang="x", rank=0, token="t", known="running"))["state"] == "stopped"
+        assert scheduler.plugins == {PLUGIN_NAME: plugin}
+        assert isinstance(scheduler.is_rootish, Overlay)
+        is_same = scheduler._create_taskstate_from_graph is of_graphs
+        assert is_same == (taken == "by another"), "the other one goes on as before"
+        await plugin.close()
+
+    run_clocked(main())

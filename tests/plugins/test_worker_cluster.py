@@ -23,8 +23,8 @@ from dask_p2p.errors import (
 )
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.plans import redistribution
+from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.sections.gang.coordinator import COMMIT
 from tests.plugins.memory_probe import peak, reset_peak
 from tests.support import in_process, indexed, own_client, persisted, tls_client, used
 

@@ -11,6 +11,7 @@ from dask_p2p.sections.wire.connection import RankAddress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.sections.wire.in_process import Stream
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from tests.support import BOUND_S
 
 
@@ -66,7 +67,7 @@ def run_gang(
     contexts = []
     for rank, each in enumerate(connections):
         each.start(rank, peers)
-        own = each if ranks.size > 1 else None
+        own = each if ranks.size > 1 else ONE_RANK
         at = device(own)
         keeps = checkpoints(rank, own, at)
         contexts.append(Context(ranks, rank, own, keeps, device=at, **kwargs))

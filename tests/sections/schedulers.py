@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from dask_p2p.engine.task import RankTask
-from dask_p2p.sections.gang.coordinator import COMMIT
+from dask_p2p.plugins.gangs.coordinator import COMMIT
 
 
 class Task:

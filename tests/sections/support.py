@@ -7,27 +7,38 @@ import sys
 
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
-from dask_p2p.sections.gang.scheduler import SectionsSchedulerPlugin
-from dask_p2p.sections.gang.worker import SectionsPlugin
+from dask_p2p.sections.gang.worker import WorkerRanks
 from dask_p2p.sections.wire import endpoint
 from tests.transports.loopback import wait_until
 
 
-def coordinator_of(plugin):
-    """Return the coordinator of the scheduler's plugin."""
-    return plugin._coordinator
+def coordinator_of(gangs):
+    """Return the coordinator of gangs."""
+    return gangs._coordinator
+
+
+def gangs_on(dask_scheduler):
+    """Return the part of the scheduler's plugin that runs gangs; None without the plugin."""
+    plugin = dask_scheduler.plugins.get(PLUGIN_NAME)
+    return plugin and plugin._gangs
+
+
+def ranks_of(dask_worker):
+    """Return the ranks on a worker; None if there were none."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    return plugin and plugin._parts.get(WorkerRanks)
 
 
 def _of_scheduler(dask_scheduler):
-    plugin = dask_scheduler.plugins.get(SectionsSchedulerPlugin.name)
-    gangs = list(coordinator_of(plugin)._gangs) if plugin else []
+    there = gangs_on(dask_scheduler)
+    gangs = list(coordinator_of(there)._gangs) if there else []
     return gangs + [str(key) for key in dask_scheduler.tasks if "p2p-spmd" in str(key)]
 
 
 def _of_worker(dask_worker):
-    plugin = dask_worker.plugins.get(SectionsPlugin.name)
-    ranks = [rank_attempt.rank for rank_attempt in plugin._ranks.values()] if plugin else []
-    ranks += plugin.saved.gangs if plugin else []
+    there = ranks_of(dask_worker)
+    ranks = [rank_attempt.rank for rank_attempt in there._ranks.values()] if there else []
+    ranks += there.saved.gangs if there else []
     return ranks + ["run_rank"] * ranks_that_run()
 
 

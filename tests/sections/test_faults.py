@@ -16,9 +16,9 @@ import pytest
 from distributed import Client
 
 from dask_p2p import iterate, spmd
-from dask_p2p.sections.gang.scheduler import SectionsSchedulerPlugin
-from dask_p2p.sections.gang.worker import SectionsPlugin
-from tests.sections.support import nothing_is_left
+from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
+from dask_p2p.plugins.worker import P2PPlugin
+from tests.sections.support import nothing_is_left, ranks_of
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
@@ -144,12 +144,12 @@ def test_a_worker_that_stands_still_for_good(client, running):
         os.kill(pid, signal.SIGKILL)  # the nanny starts another one
 
 
-@pytest.mark.parametrize("plugin", [SectionsPlugin, SectionsSchedulerPlugin])
+@pytest.mark.parametrize("plugin", [P2PPlugin, P2PSchedulerPlugin])
 def test_a_plugin_that_is_taken_off(client, running, plugin):
     async def from_worker(dask_worker):
         await dask_worker.plugin_remove(plugin.name)
 
-    if plugin is SectionsPlugin:
+    if plugin is P2PPlugin:
         client.run(from_worker)
     else:
         client.unregister_scheduler_plugin(plugin.name)
@@ -202,8 +202,8 @@ def test_a_cancel_during_a_checkpoint(client, tmp_path):
 
 
 def states(dask_worker):
-    plugin = dask_worker.plugins.get(SectionsPlugin.name)
-    return plugin.saved.gangs if plugin else []
+    ranks = ranks_of(dask_worker)
+    return ranks.saved.gangs if ranks else []
 
 
 def test_an_error_that_somebody_keeps_keeps_no_states(client):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.device import Host, check_not_masked
-from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -22,7 +20,7 @@ class Collectives:
         self,
         rank: int,  # this rank
         size: int,  # number of ranks
-        connections: Connections | None,  # connections to the other ranks; None for a single rank
+        connections: Connections,  # connections to the other ranks
         device: Host,  # of the arrays; values pass through host memory
     ) -> None:
         self.rank, self.size, self._connections, self.device = rank, size, connections, device
@@ -35,7 +33,7 @@ class Collectives:
         SectionError
             If the ranks made different calls.
         """
-        self._gather("barrier()", b"")
+        self._connections.gather("barrier()", b"")
 
     def allreduce(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of all ranks, element by element, in rank order.
@@ -76,7 +74,8 @@ class Collectives:
                 f"value: expected a dtype that {op!r} combines, got {own.dtype}."
             ) from None
         own = own.astype(dtype, copy=False)
-        given = self._gather(f"allreduce({op!r}) of {own.dtype.str} {own.shape}", own.tobytes())
+        call = f"allreduce({op!r}) of {own.dtype.str} {own.shape}"
+        given = self._connections.gather(call, own.tobytes())
         total, *others = (np.frombuffer(data, own.dtype).reshape(own.shape) for data in given)
         total = total.copy()
         for other in others:
@@ -104,7 +103,8 @@ class Collectives:
             As for `allreduce`.
         """
         own = self._numbers(value)
-        given = self._gather(f"allgather() of {own.dtype.str} {own.shape}", own.tobytes())
+        call = f"allgather() of {own.dtype.str} {own.shape}"
+        given = self._connections.gather(call, own.tobytes())
         found = np.frombuffer(b"".join(given), own.dtype).reshape(self.size, *own.shape).copy()
         return self.device.from_host(found, value)
 
@@ -140,9 +140,9 @@ class Collectives:
         call = f"broadcast(root={root}) of {own.dtype.str} {own.shape}"
         if self.rank == root:
             data = own.tobytes()
-            self._exchange(call, dict.fromkeys(others, data), {})
+            self._connections.exchange(call, dict.fromkeys(others, data), {})
         else:
-            found = self._exchange(call, {}, {root: bytearray(own.nbytes)})
+            found = self._connections.exchange(call, {}, {root: bytearray(own.nbytes)})
             own = np.frombuffer(found[root], own.dtype).reshape(own.shape)
         return self.device.from_host(own[()], value)
 
@@ -152,14 +152,3 @@ class Collectives:
         if own.dtype.kind not in "biufcmM":
             raise InputError(f"value: expected numbers, got {type(value).__name__}.")
         return own
-
-    def _gather(self, call: str, data: bytes) -> list[Buffer]:
-        """Return the data of all ranks, in rank order."""
-        return [data] if self._connections is None else self._connections.gather(call, data)
-
-    def _exchange(
-        self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]
-    ) -> dict[int, memoryview]:
-        return (
-            {} if self._connections is None else self._connections.exchange(call, sends, receives)
-        )

@@ -22,6 +22,7 @@ from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
 
@@ -48,8 +49,7 @@ class Context(Stepping, Transforms):
         self,
         ranks: RankGrid,  # decomposition of the array
         rank: int = 0,  # this rank
-        connections: Connections
-        | None = None,  # connections to the other ranks; None for a single rank
+        connections: Connections = ONE_RANK,  # connections to the other ranks
         checkpoints: Checkpoints | None = None,  # stores its states
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # of its local blocks

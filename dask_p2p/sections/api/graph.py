@@ -28,12 +28,11 @@ from dask_p2p.engine.task import Blocks, RankTask, WaitTask
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
-from dask_p2p.sections.gang.coordinator import COMMIT
 from dask_p2p.sections.gang.rank import run_rank
-from dask_p2p.sections.gang.registration import register_sections_if_possible
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
 
@@ -57,8 +56,6 @@ def section_arrays(
     made = tuple(map(np.dtype, dtypes))
     body = _Body(function, ranks, inputs, made, specs, kind, converts)
     section = Section(prefix, body, options)
-    if ranks.size > 1:
-        register_sections_if_possible()
     if hasattr(arrays[0], "expr"):
         from dask_p2p.sections.api.expression import SectionExpr
 

@@ -28,7 +28,7 @@ class Stepping(Collectives):
         self,
         rank: int,
         size: int,  # number of ranks
-        connections: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections,  # connections to other ranks
         device: Host,  # device of the arrays
         checkpoints: Checkpoints | None,  # saved states; None: nothing is saved
     ) -> None:

@@ -89,11 +89,11 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def halo_mover(self, call: ExchangeCall, connections: Connections | None) -> HaloMover:
+    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
         """Return an object that exchanges packed halos with other ranks."""
         return HaloMessages(call, connections)
 
-    def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
+    def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""
         return RegionExchange(connections, reads_memory)
 

@@ -148,7 +148,7 @@ class HaloExchange:
         halo: RankHalo,
         dtype: DType,
         text: str,  # text of the call, the same on all ranks
-        connections: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections,  # connections to other ranks
         order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
         device: Host = HOST,  # of the local blocks
     ) -> None:

@@ -49,7 +49,7 @@ class Packed:
 class HaloMessages(HaloMover):
     """Exchanges halos in host memory, in one packed message a neighbour."""
 
-    def __init__(self, call: ExchangeCall, connections: Connections | None) -> None:
+    def __init__(self, call: ExchangeCall, connections: Connections) -> None:
         self._call, self._connections = call, connections
         receives, sends = (
             {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}
@@ -70,7 +70,7 @@ class HaloMessages(HaloMover):
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it and unpacks the halo."""
         connections, order, text = self._connections, self._call.order, self._call.text
-        if connections is None:
+        if connections.is_alone:
             return None
         for packed in self._outgoing:
             packed.pack(data)
@@ -86,10 +86,8 @@ class HaloMessages(HaloMover):
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a local block of this size should be computed during the exchange."""
-        connections = self._connections
-        if connections is None or elements < _LEAST_OVERLAPPED:
-            return False
-        return any(map(connections.is_on_other_host, self._receives))
+        is_on_other_host = self._connections.is_on_other_host
+        return elements >= _LEAST_OVERLAPPED and any(map(is_on_other_host, self._receives))
 
 
 def elements_of(boxes: Sequence[Box]) -> int:

@@ -36,15 +36,11 @@ class RegionExchange(RegionMover):
 
     def __init__(
         self,
-        connections: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections,  # connections to other ranks
         reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
         self._connections = connections
-        self._reads = (
-            None
-            if connections is None
-            else Reads(*connections.rank_and_size, connections, reads_memory)
-        )
+        self._reads = Reads(connections, reads_memory and not connections.is_alone)
         # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
@@ -62,19 +58,17 @@ class RegionExchange(RegionMover):
 
         Later exchanges involve only ranks that have data for each other.
         """
-        if self._reads is not None:
-            self._reads.try_all()
+        self._reads.try_all()
 
     def give(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> None:
         """Exchange regions of any arrays with other ranks."""
-        connections = self._connections
-        if connections is None:
+        if self._connections.is_alone:
             return
         readers, read = set[int](), set[int]()
-        if self._reads is not None and call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
-            readers, read = self._read(connections, self._reads, call, regions, targets)
+        if call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
+            readers, read = self._read(call, regions, targets)
         sent = {rank: region for rank, region in regions.items() if rank not in readers}
         sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
         sends |= {rank: _bytes_of(region) for rank, region in self._in_one_piece(sent, call.dtype)}
@@ -86,7 +80,7 @@ class RegionExchange(RegionMover):
         arriving = dict(zip(others, self._arriving.arrays(shapes, call.dtype), strict=True))
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
         receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
-        begin_in_order(connections, call.order, call.text, sends, receives)()
+        begin_in_order(self._connections, call.order, call.text, sends, receives)()
         for rank in others:
             NUMPY.permute_into(targets[rank], arriving[rank], call.exchange.axes)
 
@@ -102,14 +96,10 @@ class RegionExchange(RegionMover):
             yield rank, packed.get(rank, region)
 
     def _read(
-        self,
-        connections: Connections,
-        reads: Reads,
-        call: ExchangeCall,
-        regions: Mapping[int, Array],
-        targets: Mapping[int, Array],
+        self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> tuple[set[int], set[int]]:
         """Read regions in place; return the ranks that read here, and the ranks read from."""
+        connections, reads = self._connections, self._reads
         reads.try_all()
         own = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
         descriptors = {rank: each for rank, each in own.items() if each is not None}
@@ -146,12 +136,10 @@ class Reads:
 
     def __init__(
         self,
-        rank: int,
-        size: int,  # number of ranks
         connections: Connections,
         is_allowed: bool,  # whether this rank reads others' memory, and offers its own
     ) -> None:
-        self._rank, self._size, self._connections = rank, size, connections
+        self._connections, (self._rank, self._size) = connections, connections.rank_and_size
         self._is_allowed = is_allowed and process_memory.is_supported()
         self._pids: list[int] = []  # by rank, after the probe
         self._readers: Any = None  # by holder and reader: whether the reader can read

@@ -29,7 +29,7 @@ class Redistribution:
         self,
         ranks: RankGrid,  # partition of the section's arrays
         rank: int,
-        connections: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections,  # connections to other ranks
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # device of the local blocks
     ) -> None:

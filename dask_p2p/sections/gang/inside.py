@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dask_p2p.plugins.gangs.nesting import OF_WORKERS
 from dask_p2p.plugins.registration import current_client
-from dask_p2p.sections.gang.nesting import OF_WORKERS
 
 _thread = threading.local()
 _running: list[int] = []  # threads that run the function of a gang

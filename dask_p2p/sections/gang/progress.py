@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from dask_p2p.engine.context import TaskContext
+from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import DType, Key
 
 #: Name of the exchanges between ranks, used like a transport's name.
@@ -30,7 +30,7 @@ class Progress:
 
 @dataclass
 class Watch:
-    """Registers a rank's function with its worker while it runs, and records it afterwards."""
+    """Records a rank's function with its worker, while it runs and afterwards."""
 
     key: Key  # key of the rank's task
     ranks: RankGrid  # partition of the arrays
@@ -38,39 +38,22 @@ class Watch:
     dtype: DType  # data type of the first output
     progress: Progress  # current step
     context: TaskContext | None  # task context of the worker; None: nothing is recorded
-    connections: Connections | None = None  # connections to other ranks
+    connections: Connections = ONE_RANK  # connections to other ranks
     workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
-    error: str = ""  # why the function, or the attempt, has ended early
     start_s: float = field(default_factory=time.time)
-    nbytes: int = 0  # size of the rank's outputs
 
-    def made(self, blocks: Sequence[Sequence[Any]]) -> None:
-        """Record the size of the rank's outputs."""
-        self.nbytes = sum(block.nbytes for each in blocks for block in each)
+    def recorded(self) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context for the function: see `dask_p2p.engine.context.recorded`."""
+        return recorded(self.context, self.key, self._record, BaseException)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Register the function with the worker inside this context; record it at the end."""
-        if self.context is None:
-            yield
-            return
-        self.context.running[self.key] = partial(self._record, wanted_bytes=0)
-        try:
-            yield
-        except BaseException as exc:
-            self.error = repr(exc)
-            raise
-        finally:
-            try:
-                self.context.record(self._record(error=self.error[:REASON_CHARS]))
-            finally:
-                self.context.running.pop(self.key, None)
+    def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> Record:
+        """Return a record of the current state. Thread-safe.
 
-    def _record(self, **more: Any) -> Record:
-        """Return a record of the current state. Thread-safe."""
-        ranks, progress = self.ranks, self.progress
-        is_made = not more.get("error")
+        `error` is the reason why the function, or the attempt, has ended early. `nbytes` is the
+        size of the rank's outputs.
+        """
+        ranks, progress, is_made = self.ranks, self.progress, not error
         assert self.context is not None
         return Record(
             key=self.key,
@@ -80,7 +63,7 @@ class Watch:
             worker=self.context.address,
             shape=ranks.shape(self.rank) if is_made else (),
             dtype=str(self.dtype) if is_made else "",
-            nbytes=self.nbytes if is_made else 0,
+            nbytes=nbytes,
             array_shape=tuple(map(sum, ranks.chunks)),
             blocks=ranks.grid,
             axes=tuple(range(len(ranks.grid))),
@@ -88,9 +71,10 @@ class Watch:
             steps=progress.steps,
             first_step=progress.first,
             attempt=self.attempt,
-            **more,
+            error=error[:REASON_CHARS],
+            wanted_bytes=0 if is_running else None,
         )
 
     def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self.connections.received) if self.connections is not None else []
+        received = sorted(self.connections.received)
         return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -16,10 +16,9 @@ from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.registration import on_missing_plugin
+from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.gang.inside import within_gang
 from dask_p2p.sections.gang.progress import Watch
-from dask_p2p.sections.gang.units import Units
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError, RankAddress
 from dask_p2p.types import Kind
@@ -27,8 +26,8 @@ from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
     from dask_p2p.interprocess.messenger import Messenger
-    from dask_p2p.sections.gang.coordinator import Order
-    from dask_p2p.sections.gang.threads import PoolThread
+    from dask_p2p.plugins.gangs.coordinator import Order
+    from dask_p2p.plugins.gangs.threads import PoolThread
     from dask_p2p.sections.gang.worker import RankAttempt
     from dask_p2p.transports.packed.ucx import UcxTransport
 
@@ -60,8 +59,9 @@ def run_rank(
         if ranks.size == 1:
             ctx = body.context(ranks, device=device_for(body.kind, options))
             watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
-            with watch.running():
-                watch.made(result := _called(body, ctx, arrays))
+            with watch.recorded() as fields:
+                result = _called(body, ctx, arrays)
+                fields["nbytes"] = _size_bytes(result)
             return result
         return _run_in_gang(gang, rank, ranks, body, options, arrays)
     except DeviceLostError as exc:
@@ -77,7 +77,7 @@ def _run_in_gang(
     arrays: Sequence[Sequence[Any]],
 ) -> Any:
     """Wait for the other ranks of the gang, and run the function together with them."""
-    worker, context = current_worker()
+    worker, _ = current_worker()
     if worker is None:
         raise InputError(
             f"expected a cluster for {ranks.size} ranks that run at the same time, got another "
@@ -85,17 +85,17 @@ def _run_in_gang(
         )
     from distributed.utils import sync
 
-    from dask_p2p.sections.gang.threads import PoolThread
-    from dask_p2p.sections.gang.worker import plugin_on
+    from dask_p2p.plugins.gangs.threads import PoolThread
+    from dask_p2p.sections.gang.worker import ranks_on
 
-    if context is None:  # request the plugin; this task runs without it
-        on_missing_plugin(worker, [])
-    plugin, ucx = sync(worker.loop, plugin_on, worker), _ucx(context, options, body.kind)
+    worker_ranks = sync(worker.loop, ranks_on, worker)
+    _, context = current_worker()  # with the plugin, if it was missing
+    ucx = _ucx(context, options, body.kind)
     reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
     units, thread = Units(worker, (gang, rank)), PoolThread(worker)
     with (
         closing(thread),
-        plugin.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
+        worker_ranks.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
         closing(units),
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None
@@ -113,12 +113,12 @@ def _run_in_gang(
             )
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
-            with watch.running():
-                result, order = _attempt(rank_attempt, ctx, body, arrays, watch, ucx)
+            with watch.recorded() as fields:
+                result, order = _attempt(rank_attempt, ctx, body, arrays, fields, ucx)
                 if order.state == "committed":
-                    watch.made(result)
+                    fields["nbytes"] = _size_bytes(result)
                 else:
-                    watch.error = watch.error or order.reason or "ended by another rank"
+                    fields.setdefault("error", order.reason or "ended by another rank")
     if order.state != "committed":
         _raise_end(order, options)
     return result
@@ -156,7 +156,7 @@ def _attempt(
     ctx: Any,
     body: Callable[..., Any],
     arrays: Sequence[Any],
-    watch: Watch,
+    fields: dict[str, Any],  # of the attempt's record
     ucx: UcxTransport | None,
 ) -> tuple[Any, Order]:
     """Call the function; return its result, and the scheduler's order once all ranks are done."""
@@ -171,15 +171,16 @@ def _attempt(
         ctx.device.let_go(is_orderly=True)
         return result, rank_attempt.leave()
     except AttemptEndedError as exc:
-        watch.error = str(exc)
+        fields["error"] = str(exc)
         return None, rank_attempt.leave(str(exc))
     except DeviceLostError as exc:
         rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
         raise  # all ranks run again, this one on another worker
     except Exception as exc:
         if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
-            watch.error = f"another rank was lost; then the function raised {_described(exc)}"
-            return None, rank_attempt.leave(watch.error)
+            cause = f"another rank was lost; then the function raised {_described(exc)}"
+            fields["error"] = cause
+            return None, rank_attempt.leave(cause)
         error, is_itself = _pickled(exc, rank_attempt.rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
@@ -188,6 +189,11 @@ def _attempt(
         return None, order
     finally:
         ctx.device.let_go(is_orderly=False)
+
+
+def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
+    """Return the size of a rank's outputs."""
+    return sum(block.nbytes for each in blocks for block in each)
 
 
 def _called(body: Callable[..., Any], ctx: Any, arrays: Sequence[Any]) -> Any:

@@ -14,22 +14,24 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from distributed import Worker, WorkerPlugin
+from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
+from dask_p2p.plugins.gangs.coordinator import Order
+from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
+from dask_p2p.plugins.profiling import SamplingInterval
+from dask_p2p.plugins.registration import give_plugin
+from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from dask_p2p.sections.gang.coordinator import Order
-from dask_p2p.sections.gang.registration import give_plugin
-from dask_p2p.sections.gang.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.versioned import versioned
 
 _ENDS = ("committed", "stopped")  # final states
 _CAUSE_CHARS = 1000
@@ -43,7 +45,7 @@ class RankAttempt:
 
     def __init__(
         self,
-        plugin: SectionsPlugin,  # plugin of the worker
+        ranks: WorkerRanks,  # all ranks of the worker
         gang: str,  # name of the gang
         rank: int,
         size: int,  # number of ranks
@@ -51,8 +53,8 @@ class RankAttempt:
     ) -> None:
         self.token = uuid4().hex
         self.rank, self.size = rank, size
-        self.connections = Connections(replace(plugin.reach, **reach))
-        self._plugin, self._worker, self._gang = plugin, plugin.worker, gang
+        self.connections = Connections(replace(ranks.reach, **reach))
+        self._ranks, self._worker, self._gang = ranks, ranks.worker, gang
         self._changed = threading.Condition()
         self._order = Order("waiting")
         self._pending: set[asyncio.Future[None]] = set()
@@ -77,10 +79,10 @@ class RankAttempt:
         def notify() -> None:
             # Not cancelled with this attempt: the scheduler must record each worker with states.
             telling = self._call(SAVES, worker=self._worker.address)
-            self._worker.loop.add_callback(self._plugin.finish, telling)
+            self._worker.loop.add_callback(self._ranks.finish, telling)
 
         workers = [worker for worker, *_ in order.peers]
-        states = States(self._plugin.saved, self._gang, order.resume, order.holders, notify)
+        states = States(self._ranks.saved, self._gang, order.resume, order.holders, notify)
         self._checkpoints = Checkpoints(self.rank, workers, self.connections, states, device)
         return self._checkpoints
 
@@ -115,13 +117,13 @@ class RankAttempt:
 
     async def _follow(self) -> None:
         """Join the gang, and receive orders until one ends the attempt."""
-        await self._plugin.register()
+        await self._ranks.register()
         order = await self._ask(
             JOIN,
             size=self.size,
             worker=self._worker.address,
             endpoint=self.connections.endpoint,
-            saved=self._plugin.saved.steps(self._gang),
+            saved=self._ranks.saved.steps(self._gang),
         )
         while order.state not in _ENDS:
             self._apply(order)
@@ -161,28 +163,23 @@ class RankAttempt:
             task.cancel()
 
 
-@versioned(strict=True)
-class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Runs ranks of gangs on a worker, and keeps their states."""
+class WorkerRanks:
+    """The ranks of gangs on a worker, and their states: a part of the worker's plugin."""
 
-    name = "dask-p2p-sections"
-
-    def setup(self, worker: Worker) -> None:
-        """Start. The first rank on a worker installs the plugin there."""
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
         #: Network settings of the ranks on this worker.
         self.reach = _reach(worker)
         self.saved = SavedStates()
         self._ranks: dict[str, RankAttempt] = {}  # by attempt token
         worker.handlers[FORGET] = self.forget
-        self._sampling = worker.periodic_callbacks.get("profile")  # None: the profiler is off
-        self._sample_ms = _SAMPLE_MS if self._sampling is None else self._sampling.callback_time
+        self._sampling = SamplingInterval(worker)
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._is_registered = False
 
-    def teardown(self, worker: Worker) -> None:
+    def close(self) -> None:
         """End the attempts of all ranks here, which wakes their threads."""
-        worker.handlers.pop(FORGET, None)
+        self.worker.handlers.pop(FORGET, None)
         for rank_attempt in tuple(self._ranks.values()):
             rank_attempt.stop()
 
@@ -199,9 +196,7 @@ class SectionsPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""
-        if self._sampling is not None:
-            least_ms = _SAMPLE_MS if self._ranks else 0.0
-            self._sampling.callback_time = max(self._sample_ms, least_ms)
+        self._sampling.set_least(_SAMPLE_MS if self._ranks else 0.0)
 
     @answering
     async def forget(self, gang: Any) -> Any:
@@ -240,9 +235,8 @@ def _reach(worker: Worker) -> Reach:
     return Reach() if None in (listening, connecting) else Reach(host, listening, connecting)
 
 
-async def plugin_on(worker: Worker) -> SectionsPlugin:
-    """Return a worker's plugin; install it if it is missing."""
-    if SectionsPlugin.name not in worker.plugins:
-        await worker.plugin_add(SectionsPlugin(), catch_errors=False)
-    plugin: SectionsPlugin = worker.plugins[SectionsPlugin.name]
-    return plugin
+async def ranks_on(worker: Worker) -> WorkerRanks:
+    """Return the ranks on a worker; install the worker's plugin if it is missing."""
+    await set_up(P2PPlugin(), worker)
+    ranks: WorkerRanks = worker.plugins[PLUGIN_NAME].part(WorkerRanks)
+    return ranks

@@ -36,6 +36,7 @@ from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import Array, DType, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU
@@ -60,7 +61,7 @@ class Gpu(Host):
 
     def __init__(
         self,
-        connections: Connections | None,  # connections to other ranks; None for a single rank
+        connections: Connections = ONE_RANK,  # connections to other ranks
         has_windows: bool = True,  # whether ranks of one host may read each other's memory
         part_bytes: int = 0,  # part of a region that copy engines bring at a time; 0: kernels read
     ) -> None:
@@ -149,7 +150,7 @@ class Gpu(Host):
         began_s, ended_s = time.monotonic(), inf
         while runtime.streamQuery(self.stream.ptr) == NOT_READY:
             now_s = time.monotonic()
-            if self._connections is not None and self._connections.has_ended:
+            if self._connections.has_ended:
                 ended_s = min(ended_s, now_s)
                 while self.ending:
                     self.has_ended = True
@@ -226,10 +227,10 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def halo_mover(self, call: ExchangeCall, connections: Connections | None) -> HaloMover:
+    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
         return HaloWindows(self, call, connections)
 
-    def region_mover(self, connections: Connections | None, reads_memory: bool) -> RegionMover:
+    def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         return GpuRegions(self, connections, reads_memory)
 
     def let_go(self, is_orderly: bool) -> None:
@@ -263,7 +264,7 @@ def _drop(exported: list[Any]) -> None:
             exported.clear()
 
 
-def device_for(kind: Kind, options: Options, connections: Connections | None = None) -> Host:
+def device_for(kind: Kind, options: Options, connections: Connections = ONE_RANK) -> Host:
     """Return the device of a rank's local blocks of this kind."""
     if kind == HOST.kind:
         return HOST

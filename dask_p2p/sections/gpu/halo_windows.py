@@ -66,7 +66,7 @@ class _ByteRun(NamedTuple):
 class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, call: ExchangeCall, connections: Connections | None) -> None:
+    def __init__(self, gpu: Gpu, call: ExchangeCall, connections: Connections) -> None:
         self._gpu, self._call, self._connections = gpu, call, connections
         self._dtype, self._halo = call.dtype, call.exchange
         halo = self._halo
@@ -92,7 +92,7 @@ class HaloWindows(HaloMover):
 
     def begin(self, data: Array, in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""
-        if self._connections is None:
+        if self._connections.is_alone:
             return None
         if not self._slots:
             self._open()
@@ -112,7 +112,7 @@ class HaloWindows(HaloMover):
         in_background = in_background and bool(self._down or self._up)  # else no large message
         order, text = self._call.order, self._call.text
         end = begin_in_order(self._connections, order, text, sends, receives, in_background)
-        return partial(self._end, self._connections, data, end, slot)
+        return partial(self._end, data, end, slot)
 
     def put(self, data: Array) -> None:
         """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
@@ -146,9 +146,7 @@ class HaloWindows(HaloMover):
                 of = data.data.ptr + run.start_bytes
                 self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
 
-    def _end(
-        self, connections: Connections, data: Array, end: Callable[[], Any], slot: int
-    ) -> None:
+    def _end(self, data: Array, end: Callable[[], Any], slot: int) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
@@ -159,7 +157,7 @@ class HaloWindows(HaloMover):
                 for rank, window in self._windows.items():
                     window.wait(copies, slot)
                     self._pull(rank, window.address(slot), data, copies)
-                    connections.count(rank, self._received[rank].whole.nbytes)
+                    self._connections.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
         for packed, memory in self._up.values():
@@ -193,8 +191,7 @@ class HaloWindows(HaloMover):
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
         sends, receives = self._halo.sends, self._halo.receives
-        if self._connections is not None:
-            self._open_windows(self._connections)
+        self._open_windows()
         slots = [{} if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
         for rank, boxes in sends.items():
             if rank not in self._windows:
@@ -208,7 +205,7 @@ class HaloWindows(HaloMover):
 
     def _message_memory(self, rank: int, whole: Array) -> Array:
         """Return the buffer for messages from or to a rank."""
-        if self._connections is not None and self._connections.carries(rank, whole.nbytes):
+        if self._connections.carries(rank, whole.nbytes):
             return whole.view(np.uint8)
         return _host_memory(whole.nbytes)
 
@@ -218,12 +215,12 @@ class HaloWindows(HaloMover):
             for rank in self._windows
         }
 
-    def _open_windows(self, connections: Connections) -> None:
+    def _open_windows(self) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, sends, item_bytes = self._gpu, self._halo.sends, self._dtype.itemsize
         own, self._windows = opened(
             gpu,
-            connections,
+            self._connections,
             self._call.text,
             sends.keys() & self._halo.receives.keys(),
             lambda near: OwnWindow(gpu, {r: elements_of(sends[r]) * item_bytes for r in near}),

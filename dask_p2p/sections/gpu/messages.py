@@ -36,7 +36,7 @@ class GpuMessages:
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, connections: Connections | None, reads_memory: bool) -> None:
+    def __init__(self, gpu: Gpu, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._of_host = RegionExchange(connections, reads_memory)
 
@@ -52,21 +52,20 @@ class GpuMessages:
         targets: dict[int, Array],  # by rank of the sender
     ) -> None:
         """Send regions to other ranks, and receive theirs into `targets`."""
-        if self._connections is not None and self._connections.use_ucx and (regions or targets):
-            self._by_ucx(self._connections, call, axis, regions, targets)
+        if self._connections.use_ucx and (regions or targets):
+            self._by_ucx(call, axis, regions, targets)
         if regions or targets:
             self._through_host(call, axis, regions, targets)
 
     def _by_ucx(
         self,
-        connections: Connections,
         call: ExchangeCall,
         axis: int,
         regions: dict[int, list[Array]],
         targets: dict[int, Array],
     ) -> None:
         """Exchange regions by UCX from GPU memory, and remove these from the arguments."""
-        gpu, sends, receives = self._gpu, {}, {}
+        gpu, connections, sends, receives = self._gpu, self._connections, {}, {}
         with gpu.queue.within(gpu.stream):
             for rank, pieces in [*regions.items()]:
                 if connections.carries(rank, sum(piece.nbytes for piece in pieces)):

@@ -80,7 +80,7 @@ class GpuRegions(RegionMover):
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, connections: Connections | None, reads_memory: bool) -> None:
+    def __init__(self, gpu: Gpu, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._messages = GpuMessages(gpu, connections, reads_memory)
         self._own: OwnEvents | None = None
@@ -107,7 +107,7 @@ class GpuRegions(RegionMover):
     def settle(self) -> None:
         """Make the stream wait for readers of the last local block, and send unread regions."""
         unsettled, self._unsettled = self._unsettled, None
-        if unsettled is None or self._connections is None:
+        if unsettled is None:
             return
         call, axis, made, regions, targets, said = unsettled
         try:
@@ -116,7 +116,7 @@ class GpuRegions(RegionMover):
             self._gpu.exported.append(made)
             raise
         for rank in readers:
-            self._open(self._connections, call)[rank].wait(self._gpu.stream, _READ)
+            self._open(call)[rank].wait(self._gpu.stream, _READ)
         unread = {
             rank: [piece for _, piece in region]
             for rank, region in regions.items()
@@ -129,7 +129,7 @@ class GpuRegions(RegionMover):
     ) -> _PendingReads | None:
         """Make a local block and read regions of others where possible; return the pending rest."""
         gpu, connections = self._gpu, self._connections
-        near = {} if connections is None else self._open(connections, call)
+        near = {} if connections.is_alone else self._open(call)
         targets, written = regions_of(target, call.exchange.receives), []
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
@@ -139,21 +139,20 @@ class GpuRegions(RegionMover):
                 rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
                 for rank, (box,) in call.exchange.sends.items()
             }
-            if connections is not None:
-                descriptors = {
-                    rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
-                }
-                text = f"{call.text}, {call.order}, descriptors"
-                said = connections.begin(text, descriptors, dict.fromkeys(near))
+            descriptors = {
+                rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
+            }
+            text = f"{call.text}, {call.order}, descriptors"
+            said = connections.begin(text, descriptors, dict.fromkeys(near))
             self._copy_own(call, pieces, made, written, target)
-            if connections is None:
+            if connections.is_alone:
                 return None
             places = said()
             with gpu.reading:
                 gpu.check_goes_on()
-                read = self._read(connections, call, places, targets)
+                read = self._read(call, places, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
-        acknowledgements = self._acknowledge(connections, call, read)
+        acknowledgements = self._acknowledge(call, read)
         return _PendingReads(call, pieces.axis, made, regions, unread, acknowledgements)
 
     def _copy_own(
@@ -181,14 +180,10 @@ class GpuRegions(RegionMover):
         return self._gpu.stream.record(self._own.events[number])
 
     def _read(
-        self,
-        connections: Connections,
-        call: ExchangeCall,
-        said: Mapping[int, Buffer],
-        targets: Mapping[int, Array],
+        self, call: ExchangeCall, said: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
-        gpu, near, found = self._gpu, self._open(connections, call), {}
+        gpu, connections, near, found = self._gpu, self._connections, self._open(call), {}
         for rank in call.in_turn(connections, [rank for rank, place in said.items() if len(place)]):
             region = try_share(gpu, partial(map_descriptor, near[rank], said[rank], call.dtype))
             if region is not None:
@@ -234,22 +229,22 @@ class GpuRegions(RegionMover):
         return pack_descriptor(axis, tuple(found)) if found else b""
 
     def _acknowledge(
-        self, connections: Connections, call: ExchangeCall, read: set[int]
+        self, call: ExchangeCall, read: set[int]
     ) -> Callable[[], Mapping[int, Buffer]]:
         """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
-        near = self._open(connections, call)
+        near = self._open(call)
         descriptors = {rank: bytes([rank in read]) for rank in near}
         into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
-        return connections.begin(f"{call.text}, read", descriptors, into)
+        return self._connections.begin(f"{call.text}, read", descriptors, into)
 
-    def _open(self, connections: Connections, call: ExchangeCall) -> dict[int, PeerMemory]:
+    def _open(self, call: ExchangeCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
-            gpu, (own_rank, size) = self._gpu, connections.rank_and_size
+            gpu, (own_rank, size) = self._gpu, self._connections.rank_and_size
             self._own, self._near = opened(
                 gpu,
-                connections,
+                self._connections,
                 call.text,
                 {*range(size)} - {own_rank},
                 lambda _: OwnEvents(gpu, _WRITTEN + MOST_PIECES),

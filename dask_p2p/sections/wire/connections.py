@@ -44,6 +44,9 @@ _FINALIZE = "finalize() at the return of its function"
 class Connections:
     """The connections of one rank in one attempt."""
 
+    #: True for the connections of a section's only rank, which has nothing to exchange.
+    is_alone = False
+
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._connections: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit

@@ -15,10 +15,11 @@ from distributed.protocol.pickle import loads
 from dask_p2p import spmd
 from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.sections.gang import rank
-from dask_p2p.sections.gang.coordinator import Order
-from dask_p2p.sections.gang.worker import SectionsPlugin, plugin_on
-from tests.sections.support import be_on_hosts, ranks_that_run
+from dask_p2p.sections.gang.worker import ranks_on
+from tests.sections.support import be_on_hosts, ranks_of, ranks_that_run
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
 
@@ -98,7 +99,26 @@ def test_encrypted_clusters_have_encrypted_connections():
 
 
 def protocol(dask_worker):
-    return dask_worker.plugins[SectionsPlugin.name].reach.protocol
+    return ranks_of(dask_worker).reach.protocol
+
+
+def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
+    """An asynchronous client registers in the background, perhaps after the ranks have begun."""
+    monkeypatch.setattr("dask_p2p.sections.api.spmd.register_if_possible", lambda: None)
+
+    async def main():
+        async with in_process(2) as (cluster, client):
+            servers = [cluster.scheduler, *cluster.workers.values()]
+            assert not any(PLUGIN_NAME in server.plugins for server in servers)
+            y = spmd(lambda ctx, x: x + ctx.allreduce(1), da.ones((4, 2), chunks=(1, 2)), ranks=4)
+            assert (await client.compute(y) == 5).all()
+            for server in servers:
+                assert [name for name in server.plugins if "p2p" in name] == [PLUGIN_NAME]
+            contexts = [server.plugins[PLUGIN_NAME].context for server in servers[1:]]
+            made = [record for context in contexts for record in context.records.since(0)[1]]
+            assert len(made) == 4, "each rank is recorded"
+
+    asyncio.run(main())
 
 
 def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
@@ -106,13 +126,13 @@ def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
 
     async def main():
         async with in_process(1) as (cluster, _):
-            plugin, recorded = await plugin_on(cluster.workers[0]), asyncio.Event()
+            ranks, recorded = await ranks_on(cluster.workers[0]), asyncio.Event()
 
             async def call(op, **kwargs):
                 await asyncio.sleep(0.1)
                 recorded.set()
 
-            with plugin.rank_attempt("x", 0, 2) as own:
+            with ranks.rank_attempt("x", 0, 2) as own:
                 monkeypatch.setattr(own, "_call", call)
                 own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
                 await asyncio.sleep(0.02)  # the call has begun

@@ -275,7 +275,7 @@ def test_the_host_is_not_far_ahead(gpu, monkeypatch):
 
 def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
     """Queued work keeps memory of other ranks alive after the end of the attempt."""
-    now_s, step_s, waited, device = [0.0], [0.1], [0], Gpu(None)
+    now_s, step_s, waited, device = [0.0], [0.1], [0], Gpu()
 
     def wait(device):
         now_s[0] += (step - waited[-1]) * step_s[0]
@@ -318,7 +318,7 @@ def test_blocks_of_another_kind_than_declared(gpu):
 
 
 def test_local_blocks_of_another_kind(gpu):
-    ctx = Context(RankGrid(((4,),), (1,)), device=Gpu(None))
+    ctx = Context(RankGrid(((4,),), (1,)), device=Gpu())
     with (
         ctx.device.running([]),
         pytest.raises(InputError, match=r"local: .* cupy.asarray\(local\)"),
@@ -365,7 +365,7 @@ def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
         run()
     assert waited
     gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0
-    with (other := Gpu(None)).running([]):
+    with (other := Gpu()).running([]):
         assert other.stream is not device.stream, "which no other device uses"
 
 
@@ -378,7 +378,7 @@ class StartedByHand:
 
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    clock, later, device = Clock(), [], Gpu(None)
+    clock, later, device = Clock(), [], Gpu()
     monkeypatch.setattr(gpu_device, "time", clock)
     monkeypatch.setattr(
         gpu_device, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
@@ -400,7 +400,7 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
 @pytest.mark.parametrize("ended", [(True, True), (True, False)])
 def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ended):
     """The next attempt may need their memory."""
-    device = Gpu(None)
+    device = Gpu()
     device.peers.extend(SimpleNamespace(has_ended=each) for each in ended)
     device.exported.append(gpu.empty((100,), "f8"))
     used = gpu.live_bytes
@@ -444,7 +444,7 @@ def test_streams_outlive_memory_of_a_function_that_raised(monkeypatch):
     runtime, queues = emulated_gpu(monkeypatch).cupy.cuda.runtime, []
 
     def work(error=None, query=lambda stream: 0):
-        device = Gpu(None)
+        device = Gpu()
         with device.running([]):
             queues.append(ref(device.queue))
             runtime.streamQuery = query

@@ -591,7 +591,7 @@ def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
     original = GpuRegions.bring
 
     def bring(own, call, source, target):
-        every = own._open(connections_of(own), call)
+        every = own._open(call)
         partners = {*call.exchange.sends, *call.exchange.receives}
         own._near = {rank: every[rank] for rank in every if rank in partners}
         try:

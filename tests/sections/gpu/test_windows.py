@@ -39,7 +39,7 @@ def handle(number, base, offset_bytes=0):
 
 
 def test_an_allocation_is_mapped_once(calls):
-    gpu = Gpu(None)
+    gpu = Gpu()
     memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
     for offset_bytes in (0, 300, 0):
         assert memory.mapped(handle(1, 5000, offset_bytes), 800) == 2**20 + offset_bytes
@@ -52,7 +52,7 @@ def test_an_allocation_is_mapped_once(calls):
 
 def test_an_allocation_at_the_address_of_a_freed_one(calls):
     """CuPy's own pool returns memory to the driver when memory is short."""
-    gpu = Gpu(None)
+    gpu = Gpu()
     memory = PeerMemory(gpu, OwnEvents(gpu, 2).descriptor(0))
     memory.mapped(handle(1, 5000), 800)
     memory.mapped(handle(2, 5500), 800)
@@ -64,7 +64,7 @@ def test_an_allocation_at_the_address_of_a_freed_one(calls):
 
 
 def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
-    gpu = Gpu(None)
+    gpu = Gpu()
     descriptor = OwnEvents(gpu, 2).descriptor(0)
     monkeypatch.setattr(windows, "separation", lambda own, peer: "they share a process")
     with pytest.raises(TransferError, match="they share a process"):
@@ -93,7 +93,7 @@ def descriptor(calls, monkeypatch, other):
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
     with monkeypatch.context() as patch:
         patch.setattr(Peer, "own", lambda memory_proof: there)
-        return OwnEvents(Gpu(None), 2).descriptor(0)
+        return OwnEvents(Gpu(), 2).descriptor(0)
 
 
 def test_tasks_and_sections_have_the_same_mappings(calls):
@@ -102,7 +102,7 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
     transport = IpcTransport(worker, options())
     own = Peer.own("gpu")
     mapping = transport.mappings.acquire(own, handle(1, 5000), 1)
-    memory = PeerMemory(gpu := Gpu(None), OwnEvents(gpu, 2).descriptor(0))
+    memory = PeerMemory(gpu := Gpu(), OwnEvents(gpu, 2).descriptor(0))
     assert memory.mapped(handle(1, 5000), 800) == 2**20
     assert calls == ["01"]
     memory.close()
@@ -115,7 +115,7 @@ def test_tasks_and_sections_have_the_same_mappings(calls):
 
 
 def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other):
-    memory = PeerMemory(Gpu(None), descriptor)
+    memory = PeerMemory(Gpu(), descriptor)
     other.kill()
     wait_until(lambda: memory.has_ended)
     with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
@@ -125,7 +125,7 @@ def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descripto
 
 
 def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
-    memory = PeerMemory(Gpu(None), descriptor)
+    memory = PeerMemory(Gpu(), descriptor)
     memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == ["01"], "the next section need not map it"
@@ -138,7 +138,7 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
     monkeypatch, calls, descriptor, other, which
 ):
     """While the rank's function runs: it may notice the end late."""
-    gpu = Gpu(None)
+    gpu = Gpu()
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
         memory.mapped(handle(1, 5000), 100)
@@ -162,7 +162,7 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
 
 
 def test_memory_that_graphs_read_is_closed_by_the_rank(calls, descriptor, other):
-    gpu = Gpu(None)
+    gpu = Gpu()
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
         memory.mapped(handle(1, 5000), 100)
@@ -237,7 +237,7 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
 
 
 def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, descriptor, other):
-    gpu = Gpu(None)
+    gpu = Gpu()
     memory = PeerMemory(gpu, descriptor)
     memory.close()
     waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)

@@ -7,8 +7,8 @@ import logging
 from typing import Any
 
 from dask_p2p.errors import P2PWarning
+from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.notices import warn_client
-from dask_p2p.sections.gang.coordinator import Coordinator, Wait
 
 logger = logging.getLogger(__name__)
 

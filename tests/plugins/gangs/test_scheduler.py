@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.sections.gang import scheduler as module
-from dask_p2p.sections.gang.scheduler import (
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.gangs import scheduler as module
+from dask_p2p.plugins.gangs.scheduler import (
     FORGET,
     JOIN,
     LEAVE,
     ORDER,
     SAVES,
-    SectionsSchedulerPlugin,
+    Gangs,
 )
-from dask_p2p.sections.gang.waiting import Waiting
+from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
 from tests.sections.support import coordinator_of
 
@@ -39,9 +40,6 @@ class Scheduler:
     def _create_taskstate_from_graph(self, *, submitting_task):
         """As Dask's: the plugins are called while it runs."""
         raise NotImplementedError
-
-    def add_plugin(self, plugin, name):
-        self.plugins[name] = plugin
 
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
@@ -66,42 +64,48 @@ class Scheduler:
 
 def running(main):
     async def run():
-        scheduler, plugin = Scheduler(), SectionsSchedulerPlugin()
-        await plugin.start(scheduler)
-        scheduler.add_plugin(plugin, plugin.name)
-        return await main(scheduler, plugin)
+        scheduler = Scheduler()
+        scheduler.plugins[PLUGIN_NAME] = own = object()
+
+        def is_on():
+            return scheduler.plugins.get(PLUGIN_NAME) is own
+
+        def put_back():
+            scheduler.plugins.setdefault(PLUGIN_NAME, own)
+
+        return await main(scheduler, Gangs(scheduler, is_on, put_back))
 
     return run_clocked(run())
 
 
-def whole(plugin):
+def whole(gangs):
     return asyncio.gather(
-        plugin.join(**JOINING),
-        plugin.join(**JOINING | {"rank": 1, "token": "t1", "worker": "b", "endpoint": "of b"}),
+        gangs.join(**JOINING),
+        gangs.join(**JOINING | {"rank": 1, "token": "t1", "worker": "b", "endpoint": "of b"}),
     )
 
 
 def test_ranks_start_together_and_commit_together():
-    async def main(scheduler, plugin):
-        orders = await whole(plugin)
+    async def main(scheduler, gangs):
+        orders = await whole(gangs)
         assert {order["state"] for order in orders} == {"running"}
         assert orders[0]["peers"] == (("a", "t0", "of a"), ("b", "t1", "of b"))
-        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="running"))
-        await plugin.leave(**GOOD)
+        waiting = asyncio.ensure_future(gangs.order(**GOOD, known="running"))
+        await gangs.leave(**GOOD)
         await asyncio.sleep(0)
         assert not waiting.done()
-        await plugin.leave(gang="x", rank=1, token="t1")
+        await gangs.leave(gang="x", rank=1, token="t1")
         assert (await waiting)["state"] == "committed"
 
     running(main)
 
 
 def test_a_rank_joins_only_if_its_task_is_in_process_there():
-    async def main(scheduler, plugin):
-        assert (await plugin.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
+    async def main(scheduler, gangs):
+        assert (await gangs.join(**JOINING | {"worker": "b"}))["state"] == "stopped"
         del scheduler.tasks["x", 0]
-        assert (await plugin.join(**JOINING))["state"] == "stopped"
-        assert coordinator_of(plugin).size("x") is None
+        assert (await gangs.join(**JOINING))["state"] == "stopped"
+        assert coordinator_of(gangs).size("x") is None
 
     running(main)
 
@@ -110,43 +114,43 @@ def test_a_rank_joins_only_if_its_task_is_in_process_there():
 def test_deaths_before_a_newer_state_do_not_count(saved, counted):
     """An attempt began at step 5; the next one begins there too, or later."""
 
-    async def main(scheduler, plugin):
-        await whole_with(plugin, [5] if saved else [], "")
-        plugin.transition(("x", 0), "processing", "released")
+    async def main(scheduler, gangs):
+        await whole_with(gangs, [5] if saved else [], "")
+        gangs.transition(("x", 0), "processing", "released")
         for rank in range(2):
             scheduler.tasks["x", rank].suspicious = 3
-        await whole_with(plugin, saved, "again")
+        await whole_with(gangs, saved, "again")
         assert {scheduler.tasks["x", rank].suspicious for rank in range(2)} == {counted}
 
     running(main)
 
 
-def whole_with(plugin, steps, token):
+def whole_with(gangs, steps, token):
     """Both ranks join, and each has states of steps."""
     joining = [
         JOINING | {"rank": rank, "token": f"{token}{rank}", "worker": worker}
         for rank, worker in enumerate("ab")
     ]
     saved = [(rank, steps) for rank in range(2)]
-    return asyncio.gather(*(plugin.join(**each | {"saved": saved}) for each in joining))
+    return asyncio.gather(*(gangs.join(**each | {"saved": saved}) for each in joining))
 
 
 def test_a_poll_is_answered_in_time_without_news():
 
-    async def main(scheduler, plugin):
+    async def main(scheduler, gangs):
         began_s = asyncio.get_running_loop().time()
-        answer = await plugin.join(**JOINING)
+        answer = await gangs.join(**JOINING)
         return answer["state"], asyncio.get_running_loop().time() - began_s
 
     assert running(main) == ("waiting", module._POLL_S)
 
 
 def test_outputs_are_released_when_one_is_lost():
-    async def main(scheduler, plugin):
-        await whole(plugin)
-        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
+    async def main(scheduler, gangs):
+        await whole(gangs)
+        await asyncio.gather(gangs.leave(**GOOD), gangs.leave(gang="x", rank=1, token="t1"))
         scheduler.tasks["x", 1].state = scheduler.tasks["x", "commit"].state = "memory"
-        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
+        again = asyncio.ensure_future(gangs.join(**JOINING | {"token": "again"}))
         await asyncio.sleep(0.01)
         again.cancel()
         return scheduler.released
@@ -155,14 +159,14 @@ def test_outputs_are_released_when_one_is_lost():
 
 
 def test_an_output_that_comes_after_another_was_lost_is_released():
-    async def main(scheduler, plugin):
-        await whole(plugin)
-        await asyncio.gather(plugin.leave(**GOOD), plugin.leave(gang="x", rank=1, token="t1"))
-        again = asyncio.ensure_future(plugin.join(**JOINING | {"token": "again"}))
+    async def main(scheduler, gangs):
+        await whole(gangs)
+        await asyncio.gather(gangs.leave(**GOOD), gangs.leave(gang="x", rank=1, token="t1"))
+        again = asyncio.ensure_future(gangs.join(**JOINING | {"token": "again"}))
         await asyncio.sleep(0.01)
         assert scheduler.released == []
         scheduler.tasks["x", 1].state = "memory"
-        plugin.transition(("x", 1), "processing", "memory")
+        gangs.transition(("x", 1), "processing", "memory")
         await asyncio.sleep(0.01)
         again.cancel()
         return scheduler.released
@@ -172,29 +176,29 @@ def test_an_output_that_comes_after_another_was_lost_is_released():
 
 @pytest.mark.parametrize("end", ["commit", "error", "error before", "cancel", "cancelled before"])
 def test_workers_forget_states_with_the_gang(end):
-    async def main(scheduler, plugin):
+    async def main(scheduler, gangs):
         saving = [{**GOOD, "worker": "a"}, {**GOOD, "worker": "b"}, {**GOOD, "worker": "gone"}]
         if end != "cancelled before":
-            await whole(plugin)
+            await whole(gangs)
         if end == "error before":
             scheduler.tasks["x", 0].state = "erred"
         for request in saving:
-            assert await plugin.saves(**request) == {"status": "ok"}
-        await plugin.leave(**GOOD)
+            assert await gangs.saves(**request) == {"status": "ok"}
+        await gangs.leave(**GOOD)
         await asyncio.sleep(0)
         if end == "commit":
             assert scheduler.forgotten == []
-            await plugin.leave(gang="x", rank=1, token="t1")
+            await gangs.leave(gang="x", rank=1, token="t1")
         elif end == "error":  # its task stays as long as a client has its future
-            plugin.transition(("x", 0), "processing", "erred")
+            gangs.transition(("x", 0), "processing", "erred")
         elif end == "cancel":
             for rank in range(2):
-                plugin.transition(("x", rank), "released", "forgotten")
+                gangs.transition(("x", rank), "released", "forgotten")
                 del scheduler.tasks["x", rank]
         await asyncio.sleep(0.01)
         assert sorted(scheduler.forgotten) == [("a", "x"), ("b", "x")]
-        assert not plugin._keepers
-        assert not plugin._telling
+        assert not gangs._keepers
+        assert not gangs._telling
 
     running(main)
 
@@ -203,8 +207,8 @@ def test_workers_forget_states_with_the_gang(end):
     "saved", [[(0,)], [(0, 5)], [(2, [5])], [(0, [-1])], [(0, ["5"])], {0: [5]}, [5]]
 )
 def test_states_that_no_rank_has_are_refused(saved):
-    async def main(scheduler, plugin):
-        answer = await plugin.join(**JOINING | {"saved": saved})
+    async def main(scheduler, gangs):
+        answer = await gangs.join(**JOINING | {"saved": saved})
         assert answer["status"] == "error"
         assert "expected" in answer["message"]
 
@@ -215,20 +219,21 @@ def test_states_that_no_rank_has_are_refused(saved):
 def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
     """It received no events of their tasks before it was added again."""
 
-    async def main(scheduler, plugin):
-        await whole(plugin)
-        await plugin.saves(**GOOD, worker="a")
-        waiting = asyncio.ensure_future(plugin.order(**GOOD, known="running"))
+    async def main(scheduler, gangs):
+        await whole(gangs)
+        await gangs.saves(**GOOD, worker="a")
+        waiting = asyncio.ensure_future(gangs.order(**GOOD, known="running"))
         await asyncio.sleep(0)
-        scheduler.plugins[plugin.name] = other = object()
+        own = scheduler.plugins[PLUGIN_NAME]
+        scheduler.plugins[PLUGIN_NAME] = other = object()
         if taken == "off":
             scheduler.plugins.clear()
         assert (await waiting)["state"] == "stopped"
-        await plugin.leave(**GOOD)
-        await plugin.leave(gang="x", rank=1, token="t1")
-        assert not coordinator_of(plugin).is_committed("x")
+        await gangs.leave(**GOOD)
+        await gangs.leave(gang="x", rank=1, token="t1")
+        assert not coordinator_of(gangs).is_committed("x")
         assert scheduler.forgotten == [("a", "x")]
-        assert scheduler.plugins == {plugin.name: other if taken == "by another" else plugin}
+        assert scheduler.plugins == {PLUGIN_NAME: other if taken == "by another" else own}
 
     running(main)
 
@@ -236,9 +241,9 @@ def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
 def test_outputs_of_an_unknown_gang_are_released():
     """The plugin was taken off after it had committed; then another output was lost."""
 
-    async def main(scheduler, plugin):
+    async def main(scheduler, gangs):
         scheduler.tasks["x", 1].state = "memory"
-        again = asyncio.ensure_future(plugin.join(**JOINING))
+        again = asyncio.ensure_future(gangs.join(**JOINING))
         await asyncio.sleep(0.01)
         again.cancel()
         return scheduler.released
@@ -250,13 +255,13 @@ def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
     forgotten = []
     monkeypatch.setattr(Waiting, "forget", lambda waiting, gang: forgotten.append(gang))
 
-    async def main(scheduler, plugin):
-        await whole(plugin)
+    async def main(scheduler, gangs):
+        await whole(gangs)
         for rank in range(2):
-            assert coordinator_of(plugin).size("x") == 2
-            plugin.transition(("x", rank), "released", "forgotten")
+            assert coordinator_of(gangs).size("x") == 2
+            gangs.transition(("x", rank), "released", "forgotten")
             del scheduler.tasks["x", rank]
-        assert coordinator_of(plugin).size("x") is None
+        assert coordinator_of(gangs).size("x") is None
         assert forgotten == ["x"]  # another one of this name has not waited yet
 
     running(main)
@@ -281,11 +286,11 @@ def test_requests_that_no_rank_sends_are_refused(op, data):
     if name == "error" and type(wrong) is bytes:
         return
 
-    async def main(scheduler, plugin):
+    async def main(scheduler, gangs):
         answer = await scheduler.handlers[op](**good[op] | {name: wrong})
         assert answer["status"] == "error"
         assert "expected" in answer["message"]
-        assert coordinator_of(plugin).size("x") is None
+        assert coordinator_of(gangs).size("x") is None
         assert (await scheduler.handlers[op](**good[op], other=1))["status"] == "error"
 
     running(main)

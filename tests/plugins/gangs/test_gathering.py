@@ -13,9 +13,9 @@ from distributed import Scheduler as DaskScheduler
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
+from dask_p2p.plugins.gangs.coordinator import Coordinator
+from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.sections.gang.coordinator import Coordinator
-from dask_p2p.sections.gang.gathering import Gathering
 from tests.sections.schedulers import Scheduler, Task
 from tests.sections.support import nothing_is_left
 from tests.support import result_of

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
+from dask_p2p.plugins.gangs.nesting import Nesting, gangs_of
+from dask_p2p.plugins.gangs.shortage import shortage
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.seating import allowed_workers, has_room, is_full, is_restricted, unstarted
-from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator
-from dask_p2p.sections.gang.nesting import Nesting, gangs_of
-from dask_p2p.sections.gang.shortage import shortage
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class Gathering:
             self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
             self._look_later()
+
+    @property
+    def has_gangs(self) -> bool:
+        """True if there are gangs to check."""
+        return bool(self._gangs)
 
     def forget(self, key: Any) -> None:
         """Stop checking a gang whose tasks are forgotten."""

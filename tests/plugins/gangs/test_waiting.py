@@ -12,9 +12,9 @@ import pytest
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
-from dask_p2p.sections.gang import waiting as module
-from dask_p2p.sections.gang.coordinator import Coordinator, Wait
-from dask_p2p.sections.gang.waiting import Waiting
+from dask_p2p.plugins.gangs import waiting as module
+from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
+from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
 from tests.support import in_process
 

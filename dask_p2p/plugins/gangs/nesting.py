@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.placement import Overlay
-from dask_p2p.sections.gang.coordinator import COMMIT
 from dask_p2p.types import Key
 
 #: Method of Dask's scheduler that adds a graph.

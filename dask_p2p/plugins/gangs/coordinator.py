@@ -7,7 +7,7 @@ the attempt on all ranks, and all of them run again. Outputs count only after al
 returned, which *commits* the attempt.
 
 This is a state machine without Dask, asyncio or a clock. The scheduler's plugin
-(`dask_p2p.sections.gang.scheduler`) reports events to it, and requests an order for each rank.
+(`dask_p2p.plugins.gangs.scheduler`) reports events to it, and requests an order for each rank.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dask_p2p.sections.gang.coordinator import Coordinator, Order
+from dask_p2p.plugins.gangs.coordinator import Coordinator, Order
 
 WORKERS = ("a", "b", "c")
 SIZES = {"x": 1, "y": 2, "z": 3}

@@ -10,23 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
-from distributed.diagnostics.plugin import SchedulerPlugin
-
 from dask_p2p.config import options
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.interprocess.rpc import answering
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
+from dask_p2p.plugins.gangs.gathering import Gathering
+from dask_p2p.plugins.gangs.nesting import Nesting
+from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
-from dask_p2p.sections.gang.coordinator import COMMIT, Coordinator, Order
-from dask_p2p.sections.gang.gathering import Gathering
-from dask_p2p.sections.gang.nesting import Nesting
-from dask_p2p.sections.gang.waiting import Waiting
-from dask_p2p.versioned import versioned
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
@@ -41,17 +38,18 @@ _MOST_STEPS = 2**62
 _MOST_STATES = 2**16  # states in one worker's request
 
 
-@versioned(strict=True)
-class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+class Gangs:
     """Runs gangs of ranks. A rank's task has the key ``(gang, rank)``."""
 
-    name = "dask-p2p-sections"
-    idempotent = True
-
-    async def start(self, scheduler: Any) -> None:
-        """Start without awaiting: otherwise a second worker's plugin could start in between."""
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: Any,
+        is_on: Callable[[], bool],  # whether the scheduler has the plugin, and sends it events
+        put_back: Callable[[], None],  # adds the plugin again, unless another one is there
+    ) -> None:
+        self._scheduler, self._is_on, self._put_back = scheduler, is_on, put_back
         self._options = options()
+        self._has_had_gangs = False
         self._begin()
         self._overlay_target()
         self._changed = asyncio.Event()
@@ -71,10 +69,12 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
         self._nesting = Nesting(self._scheduler, self._is_on)
         self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
-        self._gathering.add(self._scheduler.tasks)
+        self._watch(self._scheduler.tasks)
 
-    def _is_on(self) -> bool:
-        return self._scheduler.plugins.get(self.name) is self
+    def _watch(self, keys: Iterable[Any]) -> None:
+        """Watch the gangs among tasks from their arrival: a rank may never join."""
+        self._gathering.add(keys)
+        self._has_had_gangs = self._has_had_gangs or self._gathering.has_gangs
 
     def _overlay_target(self) -> None:
         """Record requests of an adaptive cluster for its target number of workers."""
@@ -90,26 +90,26 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
-    async def close(self) -> None:
-        """Stop timers when the scheduler closes."""
+    def close(self) -> None:
+        """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
 
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
 
-        While it was removed, no event of the ranks' tasks was recorded.
+        While it was removed, no event of the ranks' tasks was recorded. If the scheduler has
+        another plugin now, that one runs the gangs.
         """
-        there = self._scheduler.plugins.get(self.name)
-        if there is self:
+        if self._is_on():
             return
-        self._waiting.close()
-        self._gathering.close()
-        self._begin()
+        self.close()
+        self._coordinator = Coordinator(self._options.attempts)
         for gang in tuple(self._keepers):
             self._drop_states(gang)
-        if there is None:
-            self._scheduler.add_plugin(self, name=self.name)
+        self._put_back()
+        if self._is_on():
+            self._begin()
 
     @answering
     async def join(
@@ -179,12 +179,12 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not telling.cancelled():
             telling.exception()  # ignored: the worker is closing, or has no plugin any more
 
-    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
-        """Watch the gangs of a graph from its submission: a rank may never join."""
+    def update_graph(self, client: str, tasks: list[Any]) -> None:
+        """Watch the gangs of a graph from its submission."""
         self._nesting.add_submitted(client, tasks)
-        self._gathering.add(tasks)
+        self._watch(tasks)
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self) -> None:
         """Record that a worker has joined."""
         self._gathering.record_joined()
 
@@ -195,12 +195,14 @@ class SectionsSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not msg.get("expected"):
             self._gathering.record_lost()
 
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+    def transition(self, key: Any, start: str, finish: str) -> None:
         """Pass transitions of ranks' tasks to the coordinator.
 
         If a worker leaves, Dask releases its tasks. If a rank's task fails, Dask releases those of
         the other ranks, because all tasks that depend on them fail as well.
         """
+        if not self._has_had_gangs:  # saves the scheduler 1 µs a transition
+            return
         if finish == "forgotten":
             self._nesting.forget(key)
             self._gathering.forget(key)

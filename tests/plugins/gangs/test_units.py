@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_p2p.sections.gang.units import Units
+from dask_p2p.plugins.gangs.units import Units
 
 
 class Worker:

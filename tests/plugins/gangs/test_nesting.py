@@ -13,8 +13,8 @@ from distributed import get_client, worker_client
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.sections.gang.coordinator import COMMIT
-from dask_p2p.sections.gang.nesting import Nesting
+from dask_p2p.plugins.gangs.coordinator import COMMIT
+from dask_p2p.plugins.gangs.nesting import Nesting
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 

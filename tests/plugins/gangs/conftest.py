@@ -1,0 +1,1 @@
+from tests.sections.conftest import client as client
