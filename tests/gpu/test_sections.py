@@ -124,9 +124,9 @@ def windows_of(ctx, x):
     read, opened = [], halo_windows.opened
 
     def noted(*args):
-        by_rank = opened(*args)
+        own, by_rank = opened(*args)
         read.extend(by_rank)
-        return by_rank
+        return own, by_rank
 
     p = ctx.with_halo(x, boundary="periodic")
     halo_windows.opened = noted  # a process has one rank
