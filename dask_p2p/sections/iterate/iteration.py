@@ -92,7 +92,7 @@ class Iteration:
         """Begin the next halo exchange; None at the last step, or before a call of `until`."""
         if step == self.steps or self._is_asked(step + 1):  # its numbers are of a whole local block
             return None
-        return ctx.update_halo_begin(levels.newest)
+        return ctx.update_halo_begin(levels.newest, copy=False)
 
     def _captured(
         self, ctx: Context, levels: _Levels, constants: list[Any], cycle: int

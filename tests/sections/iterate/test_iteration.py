@@ -8,6 +8,7 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
+from dask_p2p.sections import Context
 
 X = np.arange(24.0).reshape(6, 4)
 
@@ -159,3 +160,15 @@ def test_blocks_that_differ_from_their_array_metadata(block, error):
     ):
         with pytest.raises(error):
             computed(y)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_do_not_copy_fields(monkeypatch, overlap):
+    """Only functions of `spmd` may keep several filled halos."""
+    monkeypatch.setattr(Context, "_copied", lambda *_: pytest.fail("a field was copied"))
+
+    def smooth(u, out):
+        out[...] = (u[:-2, 1:-1] + u[2:, 1:-1]) / 2
+
+    y = computed(iterate(smooth, array(), 1, 5, overlap=overlap, boundary="periodic"))
+    assert np.isfinite(y).all()
