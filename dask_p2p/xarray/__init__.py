@@ -178,13 +178,13 @@ class P2PAccessor(Generic[T]):
         kinds = by_dimension(self._dims, "boundary", boundary)
 
         def change(before: Any, _: Any, name: Hashable) -> Any:
-            rims = {i: widths[dim] for i, dim in enumerate(before.dims) if dim in widths}
-            if not rims:
+            by_axis = {i: widths[dim] for i, dim in enumerate(before.dims) if dim in widths}
+            if not by_axis:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
-            with named_in_errors(before.dims, rims, beyond):
+            with named_in_errors(before.dims, by_axis, beyond):
                 x = as_dask(before, name)
-                y = map_overlap(func, x, depth=rims, boundary=beyond, **kwargs)
+                y = map_overlap(func, x, depth=by_axis, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # the encoding belongs to other values
             return after

@@ -66,7 +66,7 @@ class _PendingReads(NamedTuple):
     made: list[Array]  # the pieces
     regions: Mapping[int, _Region]  # by rank of the reader
     targets: dict[int, Array]  # by rank of the sender: regions that must come in messages
-    said: Callable[[], Mapping[int, Buffer]]  # waits for acknowledgements, by rank of the reader
+    acknowledgements: Callable[[], Mapping[int, Buffer]]  # waits for them; by rank of the reader
 
 
 class GpuRegions(RegionMover):
@@ -109,9 +109,9 @@ class GpuRegions(RegionMover):
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None:
             return
-        call, axis, made, regions, targets, said = unsettled
+        call, axis, made, regions, targets, acknowledgements = unsettled
         try:
-            readers = {rank for rank, has_read in said().items() if any(has_read)}
+            readers = {rank for rank, has_read in acknowledgements().items() if any(has_read)}
         except BaseException:
             self._gpu.exported.append(made)
             raise
@@ -143,14 +143,14 @@ class GpuRegions(RegionMover):
                 rank: self._descriptor(pieces.axis, regions.get(rank, ())) for rank in near
             }
             text = f"{call.text}, {call.order}, descriptors"
-            said = connections.begin(text, descriptors, dict.fromkeys(near))
+            received = connections.begin(text, descriptors, dict.fromkeys(near))
             self._copy_own(call, pieces, made, written, target)
             if connections.is_alone:
                 return None
-            places = said()
+            others = received()
             with gpu.reading:
                 gpu.check_goes_on()
-                read = self._read(call, places, targets)
+                read = self._read(call, others, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
         acknowledgements = self._acknowledge(call, read)
         return _PendingReads(call, pieces.axis, made, regions, unread, acknowledgements)
@@ -169,9 +169,9 @@ class GpuRegions(RegionMover):
             into = target[box_slices(dst)]
             for number, part, inside in pieces.of(src):
                 queue.concurrent.wait_event(written[number])
-                place = box_slices(tuple(inside[axis] for axis in axes))
+                where = box_slices(tuple(inside[axis] for axis in axes))
                 source = made[number][box_slices(part)]
-                queue.permute(into[place], source, axes, concurrent=True)
+                queue.permute(into[where], source, axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
         """Record an event after the work of the stream so far; return it."""
@@ -180,12 +180,14 @@ class GpuRegions(RegionMover):
         return self._gpu.stream.record(self._own.events[number])
 
     def _read(
-        self, call: ExchangeCall, said: Mapping[int, Buffer], targets: Mapping[int, Array]
+        self, call: ExchangeCall, descriptors: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
         gpu, connections, near, found = self._gpu, self._connections, self._open(call), {}
-        for rank in call.in_turn(connections, [rank for rank, place in said.items() if len(place)]):
-            region = try_share(gpu, partial(map_descriptor, near[rank], said[rank], call.dtype))
+        described = [rank for rank, descriptor in descriptors.items() if len(descriptor)]
+        for rank in call.in_turn(connections, described):
+            make = partial(map_descriptor, near[rank], descriptors[rank], call.dtype)
+            region = try_share(gpu, make)
             if region is not None:
                 found[rank] = region
         for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
