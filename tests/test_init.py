@@ -113,7 +113,7 @@ import dask.array as da
 import dask_p2p
 from dask_p2p.tools.check import Report
 from dask_p2p.tools.dropin import Installation
-from dask_p2p.monitoring.runs import Runs
+from dask_p2p.monitoring.runs import RunTable
 from dask_p2p.types import AsynchronousClient
 from distributed import Client, LocalCluster
 
@@ -129,14 +129,14 @@ assert_type(dask_p2p.local_cluster(2), LocalCluster)
 client = Client()
 assert_type(dask_p2p.check(), Report)
 assert_type(dask_p2p.check(client), Report)
-assert_type(dask_p2p.last_runs(client, n=3), Runs)
-assert_type(dask_p2p.last_runs(n=3), Runs)
+assert_type(dask_p2p.last_runs(client, n=3), RunTable)
+assert_type(dask_p2p.last_runs(n=3), RunTable)
 dask_p2p.register(client)
 
 async def ask(client: AsynchronousClient) -> None:
     await dask_p2p.register(client)
     assert_type(await dask_p2p.check(client), Report)
-    assert_type(await dask_p2p.last_runs(client), Runs)
+    assert_type(await dask_p2p.last_runs(client), RunTable)
 """
 
 
