@@ -100,17 +100,13 @@ def _run_in_gang(
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None
         if order.state == "running":
-            rank_attempt.connections.start(rank, [RankAddress(*peer) for peer in order.peers])
+            connections = rank_attempt.connections
+            connections.start(rank, [RankAddress(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
-            device = device_for(body.kind, options, rank_attempt.connections)
+            device = device_for(body.kind, options, connections)
             checkpoints = rank_attempt.checkpoints(order, device)
-            own = rank_attempt.connections, checkpoints, reads_memory, device
-            ctx = body.context(ranks, rank, *own)
-            of_gang = (
-                rank_attempt.connections,
-                [worker for worker, *_ in order.peers],
-                order.attempt,
-            )
+            ctx = body.context(ranks, rank, connections, checkpoints, reads_memory, device)
+            of_gang = connections, [worker for worker, *_ in order.peers], order.attempt
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
             with watch.recorded() as fields:

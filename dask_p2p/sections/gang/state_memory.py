@@ -45,7 +45,7 @@ class StateMemory:
         return str(size_bytes).encode()
 
     def take(self, rank: int, message: bytes) -> bytes:
-        """Open or allocate memory for a guarded rank's state; return the reply to it."""
+        """Open or allocate memory for a guarded rank's state; return the reply to that rank."""
         size, *name = message.decode().split()
         self.theirs.pop(rank, None)
         self._seen.discard(rank)

@@ -35,9 +35,8 @@ class ConnectionSetup:
             self.bell.close()
             raise
         self.endpoint = self._endpoint.text
-        self._knocks: dict[
-            int, Connection
-        ] = {}  # knocks with tokens still to send, by file descriptor
+        #: Knocks with tokens still to send, by file descriptor.
+        self._knocks: dict[int, Connection] = {}
         self._knocked = set[int]()  # ranks that got a knock in this attempt: one at most
         self._knock_s = inf  # time of the next knock
 
