@@ -42,22 +42,22 @@ class MemoryNeed:
     def __str__(self) -> str:
         return f"{_bytes(self.peak_bytes)}: {self.purposes}"
 
-    def check(self, limit_bytes: int | None, what: str, where: str, remedy: str) -> None:
+    def check(self, limit_bytes: int | None, subject: str, where: str, remedy: str) -> None:
         """Raise `MemoryLimitError` if there is a limit, which is then below the peak."""
         if limit_bytes is None:
             return
         missing_bytes = self.peak_bytes - limit_bytes
         raise MemoryLimitError(
-            f"expected {what} that fits into the {_bytes(limit_bytes)} of {self._place(where)}, "
+            f"expected {subject} that fits into the {_bytes(limit_bytes)} of {self._place(where)}, "
             f"got one that needs {self}; {_bytes(missing_bytes)} are missing. {remedy}",
             self.peak_bytes,
             missing_bytes,
         )
 
-    def error(self, cause: str, what: str, where: str, remedy: str) -> MemoryLimitError:
+    def error(self, cause: str, subject: str, where: str, remedy: str) -> MemoryLimitError:
         """Return the error for a failed allocation, with the allocator's cause."""
         return MemoryLimitError(
-            f"out of memory on {self._place(where)} ({cause}) for {what} that needs {self}. "
+            f"out of memory on {self._place(where)} ({cause}) for {subject} that needs {self}. "
             f"{remedy}",
             self.peak_bytes,
         )

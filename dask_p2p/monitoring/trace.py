@@ -130,8 +130,8 @@ def _of_parts(record: Record) -> list[_Slice]:
     ]
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+def _metadata(title: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": title, "pid": pid, "tid": tid, "args": args}
 
 
 def _events(slice_: _Slice, lane: dict[str, int], zero_s: float) -> Iterator[dict[str, Any]]:

@@ -153,7 +153,7 @@ class Step(NamedTuple):
     #: "fill": threads of the host start to copy the part into pinned memory; "up" waits for them.
     #: "up", "run", "down": operations of three streams. "empty": threads copy the result out of
     #: pinned memory.
-    what: str
+    action: str
     part: int
     #: Steps of other timelines that must end before. The host waits for them before "fill" and
     #: "empty"; the step's stream waits for them before other steps. Copies without pinned memory
@@ -177,7 +177,7 @@ def steps(
     Examples
     --------
     >>> for step in steps(2, 2):
-    ...     print(step.what, step.part, step.after)
+    ...     print(step.action, step.part, step.after)
     fill 0 ()
     fill 1 ()
     up 0 ()

@@ -179,7 +179,7 @@ async def _host_link(dask_worker: Any) -> dict[str, Any]:
 
     def measured() -> HostLink | None:
         with contextlib.suppress(MemoryError):  # no GPU memory is left
-            return worker_backend().host_link(lambda what, cause: causes.append(cause))
+            return worker_backend().host_link(lambda problem, cause: causes.append(cause))
         return None
 
     found = await asyncio.to_thread(measured)

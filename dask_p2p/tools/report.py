@@ -107,14 +107,14 @@ class Problem:
     ----------
     workers : tuple of str
         Addresses of the affected workers.
-    what : str
+    fault : str
         The cause.
     cure : str
         The remedy.
     """
 
     workers: tuple[str, ...]
-    what: str
+    fault: str
     cure: str
 
 
@@ -226,7 +226,7 @@ class Report:
         numbers = {worker.address: str(number) for number, worker in enumerate(self.workers)}
         for problem in self.problems:
             named = ", ".join(numbers.get(address, address) for address in problem.workers)
-            lines.append(f"Worker {named}: {problem.what}. {problem.cure}.")
+            lines.append(f"Worker {named}: {problem.fault}. {problem.cure}.")
         if len(self.workers) < 2:
             lines.append("No pair of workers to check: have the others joined?")
         elif not self.problems:

@@ -17,14 +17,14 @@ from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_me
 
 
 def by_dimension(
-    dims: Sequence[Hashable], what: str, given: Any, error: type[InputError] = InputError
+    dims: Sequence[Hashable], subject: str, given: Any, error: type[InputError] = InputError
 ) -> Mapping[Any, Any]:
     """Return values by dimension, from a mapping or from one value for all dimensions."""
     if not isinstance(given, (Mapping, tuple, list)):
         return dict.fromkeys(dims, given)
     if not isinstance(given, Mapping) or any(name not in dims for name in given):
         raise error(
-            f"expected {what} of the dimensions {tuple(dims)}, got {given!r}. Use names "
+            f"expected {subject} of the dimensions {tuple(dims)}, got {given!r}. Use names "
             f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
         )
     return given
@@ -140,19 +140,19 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
     return whole.data
 
 
-def _check_coordinates(field: Any, other: Any, what: str) -> None:
+def _check_coordinates(field: Any, other: Any, subject: str) -> None:
     """Refuse arrays with different labels: elements with the same index would not correspond."""
     try:
         xr.align(field, other, join="exact", copy=False)
     except ValueError as exc:
         raise InputError(
-            f"{what}: expected the sizes and labels of the newest field along its dimensions: "
+            f"{subject}: expected the sizes and labels of the newest field along its dimensions: "
             f"{str(exc).partition(chr(10))[0]}. Align them first: xarray.align."
         ) from exc
 
 
-def _by_axis(dims: Sequence[Hashable], what: str, given: Any) -> dict[int, Any]:
-    named = by_dimension(dims, what, given)
+def _by_axis(dims: Sequence[Hashable], subject: str, given: Any) -> dict[int, Any]:
+    named = by_dimension(dims, subject, given)
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
 
 

@@ -55,7 +55,7 @@ def test_check_names_what_is_in_the_way(settings, words):
 
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
         report = dask_p2p.check(client)
-    found = [problem for problem in report.problems if words in problem.what]
+    found = [problem for problem in report.problems if words in problem.fault]
     assert len(found) == 1, str(report)
     assert len(found[0].workers) == 2
     assert "rmm_pool_size" in found[0].cure

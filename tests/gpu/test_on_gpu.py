@@ -158,8 +158,8 @@ def pinned_array(*shape):
 def doubled(monkeypatch, func, left_out=None):
     def fewer(*args):
         for step in steps(*args):
-            after = tuple(each for each in step.after if (each[0], step.what) != left_out)
-            yield Step(step.what, step.part, after)
+            after = tuple(each for each in step.after if (each[0], step.action) != left_out)
+            yield Step(step.action, step.part, after)
 
     up = part_streams._BlockInTransit._up
 

@@ -138,22 +138,22 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
     clocks = {name: {} for name in ("host", "up", "run", "down")}
     done, touched = {}, {}
     for step in steps(count, slots, is_reduced):
-        if step.what in direct:
+        if step.action in direct:
             continue
-        own = clocks[TIMELINES[step.what]]
+        own = clocks[TIMELINES[step.action]]
         for timeline, tick in clocks["host"].items():  # it is issued after what the host has done
             own[timeline] = max(own.get(timeline, 0), tick)
         for earlier in step.after:
             assert earlier in done, "it would wait for what is not issued yet"
-            if (earlier[0], step.what) != left_out:
+            if (earlier[0], step.action) != left_out:
                 for timeline, tick in done[earlier].items():
                     own[timeline] = max(own.get(timeline, 0), tick)
-        timeline = TIMELINES[step.what]
+        timeline = TIMELINES[step.action]
         own[timeline] = own.get(timeline, 0) + 1
-        done[step.what, step.part] = dict(own)
+        done[step.action, step.part] = dict(own)
         for kinds, is_write in ((READS, False), (WRITES, True)):
-            for kind in kinds.get(step.what, ()):
-                if kind == "result" and is_reduced and step.what != "run":
+            for kind in kinds.get(step.action, ()):
+                if kind == "result" and is_reduced and step.action != "run":
                     continue
                 if COPIED_BY.get(kind) in direct:
                     continue
@@ -174,14 +174,14 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
 def test_no_step_comes_before_those_whose_memory_it_uses(count, slots, is_reduced, direct):
     assert first_race(count, slots, is_reduced, direct) is None
     order = list(steps(count, slots, is_reduced))
-    for what in TIMELINES:
-        parts = [step.part for step in order if step.what == what]
-        is_last_only = is_reduced and what in ("down", "empty")
+    for action in TIMELINES:
+        parts = [step.part for step in order if step.action == action]
+        is_last_only = is_reduced and action in ("down", "empty")
         assert parts == ([count - 1] if is_last_only else list(range(count)))
     begun = ended = 0
     for step in order:
-        begun += step.what == "up"
-        ended += step.what == ("run" if is_reduced else "down")
+        begun += step.action == "up"
+        ended += step.action == ("run" if is_reduced else "down")
         assert begun - ended <= min(2, slots), "a slot at a time is filled while one is in use"
 
 

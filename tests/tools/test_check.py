@@ -58,7 +58,7 @@ def test_a_good_cluster_has_no_problems():
 def test_each_cause_is_named_once_with_its_cure(changes, words, cure):
     workers = [replace(GOOD, address=address, **changes) for address in "ab"]
     (problem,) = find_problems(workers, [LINK], VERSIONS)
-    assert words in problem.what
+    assert words in problem.fault
     assert cure in problem.cure
     assert problem.workers == ("a", "b")
 
@@ -108,7 +108,7 @@ def test_obstacles_between_workers_have_remedies(code):
         for reader in "aab"
     ]
     (problem,) = find_problems([GOOD], links, VERSIONS)
-    assert problem.what == "ipc is not used: something is in the way"
+    assert problem.fault == "ipc is not used: something is in the way"
     assert problem.cure == "Take it away"
     assert problem.workers == ("a", "b")
 
@@ -128,7 +128,7 @@ def test_what_is_as_it_should_be_is_no_problem(code):
 def test_a_pair_that_nothing_joins():
     link = replace(LINK, transport=None, error="TransferError: no answer")
     (problem,) = find_problems([GOOD], [link], VERSIONS)
-    assert "no transport brings blocks from b: TransferError: no answer" in problem.what
+    assert "no transport brings blocks from b: TransferError: no answer" in problem.fault
     assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
 
 
@@ -157,7 +157,7 @@ def test_hosts_in_pairs():
     assert back.transports == {"none": 1, "comm": 1}
     assert back.latency_s == 2e-3
     assert back.obstacles == ("ucx: no ucxx", "TransferError: no answer")
-    assert not any("on <others>" in problem.what for problem in report.problems)
+    assert not any("on <others>" in problem.fault for problem in report.problems)
     text = repr(report)
     assert text == str(report)
     assert "cma 2" in text
@@ -278,7 +278,7 @@ def test_a_transport_that_is_quicker_by_far_is_named():
         report = dask_p2p.check(client)
         assert {(link.transport, link.quicker) for link in report.links} == {("cma", "comm")}
         (problem,) = report.problems
-        assert problem.what == "comm is more than 2 times as fast as cma"
+        assert problem.fault == "comm is more than 2 times as fast as cma"
         assert "Put it first in p2p.transports.order" in problem.cure
         with dask.config.set({"p2p.transports.order": ["comm", "cma"]}):
             report = dask_p2p.check(client)

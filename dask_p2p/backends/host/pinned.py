@@ -74,14 +74,14 @@ _warned: set[tuple[str, str]] = set()
 def warn_once(
     warn: Callable[[str], None] | None,
     where: str,
-    what: str,
+    problem: str,
     cause: str,
     remedy: str = REMEDY,
 ) -> None:
     """Warn of a worker's problem once in this process, by default with a Python warning."""
-    if (where, what) not in _warned:
-        _warned.add((where, what))
-        text = f"dask_p2p: {where}: {what} ({cause}). {remedy}"
+    if (where, problem) not in _warned:
+        _warned.add((where, problem))
+        text = f"dask_p2p: {where}: {problem} ({cause}). {remedy}"
         if warn is None:
             warnings.warn(text, P2PWarning, stacklevel=2)
         else:

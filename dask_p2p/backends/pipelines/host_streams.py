@@ -36,7 +36,7 @@ class HostStreams:
         self.cupy = cupy
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in self._streams:
-            made = {what: cupy.cuda.Stream(non_blocking=True) for what in ("up", "run", "down")}
+            made = {action: cupy.cuda.Stream(non_blocking=True) for action in ("up", "run", "down")}
             self._streams.setdefault(device, made)  # another thread may do this concurrently
         self.streams = self._streams[device]
         self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
@@ -84,9 +84,9 @@ class HostStreams:
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
-        self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, what: str
+        self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, action: str
     ) -> None:
-        runtime, stream = self.cupy.cuda.runtime, self.streams[what].ptr
+        runtime, stream = self.cupy.cuda.runtime, self.streams[action].ptr
         size_bytes, rows = pitch.run_bytes, pitch.rows
         if rows > 1:
             runtime.memcpy2DAsync(

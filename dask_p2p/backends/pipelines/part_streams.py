@@ -113,7 +113,7 @@ class PartStreams(HostStreams):
         block = _BlockInTransit(self, work, out)
         try:
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
-                with self._ranges(f"{step.what} {step.part}"):
+                with self._ranges(f"{step.action} {step.part}"):
                     block.do(step)
             if self._on_issued is None or not is_pinned(
                 out
@@ -146,7 +146,9 @@ class _BlockInTransit:
         self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by slot
         self._has_slots = True
         event = partial(of.cupy.cuda.Event, disable_timing=True)
-        self._events = {(what, slot): event() for what in of.streams for slot in range(self._count)}
+        self._events = {
+            (action, slot): event() for action in of.streams for slot in range(self._count)
+        }
         self._made: Any = None  # combined result of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
@@ -173,8 +175,8 @@ class _BlockInTransit:
 
     def wait(self) -> None:
         """Wait for the last part on all streams, and thereby for all parts."""
-        for what in self._of.streams:
-            self._events[what, (len(self._plan.parts) - 1) % SLOTS].synchronize()
+        for action in self._of.streams:
+            self._events[action, (len(self._plan.parts) - 1) % SLOTS].synchronize()
         self._of.timings.read()
 
     def close(self) -> None:
@@ -191,23 +193,23 @@ class _BlockInTransit:
     def do(self, step: Step) -> None:
         """Execute a step, or queue it on its stream, after its dependencies."""
         part, slot = self._plan.parts[step.part], step.part % SLOTS
-        events = [self._events[what, number % SLOTS] for what, number in step.after]
-        if step.what == "fill":
+        events = [self._events[action, number % SLOTS] for action, number in step.after]
+        if step.action == "fill":
             self._fill(part, slot, events)
-        elif step.what == "empty":
+        elif step.action == "empty":
             self._empty(part, slot, events)
         else:
-            stream, timer = self._of.streams[step.what], getattr(self._of.copied, step.what)
-            if step.what == "up":
+            stream, timer = self._of.streams[step.action], getattr(self._of.copied, step.action)
+            if step.action == "up":
                 self._wait_until_filled(slot)
                 events += self._of_block_before(self._slots, part, slot)
             for event in events:
                 stream.wait_event(event)
             with self._of.timings.group(timer):
                 self._of.timings.begin(stream)
-                getattr(self, f"_{step.what}")(part, slot, stream)
-            self._events[step.what, slot].record(stream)
-            self._record_use(step.what, slot)
+                getattr(self, f"_{step.action}")(part, slot, stream)
+            self._events[step.action, slot].record(stream)
+            self._record_use(step.action, slot)
 
     def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
         """Start to copy unpinned inputs into a host slot by threads."""
@@ -228,10 +230,10 @@ class _BlockInTransit:
         is_first = part in self._plan.parts[: self._count]
         return [slots[slot].free] if is_first and slots[slot].is_used else []
 
-    def _record_use(self, what: str, slot: int) -> None:
+    def _record_use(self, action: str, slot: int) -> None:
         """Record the event that frees a slot: of the device, the end of its result's copy down."""
-        for each in (self._host_slots if what == "up" else self._slots)[slot : slot + 1]:
-            each.free, each.is_used = self._events[what, slot], True
+        for each in (self._host_slots if action == "up" else self._slots)[slot : slot + 1]:
+            each.free, each.is_used = self._events[action, slot], True
 
     def _up(self, part: Part, slot: int, stream: Any) -> None:
         for number, (view, at) in enumerate(self._inputs(part)):

@@ -173,9 +173,9 @@ def _bars_of(
         above = max(0, PARTS.index(part) - 1) * third
         low = top - height if part == "task" else top - above - third
         rectangle = left_s - begun_s, left_s - begun_s + seconds, low, top - above
-        what = names.get(of.holder, of.holder), of.transport, of.nbytes, seconds
+        transfer = names.get(of.holder, of.holder), of.transport, of.nbytes, seconds
         if seconds or part == "task":
-            yield Bar(part, *rectangle, names[record.worker], *what, *task)
+            yield Bar(part, *rectangle, names[record.worker], *transfer, *task)
 
 
 def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:

@@ -97,14 +97,16 @@ class RankAttempt:
             self._checkpoints = None  # breaks a reference cycle, which would keep the states
         self._worker.loop.add_callback(self.stop)
 
-    def _begin(self, what: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(self._until_done(what), self._worker.loop.asyncio_loop)
+    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(
+            self._until_done(coroutine), self._worker.loop.asyncio_loop
+        )
 
     # --- on the event loop
 
-    async def _until_done(self, what: Coroutine[Any, Any, Any]) -> None:
+    async def _until_done(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine; if it fails, end this attempt."""
-        task = asyncio.ensure_future(what)
+        task = asyncio.ensure_future(coroutine)
         self._pending.add(task)
         try:
             await task
@@ -183,9 +185,9 @@ class WorkerRanks:
         for rank_attempt in tuple(self._ranks.values()):
             rank_attempt.stop()
 
-    def finish(self, what: Coroutine[Any, Any, Any]) -> None:
+    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine that is independent of its rank's attempt. On the event loop."""
-        task = asyncio.ensure_future(what)
+        task = asyncio.ensure_future(coroutine)
         self._unfinished.add(task)
         task.add_done_callback(self._finished)
 

@@ -43,7 +43,7 @@ SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
 _ALIGNMENT_BYTES = 512
 _BARRIER_SOURCE = r"""
-extern "C" __global__ void meet(
+extern "C" __global__ void device_barrier(
     volatile unsigned long long* own,  // number of barriers so far, and whether waiting has ended
     const volatile unsigned long long* const* theirs, int peers
 ) {
@@ -268,7 +268,7 @@ class DeviceBarrier:
         self._gpu, self._counters = gpu, own.counters
         addresses = np.array([peer.counters for peer in peers], np.uint64)
         theirs = gpu.module.asarray(addresses)
-        self._kernel = gpu.module.RawKernel(_BARRIER_SOURCE, "meet")
+        self._kernel = gpu.module.RawKernel(_BARRIER_SOURCE, "device_barrier")
         self._kernel.compile()
         self._given = own.counters, theirs, np.int32(len(peers))
         with gpu.reading:

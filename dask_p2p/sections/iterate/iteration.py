@@ -158,8 +158,8 @@ class Iteration:
         return bool(self.until(*map(ctx.allreduce, numbers)))
 
     def _levels(self, ctx: Context, local_blocks: LocalBlocks) -> _Levels:
-        what = self._widest, self.boundary, self.corners, self.dtype
-        spare = ctx.with_halo(None, *what, exchange=self.exchange)
+        halo = self._widest, self.boundary, self.corners, self.dtype
+        spare = ctx.with_halo(None, *halo, exchange=self.exchange)
         fields = [HaloArray(spare.exchange) for _ in self.depths]
         for number, field in enumerate(fields):
             local_blocks.copy_into(number, field.inner)

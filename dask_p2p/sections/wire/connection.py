@@ -96,8 +96,8 @@ class Connection:
             return
         calls = sorted([(own, self.number, text), (rank, number, peers_text)])
         named = " and ".join(
-            f"rank {each} called {what.decode(errors='replace')} as number {at}"
-            for each, at, what in calls
+            f"rank {each} called {call.decode(errors='replace')} as number {at}"
+            for each, at, call in calls
         )
         raise SectionError(
             f"expected the same calls on all ranks, in the same order, but {named}. Make no call "

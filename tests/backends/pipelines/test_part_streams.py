@@ -339,8 +339,8 @@ def test_without_an_event_a_race_is_found(
 
     def fewer(*args):
         for step in steps(*args):
-            after = tuple(each for each in step.after if (each[0], step.what) != left_out)
-            yield Step(step.what, step.part, after)
+            after = tuple(each for each in step.after if (each[0], step.action) != left_out)
+            yield Step(step.action, step.part, after)
 
     begin_copy = part_streams.begin_copy
 

@@ -101,7 +101,7 @@ def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
         np.testing.assert_array_equal(y.compute(), x.T)
         assert used(client, y) == {"comm"}
         (problem,) = dask_p2p.check(client).problems
-    assert "cma is not used: its memory may not be read" in problem.what
+    assert "cma is not used: its memory may not be read" in problem.fault
     assert "SYS_PTRACE" in problem.cure
 
 
