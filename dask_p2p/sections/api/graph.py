@@ -24,15 +24,15 @@ from dask_p2p.backends.declared import checked_block
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.memory import in_memory_bytes
-from dask_p2p.engine.task import Blocks, RankTask, WaitTask
+from dask_p2p.engine.task import RankTask
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Chunks, box_slices
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
 from dask_p2p.sections.gang.rank import run_rank
+from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
 from dask_p2p.types import Array, DaskArray, DType, Kind
 
 
@@ -106,8 +106,8 @@ class Section:
             blocks = [List(*(TaskRef((name, *index)) for index in indices)) for name in names]
             key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
             tasks[key] = RankTask(key, run_rank, *given, *blocks)
-        tasks[gang, COMMIT] = WaitTask((gang, COMMIT), _depend_on_all, Blocks(*tasks))
-        return gang, tasks
+        commit = commit_task(gang, tasks)
+        return gang, tasks | {commit.key: commit}
 
     def _value(self, number: int) -> ValueSpec | None:
         """Return the spec of the values in an array; None for an array of local blocks."""
@@ -131,14 +131,14 @@ class Section:
     def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
-        value, commit = self._value(number), Blocks((gang, COMMIT))
+        value, commit = self._value(number), commit_of(gang)
         for rank in range(self.body.ranks.size):
             indices = [index for index, _ in self.body.ranks.blocks(rank)]
             if value is not None:
                 indices = [(rank, *(0 for _ in value.shape))]
             for position, index in enumerate(indices):
-                key, made = (name, *index), TaskRef((gang, rank))
-                tasks[key] = WaitTask(key, _output, commit, made, number, position)
+                key = (name, *index)
+                tasks[key] = output_task(key, commit, (gang, rank), number, position)
         return tasks
 
 
@@ -338,11 +338,3 @@ def _as_numbers(value: Any) -> Array:
         return np.asarray(value)
     except ValueError:
         return np.asarray(None)
-
-
-def _depend_on_all(ranks: list[Any]) -> None:
-    """Do nothing: the outputs of all ranks count as soon as this is done."""
-
-
-def _output(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
-    return made[number][position]
