@@ -11,10 +11,11 @@ import numpy as np
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.program import AssembledBlock, AssembleStep
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans import BlockPlan
-from dask_p2p.types import Array, Key
+from dask_p2p.types import Array, DType, Key
 
 
 class RegionPair(NamedTuple):
@@ -51,18 +52,24 @@ class Assembling:
         """Return a source of a block in its declared dtype.
 
         Raises `BlockMismatchError` or `UnsupportedArrayError` if the value differs from its
-        array's declaration.
+        array's declaration, or holds Python objects.
         """
         shape = self._planned_block(block).plan.source_shapes[number]
         checked: Array = checked_block(as_array(value), key, shape, block.dtype)
+        if checked.dtype.hasobject:
+            raise UnsupportedArrayError(
+                f"block {key!r}: expected a dtype without Python objects in a fused graph, got "
+                f"{checked.dtype}. Convert the array, x.astype(...), or compute it without fused."
+            )
         return checked
 
-    def begun(self, block: AssembledBlock) -> Array:
-        """Return the memory of a block, allocated at the first call."""
+    def begun(self, block: AssembledBlock, dtype: DType | None) -> Array:
+        """Return the memory of a block, allocated with this dtype at the first call."""
         out = self._begun.get(block.key)
         if out is None:
-            shape, dtype = self._planned_block(block).plan.shape, block.dtype
-            out = self._begun[block.key] = NUMPY.empty(shape, dtype)
+            assert dtype is not None, "no region of the block is here yet"
+            out = NUMPY.empty(self._planned_block(block).plan.shape, dtype)
+            self._begun[block.key] = out
         return out
 
     def finish(self, step: AssembleStep, values: Mapping[Key, Any]) -> Any:
@@ -72,7 +79,8 @@ class Assembling:
         sources = {n: self.source(block, n, key, values[key]) for n, key in step.local}
         if plan.is_copy and sources and epilogue is None:
             return sources[0]
-        out = self.begun(block)
+        dtype = next((source.dtype for source in sources.values()), block.dtype)
+        out = self.begun(block, dtype)
         for number, source in sources.items():
             for region, target, _ in self.pairs(block, number):
                 NUMPY.permute_into(out[target], source[region], plan.axes)

@@ -9,6 +9,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
 from dask_p2p.fusing.gang import fused_gang
+from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
 from dask_p2p.plugins.registration import register_if_possible
@@ -83,8 +84,10 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     most, options = most_ranks(ranks), checked_options()
     register_if_possible()
     before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    read = read_graph(before.to_dict(), [keys_of(x) for x in arrays])
-    check_tasks(read.tasks)
+    layers = {name: tasks_of_layer(layer) for name, layer in before.layers.items()}
+    graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
+    read = read_graph(graph, [keys_of(x) for x in arrays])
+    check_tasks(read)
     check_annotations(before.layers, read.tasks)
     names = [x.name for x in arrays]
     gang = fused_gang(read.tasks, most, names, arrays[0].dtype, options)

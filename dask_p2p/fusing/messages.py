@@ -110,6 +110,8 @@ class _Packing:
                 continue
             with in_task(item.block.key):
                 source = assembling.source(item.block, item.number, item.key, value)
+            if item.block.dtype is None:
+                self._heads.append(source.dtype)
             for region, _, _ in assembling.pairs(item.block, item.number):
                 self._heads.append(self._descriptor(source[region]))
         return self._bytes(), self._is_read
@@ -165,7 +167,8 @@ class _Unpacking:
             if isinstance(item, Whole):
                 values[item.key] = self._whole(next(self._heads))
                 continue
-            out, axes = assembling.begun(item.block), assembling.axes(item.block)
+            dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
+            out, axes = assembling.begun(item.block, dtype), assembling.axes(item.block)
             for _, target, shape in assembling.pairs(item.block, item.number):
                 self._take(next(self._heads), shape, out[target], axes)
         return self._has_read

@@ -46,6 +46,11 @@ def owners_of(tasks: FusedTasks, size: int) -> dict[Key, int]:
     return owners
 
 
+def item_bytes_of(node: AssembleTask) -> int:
+    """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
+    return 8 if node.output.dtype is None else int(node.output.dtype.itemsize)
+
+
 def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
     """Return the rank of each key by its position among the keys of the same array.
 
@@ -102,7 +107,7 @@ def _read_bytes(
 ) -> Iterable[int]:
     """Return the number of bytes that a task reads of each key."""
     if isinstance(node, AssembleTask):
-        item_bytes = node.output.dtype.itemsize
+        item_bytes = item_bytes_of(node)
         return (count * item_bytes for count in node.plan.source_elements(node.index))
     return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
 
@@ -112,7 +117,7 @@ def _size_bytes(
 ) -> int:
     """Return an upper bound of the size of a task's result, or a guess: its largest input."""
     if isinstance(node, AssembleTask):
-        return prod(block_shape(node.plan.chunks, node.index)) * node.output.dtype.itemsize
+        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node)
     if isinstance(node, DataNode):
         return int(getattr(node.value, "nbytes", 1))
     return max((sizes_bytes.get(each, 1) for each in tasks.reads[key]), default=1)

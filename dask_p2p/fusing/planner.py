@@ -10,7 +10,7 @@ from typing import Any
 from dask.task_spec import DataNode
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.owners import owners_of
+from dask_p2p.fusing.owners import item_bytes_of, owners_of
 from dask_p2p.fusing.phases import phases_of
 from dask_p2p.fusing.program import (
     AssembledBlock,
@@ -82,7 +82,7 @@ class _Writer:
                 self._send(Regions(each, number, block), rank, phase)
         self._steps[rank][phase].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
-        self._largest_bytes = max(self._largest_bytes, prod(shape) * output.dtype.itemsize)
+        self._largest_bytes = max(self._largest_bytes, prod(shape) * item_bytes_of(node))
 
     def add_wholes(self) -> None:
         """Add the messages with whole values, each in the first phase that needs it."""

@@ -18,7 +18,7 @@ class AssembledBlock(NamedTuple):
     key: Key
     plan: Plan  # assembly of the whole array
     position: Index  # index of the block
-    dtype: DType  # of the sources, and of the assembled block
+    dtype: DType | None  # of the sources, and of the assembled block; None: any
     epilogue: Callable[[Any, Index], Any] | None  # see `OutputSpec.epilogue`
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from dask_p2p.backends import backend_for
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
-from dask_p2p.fusing.tasks import FusedTasks
+from dask_p2p.fusing.tasks import FusedTasks, ReadGraph
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.types import DaskArray
 
@@ -29,11 +29,18 @@ def check_arrays(arrays: Sequence[DaskArray]) -> None:
         _check_blocks(backend_for(x._meta).name, x.dtype, f"array {x.name}")
 
 
-def check_tasks(tasks: FusedTasks) -> None:
+def check_tasks(read: ReadGraph) -> None:
     """Refuse tasks that ranks cannot run: `FuseError`, or `UnsupportedArrayError` for blocks."""
-    for key, node in tasks.nodes.items():
+    for key, task in read.kept.items():
+        if isinstance(task, AssembleTask) and task.output.dtype is None:
+            raise FuseError(
+                f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
+                f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
+            )
+    for key, node in read.tasks.nodes.items():
         if isinstance(node, AssembleTask):
-            _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
+            if node.output.dtype is not None:  # else known when it runs
+                _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
         elif isinstance(node, (RankTask, WaitTask)):
             raise FuseError(
                 f"expected no section inside a fused graph, got the task {key!r} of one: its ranks "
@@ -41,9 +48,9 @@ def check_tasks(tasks: FusedTasks) -> None:
             )
         elif type(node).__name__ == "P2PBarrierTask":  # imported only where Dask has made one
             raise FuseError(
-                f"expected no peer-to-peer rechunk of Dask inside a fused graph, got the task "
-                f"{key!r}, which waits for other tasks. Call dask_p2p.rechunk, or "
-                f"x.rechunk(..., method='tasks')."
+                f"expected no peer-to-peer shuffle of Dask inside a fused graph, got the task "
+                f"{key!r}, which waits for other tasks. Compute it before, persist(), or choose "
+                f"another method."
             )
 
 

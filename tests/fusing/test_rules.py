@@ -50,10 +50,13 @@ def test_a_section():
         dask_p2p.fused(dask_p2p.fused(x + 1, ranks=2) + 1)
 
 
-def test_a_rechunk_of_dask():
-    x = da.ones((8, 8), chunks=(2, 8))
-    with pytest.raises(FuseError, match=r"no peer-to-peer rechunk of Dask.*dask_p2p\.rechunk"):
-        dask_p2p.fused(x.rechunk((8, 2), method="p2p"))
+def test_a_shuffle_of_dask():
+    x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
+    tasks = {
+        key: task for layer in x.__dask_graph__().layers.values() for key, task in layer.items()
+    }
+    with pytest.raises(FuseError, match=r"no peer-to-peer shuffle of Dask.*shuffle-barrier"):
+        dask_p2p.fused(da.Array(tasks, x.name, x.chunks, x.dtype))
 
 
 @pytest.mark.parametrize(
