@@ -19,9 +19,9 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.fusing.assembling import Assembling, in_task
+from dask_p2p.fusing.assembling import Assembling, in_task, pieces_of
 from dask_p2p.fusing.program import Item, Phase, Whole
-from dask_p2p.geometry import round_up
+from dask_p2p.geometry import box_shape, box_slices, round_up
 from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
@@ -112,8 +112,8 @@ class _Packing:
                 source = assembling.source(item.block, item.number, item.key, value)
             if item.block.dtype is None:
                 self._heads.append(source.dtype)
-            for region, _, _ in assembling.pairs(item.block, item.number):
-                self._heads.append(self._descriptor(source[region]))
+            for _, src, _ in pieces_of(assembling.plan(item.block), item.number):
+                self._heads.append(self._descriptor(source[box_slices(src)]))
         return self._bytes(), self._is_read
 
     def _add_whole(self, value: Any) -> None:
@@ -168,9 +168,9 @@ class _Unpacking:
                 values[item.key] = self._whole(next(self._heads))
                 continue
             dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
-            out, axes = assembling.begun(item.block, dtype), assembling.axes(item.block)
-            for _, target, shape in assembling.pairs(item.block, item.number):
-                self._take(next(self._heads), shape, out[target], axes)
+            out, plan = assembling.begun(item.block, dtype), assembling.plan(item.block)
+            for _, src, dst in pieces_of(plan, item.number):
+                self._take(next(self._heads), box_shape(src), out[box_slices(dst)], plan.axes)
         return self._has_read
 
     def _whole(self, head: Any) -> Any:
