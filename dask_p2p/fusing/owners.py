@@ -8,7 +8,7 @@ blocks of one array are spread evenly: there, bytes move in any case.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -32,10 +32,11 @@ def owners_of(tasks: FusedTasks, size: int) -> dict[Key, int]:
     if size == 1:
         return owners | dict.fromkeys(tasks.nodes, 0)
     sizes_bytes: dict[Key, int] = {}
+    elements: dict[Any, Sequence[int]] = {}
     shares = _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
-        read_bytes = _read_bytes(node, key, tasks, sizes_bytes)
+        read_bytes = _read_bytes(node, key, tasks, sizes_bytes, elements)
         for each, count in zip(tasks.reads[key], read_bytes, strict=True):
             if each in owners:
                 at[owners[each]] += count
@@ -103,13 +104,20 @@ def _with_most(at: Mapping[int, int], preferred: int) -> int:
 
 
 def _read_bytes(
-    node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]
+    node: GraphNode,
+    key: Key,
+    tasks: FusedTasks,
+    sizes_bytes: Mapping[Key, int],
+    elements: dict[Any, Sequence[int]],  # filled: elements of each source, by plan and index
 ) -> Iterable[int]:
     """Return the number of bytes that a task reads of each key."""
-    if isinstance(node, AssembleTask):
-        item_bytes = item_bytes_of(node)
-        return (count * item_bytes for count in node.plan.source_elements(node.index))
-    return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    if not isinstance(node, AssembleTask):
+        return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    counts = elements.get((node.plan, node.index))
+    if counts is None:
+        counts = elements[node.plan, node.index] = node.plan.source_elements(node.index)
+    item_bytes = item_bytes_of(node)
+    return (count * item_bytes for count in counts)
 
 
 def _size_bytes(

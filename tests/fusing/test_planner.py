@@ -103,6 +103,7 @@ def test_equal_plans_are_sent_once():
     sizes = []
     for count in (10, 110):
         program = programs_of(read_arrays(chain(count))[1].tasks, 4)[0]
+        assert len({id(step.block.plan) for p in program.phases for step in p.steps}) == 1
         sizes.append(len(dumps(program)))
         plans = {id(s.block.plan) for p in pickle.loads(dumps(program)).phases for s in p.steps}
         assert len(plans) == 1
