@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
-from dask_p2p.fusing.gang import fused_gang
+from dask_p2p.fusing.gang import FusedGang, fused_gang
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.types import DaskArray
+from dask_p2p.types import DaskArray, Key
 
 
 @overload
@@ -81,29 +82,59 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     array([8., 8., 8., 8., 8., 8.])
     """
     check_arrays(arrays)
-    most, options = most_ranks(ranks), checked_options()
+    most = most_ranks(ranks)
     register_if_possible()
+    made = _of_expressions if hasattr(arrays[0], "expr") else _of_layers
+    found = made(arrays, most)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+    """Return the fused arrays of arrays whose graphs have layers."""
     before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
     layers = {name: tasks_of_layer(layer) for name, layer in before.layers.items()}
     graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
     read = read_graph(graph, [keys_of(x) for x in arrays])
-    check_tasks(read)
     check_annotations(before.layers, read.tasks)
-    names = [x.name for x in arrays]
-    gang = fused_gang(read.tasks, most, names, arrays[0].dtype, options)
-    layers, dependencies = _input_layers(before, read, gang.token)
-    dependencies[gang.name] = {*layers}
-    layers[gang.name] = MaterializedLayer(gang.tasks)
+    gang = _gang(arrays, read, most)
+    inputs, dependencies = _input_layers(layers, before, read, gang.token)
+    dependencies[gang.name] = {*inputs}
+    inputs[gang.name] = MaterializedLayer(gang.tasks)
     made = []
     for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True):
-        own = {**layers, name: MaterializedLayer(outputs)}
-        graph = HighLevelGraph(own, {**dependencies, name: {gang.name}})
-        made.append(new_da_object(graph, name, x.chunks, meta=x._meta, dtype=x.dtype))
-    return made[0] if len(made) == 1 else tuple(made)
+        own = {**inputs, name: MaterializedLayer(outputs)}
+        after = HighLevelGraph(own, {**dependencies, name: {gang.name}})
+        made.append(new_da_object(after, name, x.chunks, meta=x._meta, dtype=x.dtype))
+    return made
+
+
+def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+    """Return the fused arrays of arrays that are expressions."""
+    # Only here: the module imports private parts of Dask.
+    from dask_p2p.fusing.expression import FusedExpr, GangLayer, lowered
+
+    graph, keys = lowered(arrays)
+    read = read_graph(graph, keys)
+    gang = _gang(arrays, read, most)
+    shared = GangLayer(gang.token, {**read.kept, **gang.tasks})
+    return [
+        type(x)(FusedExpr(shared, GangLayer(name, outputs), name, x.chunks, x._meta))
+        for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True)
+    ]
+
+
+def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int) -> FusedGang:
+    """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
+    check_tasks(read)
+    names = [x.name for x in arrays]
+    return fused_gang(read.tasks, most, names, arrays[0].dtype, checked_options())
 
 
 def _input_layers(
-    before: HighLevelGraph, read: ReadGraph, token: str
+    tasks_of: Mapping[str, Mapping[Key, Any]],  # by layer
+    before: HighLevelGraph,
+    read: ReadGraph,
+    token: str,
 ) -> tuple[dict[str, Any], dict[str, set[str]]]:
     """Return layers of the tasks that stay with Dask, and the layers that each depends on.
 
@@ -111,7 +142,7 @@ def _input_layers(
     """
     layers, names = {}, {}
     for name, layer in before.layers.items():
-        tasks = {key: read.kept[key] for key in layer if key in read.kept}
+        tasks = {key: read.kept[key] for key in tasks_of[name] if key in read.kept}
         if tasks:
             names[name] = f"{name}-{token}"
             layers[names[name]] = made = MaterializedLayer(tasks)

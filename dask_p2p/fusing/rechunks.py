@@ -18,7 +18,7 @@ from dask_p2p.types import Key
 
 #: Name of the class of Dask's layers, which is imported only where Dask has made one.
 _LAYER = "P2PRechunkLayer"
-_ANY: Any = None  # the layer does not know its dtype: blocks have that of their sources
+_ANY: Any = None  # the layer has no dtype: blocks get that of their sources
 
 
 def tasks_of_layer(layer: Mapping[Key, Any]) -> Mapping[Key, Any]:
