@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 import dask_p2p
 from dask_p2p.engine.task import RankTask
 from dask_p2p.errors import SectionError
-from tests.fusing.support import check_blocks, graphs, smooth
+from tests.fusing.support import check_blocks, generated, graphs, smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
@@ -72,6 +72,15 @@ def test_fused_arrays_are_arrays_of_dask(client):
     first, second = dask.compute(y, x + 1)  # which have tasks in common
     np.testing.assert_array_equal(first.T, second)
     del y, z
+
+
+def test_other_arrays_of_the_same_inputs(client):
+    """The inputs of the gang are a part of those of the other array."""
+    x = da.map_blocks(generated, (12, 8), 0, chunks=((3, 3, 3, 3), (8,)), dtype=float)
+    part, whole = dask_p2p.fused(x[:2] + 1), x.compute()
+    for arrays in ([part, x], [x, part]):
+        expected = [whole[:2] + 1 if each is part else whole for each in arrays]
+        np.testing.assert_array_equal(da.concatenate(arrays).compute(), np.concatenate(expected))
 
 
 def test_an_array_alone(client):
