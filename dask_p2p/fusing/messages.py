@@ -52,21 +52,17 @@ class Messages:
 
     def exchange(self, number: int, phase: Phase, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a phase. Received whole values are added to `values`."""
-        packed = {
-            rank: _Packing(self, rank).message(items, values) for rank, items in phase.sends.items()
-        }
         text = f"phase {number} of a fused graph"
-        sends = {rank: message for rank, (message, _) in packed.items()}
+        packed = {rank: _Packing(self, rank) for rank in phase.sends}
+        sends = {rank: each.message(phase.sends[rank], values) for rank, each in packed.items()}
         found = self._connections.exchange(text, sends, dict.fromkeys(phase.receives))
-        readers = [rank for rank, (_, is_read) in packed.items() if is_read]
-        read = [
-            rank
-            for rank, items in phase.receives.items()
-            if _Unpacking(self, rank, found[rank]).read_memory(items, values)
-        ]
-        if readers or read:  # the readers' memory must not change before
-            receives = {rank: bytearray() for rank in readers}
-            self._connections.exchange(f"{text}, read", dict.fromkeys(read, b""), {**receives})
+        unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in phase.receives}
+        for rank, message in unpacked.items():
+            message.take(phase.receives[rank], values)
+        read = {rank: b"" for rank, message in unpacked.items() if message.has_read}
+        readers = {rank: bytearray() for rank, each in packed.items() if each.lent}
+        if readers or read:  # arrays that other ranks read stay until then
+            self._connections.exchange(f"{text}, read", read, {**readers})
 
     def descriptor_for(self, rank: int, array: Array) -> bytes | None:
         """Return the descriptor of an array that a rank reads in place; None: send its bytes."""
@@ -98,10 +94,10 @@ class _Packing:
         self._messages, self._rank = messages, rank
         self._heads: list[Any] = []  # by array or value, in the order of items
         self._arrays: list[Array] = []  # arrays whose bytes are sent
-        self._is_read = False  # whether the rank reads memory here
+        self.lent: list[Array] = []  # arrays that the rank reads in place; some are copies
 
-    def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> tuple[bytearray, bool]:
-        """Return the message, and whether its receiver reads memory here."""
+    def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
+        """Return the message with some items."""
         assembling = self._messages.assembling
         for item in items:
             value = values[item.key]
@@ -114,7 +110,7 @@ class _Packing:
                 self._heads.append(source.dtype)
             for _, src, _ in pieces_of(assembling.plan(item.block), item.number):
                 self._heads.append(self._descriptor(source[box_slices(src)]))
-        return self._bytes(), self._is_read
+        return self._bytes()
 
     def _add_whole(self, value: Any) -> None:
         if type(value) is not np.ndarray or value.dtype.hasobject:
@@ -128,10 +124,7 @@ class _Packing:
 
     def _descriptor(self, array: Array) -> bytes | None:
         descriptor = self._messages.descriptor_for(self._rank, array)
-        if descriptor is None:
-            self._arrays.append(array)
-        else:
-            self._is_read = True
+        (self._arrays if descriptor is None else self.lent).append(array)
         return descriptor
 
     def _bytes(self) -> bytearray:
@@ -158,10 +151,10 @@ class _Unpacking:
         (length,) = _HEADER.unpack_from(message)
         self._next = _HEADER.size + length  # position after the bytes that are unpacked
         self._heads = iter(pickle.loads(message[_HEADER.size : self._next]))
-        self._has_read = False
+        self.has_read = False  # whether memory of the rank was read
 
-    def read_memory(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> bool:
-        """Take all items of the message; return whether memory of the sender was read."""
+    def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
+        """Take the items of the message: values, and regions of the blocks that are assembled."""
         assembling = self._messages.assembling
         for item in items:
             if isinstance(item, Whole):
@@ -171,7 +164,6 @@ class _Unpacking:
             out, plan = assembling.begun(item.block, dtype), assembling.plan(item.block)
             for _, src, dst in pieces_of(plan, item.number):
                 self._take(next(self._heads), box_shape(src), out[box_slices(dst)], plan.axes)
-        return self._has_read
 
     def _whole(self, head: Any) -> Any:
         if not isinstance(head, _Sent):
@@ -185,7 +177,7 @@ class _Unpacking:
     ) -> None:
         if descriptor is not None:
             self._messages.read(self._rank, descriptor, shape, into, axes)
-            self._has_read = True
+            self.has_read = True
             return
         start = _aligned(self._next)
         self._next = start + into.nbytes

@@ -103,6 +103,25 @@ def test_an_array_is_kept_until_it_is_read(monkeypatch):
     check_blocks([y], run_programs([y], 2))
 
 
+def native(block):
+    return block.astype(float)
+
+
+def test_converted_arrays_are_kept_until_they_are_read(monkeypatch):
+    """Blocks in another byte order than declared are copied, for their readers alone."""
+    original = Messages.read
+
+    def late(self, *args):
+        time.sleep(0.05)
+        original(self, *args)
+
+    monkeypatch.setattr(Messages, "read", late)
+    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(128, 512))
+    y = dask_p2p.transpose(x.map_blocks(native, dtype=">f8"))
+    assert y.dtype == ">f8"
+    check_blocks([y], run_programs([y], 2))
+
+
 def test_stencils_send_halos_alone(monkeypatch):
     sent = []
     original = messages._Packing._bytes
