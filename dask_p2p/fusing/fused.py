@@ -28,6 +28,11 @@ def fused(
 ) -> tuple[DaskArray, ...]: ...
 
 
+# The number of arrays is known only at run time: one array, or a tuple.
+@overload
+def fused(*arrays: DaskArray, ranks: int | None = ...) -> DaskArray | Any: ...
+
+
 def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[DaskArray, ...]:
     """Return the same arrays, computed by one gang in place of a task for each block and operation.
 

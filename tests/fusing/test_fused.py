@@ -16,6 +16,7 @@ from dask_p2p.errors import SectionError
 from tests.fusing.support import check_blocks, generated, graphs, smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2}
 
@@ -132,6 +133,36 @@ def test_an_exit_ends_no_worker(client):
     with pytest.raises(SectionError, match="SystemExit: 3"):
         dask_p2p.fused(x.map_blocks(leaving, meta=x._meta)).compute()
     assert len(client.nthreads()) == 2
+
+
+def test_two_gangs_and_other_tasks(client):
+    values, x = array()
+    others = client.map(lambda i: i + 1, range(20))
+    both = [dask_p2p.fused(dask_p2p.transpose(x + number), ranks=4) for number in (1, 2)]
+    for number, got in zip((1, 2), dask.compute(*both), strict=True):
+        np.testing.assert_array_equal(got, values.T + number)
+    assert client.gather(others) == [*range(1, 21)]
+
+
+def waiting(block, path):
+    """Wait until a file is there."""
+    wait_until(path.exists)
+    return block
+
+
+def test_a_cancelled_gang_leaves_nothing(client, tmp_path):
+    values, x = array()
+    x = client.persist(x)
+    y = dask_p2p.transpose(x.map_blocks(waiting, tmp_path / "go", meta=x._meta))
+    z = dask_p2p.fused(y).persist()
+    wait_until(lambda: any(client.processing().values()))
+    client.cancel(z)
+    (tmp_path / "go").touch()
+    del z
+    again = dask_p2p.fused(y)
+    np.testing.assert_array_equal(again.compute(), values.T)
+    del again
+    nothing_is_left(client)
 
 
 def test_progress_is_that_of_phases(client):
