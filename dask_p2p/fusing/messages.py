@@ -114,7 +114,7 @@ class _Packing:
 
     def _add_whole(self, value: Any) -> None:
         if type(value) is not np.ndarray or value.dtype.hasobject:
-            self._heads.append([value])
+            self._heads.append(dumps(value))
             return
         order = order_of(value.strides)
         in_memory = value.transpose(order)
@@ -128,7 +128,7 @@ class _Packing:
         return descriptor
 
     def _bytes(self) -> bytearray:
-        header: bytes = dumps(self._heads)
+        header = pickle.dumps(self._heads, 5)  # without values of users: faster than `dumps`
         starts, size_bytes = [], _HEADER.size + len(header)
         for array in self._arrays:
             starts.append(start := _aligned(size_bytes))
@@ -167,7 +167,7 @@ class _Unpacking:
 
     def _whole(self, head: Any) -> Any:
         if not isinstance(head, _Sent):
-            return head[0]
+            return pickle.loads(head)
         array = NUMPY.empty(head.shape, head.dtype)
         self._take(head.descriptor, head.shape, array, range(array.ndim))
         return array.transpose(head.axes)
