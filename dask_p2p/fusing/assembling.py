@@ -17,20 +17,29 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.types import Array, DType, Key
 
+# Pieces of the plans that a rank keeps: about 20 MB. Those of 1,000 slabs have a million.
+_MOST_PIECES = 2**15
+
 
 class Assembling:
     """The blocks that a rank assembles in its present phase."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
+        self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
 
     def plan(self, block: AssembledBlock) -> BlockPlan:
-        """Return the plan of a block, made once for equal blocks of several layers."""
+        """Return the plan of a block, kept for equal blocks of later layers while there is room."""
         wanted = id(block.plan), block.position
         found = self._plans.get(wanted)
         if found is None:
-            found = self._plans[wanted] = block.plan.block(block.position)
+            found = block.plan.block(block.position)
+            self._pieces += len(found.pieces)
+            if self._pieces > _MOST_PIECES:
+                self._plans.clear()
+                self._pieces = len(found.pieces)
+            self._plans[wanted] = found
         return found
 
     def source(self, block: AssembledBlock, number: int, key: Key, value: Any) -> Array:
