@@ -17,7 +17,7 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.types import Array, DType, Key
 
-# Pieces of the plans that a rank keeps: about 20 MB. Those of 1,000 slabs have a million.
+# Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
 _MOST_PIECES = 2**15
 
 
