@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
     from dask_p2p.sections.api.spmd import spmd as spmd
+    from dask_p2p.sections.iterate.fields import Field as Field
+    from dask_p2p.sections.iterate.fields import Whole as Whole
     from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
@@ -36,7 +38,9 @@ ensure_defaults()
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
+    "Field": "dask_p2p.sections.iterate.fields",
     "MemoryEstimate": "dask_p2p.ops.estimate",
+    "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",
     "install": "dask_p2p.tools.dropin",

@@ -39,7 +39,7 @@ from dask_p2p.types import Array, DaskArray, DType, Kind
 def section_arrays(
     prefix: str,  # of the new arrays' names, and thus of Dask's tasks
     function: Callable[..., Any],
-    arrays: Sequence[DaskArray],  # the inputs, of the same chunks, in blocks of one kind
+    arrays: Sequence[DaskArray],  # of the same chunks, or of length 1; in blocks of one kind
     ranks: RankGrid,  # decomposition of the arrays
     dtypes: Sequence[DType],  # of the arrays that are made
     options: Options,  # sent with the tasks
@@ -51,7 +51,7 @@ def section_arrays(
     Each rank calls the function with a context and its `LocalBlocks`. The function returns a
     tuple: an array of the local block's shape for each dtype, and then the values.
     """
-    inputs = tuple(np.dtype(x.dtype) for x in arrays)
+    inputs = tuple(InputSpec(np.dtype(x.dtype), _repeated(x, arrays[0])) for x in arrays)
     kind, specs = backend_for(arrays[0]._meta).name, tuple(per_rank)
     made = tuple(map(np.dtype, dtypes))
     body = _Body(function, ranks, inputs, made, specs, kind, converts)
@@ -102,8 +102,10 @@ class Section:
         gang, ranks = f"{self.prefix}-ranks-{self.token(names)}", self.body.ranks
         tasks: dict[Any, Task] = {}
         for rank in range(ranks.size):
-            indices = [index for index, _ in ranks.blocks(rank)]
-            blocks = [List(*(TaskRef((name, *index)) for index in indices)) for name in names]
+            blocks = [
+                List(*(TaskRef((name, *index)) for index, _ in ranks.blocks(rank, of.repeated)))
+                for name, of in zip(names, self.body.inputs, strict=True)
+            ]
             key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
             tasks[key] = RankTask(key, run_rank, *given, *blocks)
         tasks[gang, COMMIT] = WaitTask((gang, COMMIT), _depend_on_all, Blocks(*tasks))
@@ -142,6 +144,26 @@ class Section:
         return tasks
 
 
+class InputSpec(NamedTuple):
+    """Dtype of an input, and the axes along which all ranks have its only element."""
+
+    dtype: DType
+    repeated: tuple[int, ...] = ()
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a local block, from that of the first input."""
+        return tuple(1 if axis in self.repeated else n for axis, n in enumerate(shape))
+
+    def size_bytes(self, shape: Sequence[int]) -> int:
+        """Return the size of a local block, from the shape of that of the first input."""
+        return prod(self.shape(shape)) * self.dtype.itemsize
+
+
+def _repeated(x: DaskArray, first: DaskArray) -> tuple[int, ...]:
+    sizes = enumerate(zip(x.shape, first.shape, strict=True))
+    return tuple(axis for axis, (size, whole) in sizes if size == 1 != whole)
+
+
 class LocalBlocks:
     """A rank's local blocks of the arrays, not yet joined from Dask's blocks."""
 
@@ -150,31 +172,32 @@ class LocalBlocks:
         ranks: RankGrid,  # decomposition of the arrays
         rank: int,  # this rank
         arrays: Sequence[Sequence[Array]],  # by array: the Dask blocks of this rank
-        dtypes: Sequence[DType],  # declared dtype of each array
+        inputs: Sequence[InputSpec],  # one for each array
         device: Host = HOST,  # of the blocks
     ) -> None:
-        blocks = list(ranks.blocks(rank))
-        self._device = device
-        self._indices, self._dtypes = [index for index, _ in blocks], dtypes
-        self.boxes = [box_slices(box) for _, box in blocks]
+        self._ranks, self._rank, self._device = ranks, rank, device
+        self._arrays, self._inputs = arrays, inputs
+        self.boxes = [box_slices(box) for _, box in ranks.blocks(rank)]
         self.shape = ranks.shape(rank)
-        self._arrays = arrays
 
     def __len__(self) -> int:
         return len(self._arrays)
 
     def copy_into(self, number: int, local_block: Array) -> None:
         """Copy the local block of one array into `local_block`."""
-        dtype = self._dtypes[number]
-        for box, block, index in zip(self.boxes, self._arrays[number], self._indices, strict=True):
-            key, shape = (f"input {number}", *index), local_block[box].shape
-            given = checked_block(as_array(block), key, shape, dtype)
+        of = self._inputs[number]
+        places = self._ranks.blocks(self._rank, of.repeated)
+        for (index, box), block in zip(places, self._arrays[number], strict=True):
+            slices = box_slices(box)
+            key, shape = (f"input {number}", *index), local_block[slices].shape
+            given = checked_block(as_array(block), key, shape, of.dtype)
             check_kind(self._device, f"block {key}", given)
-            local_block[box] = given
+            local_block[slices] = given
 
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""
-        local_block = self._device.empty(self.shape, self._dtypes[number])
+        of = self._inputs[number]
+        local_block = self._device.empty(of.shape(self.shape), of.dtype)
         self.copy_into(number, local_block)
         return local_block
 
@@ -185,7 +208,7 @@ class _Body:
 
     function: Callable[..., Any]
     ranks: RankGrid
-    inputs: tuple[DType, ...]
+    inputs: tuple[InputSpec, ...]
     dtypes: tuple[DType, ...]  # of the arrays that are made
     per_rank: tuple[ValueSpec, ...] = ()
     kind: Kind = "numpy"
@@ -204,7 +227,7 @@ class _Body:
     @property
     def dtype(self) -> DType:
         """The dtype of the first array."""
-        return (*self.dtypes, *self.inputs)[0]
+        return (*self.dtypes, *(each.dtype for each in self.inputs))[0]
 
     @staticmethod
     def context(*given: Any, **options: Any) -> Context:
@@ -258,13 +281,13 @@ class _Body:
         return max(each, key=lambda found: found.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
-        count = prod(self.ranks.shape(rank))
-        given = sum(count * each.itemsize for each in self.inputs)
-        made = sum(count * each.itemsize for each in self.dtypes)
-        size = self.ranks.size
+        shape, size = self.ranks.shape(rank), self.ranks.size
+        inputs_bytes = [each.size_bytes(shape) for each in self.inputs]
+        made = sum(prod(shape) * each.itemsize for each in self.dtypes)
+        given = sum(inputs_bytes)
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
-        return found if more is None else more(found, self.ranks, rank, self.inputs)
+        return found if more is None else more(found, self.ranks, rank, inputs_bytes)
 
     def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
         rank, kind = ctx.rank, ctx.device.module.ndarray
