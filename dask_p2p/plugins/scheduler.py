@@ -27,7 +27,14 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
-from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
+from dask_p2p.monitoring.records import (
+    RECORDS_OP,
+    TaskRecord,
+    RecordStore,
+    RunStarts,
+    packed,
+    unpacked,
+)
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.gangs.scheduler import Gangs
@@ -200,7 +207,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         left = sum(states.get(state, 0) for state in _LEFT)
         return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
 
-    async def _fetch(self, worker: str) -> list[Record] | None:
+    async def _fetch(self, worker: str) -> list[TaskRecord] | None:
         """Fetch a worker's new records; return those of running tasks, None without an answer."""
         call = getattr(self.scheduler.rpc(worker), RECORDS_OP)
         try:
