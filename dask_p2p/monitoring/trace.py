@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from dask_p2p.monitoring.records import TaskRecord, Stage
+from dask_p2p.monitoring.records import Stage, TaskRecord
 
 _TRACKS = ("tasks", "stages", "serves")  # kinds of a worker's tracks, from top to bottom
 _MOST_TRACKS = 1000  # tracks of one kind, at most

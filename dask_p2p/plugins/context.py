@@ -32,7 +32,7 @@ from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering, ask_and_wait
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, record_transfer
-from dask_p2p.monitoring.records import TaskRecord, RecordLog, packed
+from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
 from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs

@@ -29,9 +29,9 @@ from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import (
     RECORDS_OP,
-    TaskRecord,
     RecordStore,
     RunStarts,
+    TaskRecord,
     packed,
     unpacked,
 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dask.utils import format_bytes, natural_sort_key
 
-from dask_p2p.monitoring.records import TaskRecord, Stage
+from dask_p2p.monitoring.records import Stage, TaskRecord
 from dask_p2p.monitoring.runs import Run
 from dask_p2p.monitoring.trace import in_lanes
 

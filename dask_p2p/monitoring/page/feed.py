@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dask.utils import format_bytes
 
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
-from dask_p2p.monitoring.records import TaskRecord, RecordStore
+from dask_p2p.monitoring.records import RecordStore, TaskRecord
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.monitoring.tables import cells
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_p2p.engine.context import TaskContext, recorded
-from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord, Stage
+from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
