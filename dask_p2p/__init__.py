@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.fields import Whole as Whole
     from dask_p2p.sections.iterate.iterate import iterate as iterate
+    from dask_p2p.sections.iterate.series import Record as Record
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
@@ -40,6 +41,7 @@ ensure_defaults()
 _FUNCTIONS = {
     "Field": "dask_p2p.sections.iterate.fields",
     "MemoryEstimate": "dask_p2p.ops.estimate",
+    "Record": "dask_p2p.sections.iterate.series",
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",

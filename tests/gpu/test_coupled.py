@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Field, iterate
+from dask_p2p import Field, Record, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from tests.gpu.support import on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
@@ -78,6 +78,26 @@ def test_levels_constants_and_position(client, way, ranks, options):
         now, before = new * mask + 1e-3 * (rows % 3), now
     check(made["w"][0], now)
     check(made["w"][1], before)
+
+
+@OPTIONS
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_series(client, way, ranks, options):
+    record = {
+        "mass": lambda u: inner(u).sum(),
+        "rough": Record(lambda v: abs(laplacian(v)).max(), every=7, op="max"),
+    }
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
+    made = iterate(react, fields, 1, 40, record=record, ranks=ranks, **options)
+    fields, mass, rough = {"u": X, "v": V}, [], []
+    for step in range(1, 41):
+        fields = both(fields, 1, 1, [(react, "uv")])
+        mass.append(fields["u"].sum())
+        if step % 7 == 0:
+            rough.append(abs(laplacian(np.pad(fields["v"], 1, "wrap"))).max())
+    np.testing.assert_allclose(made["mass"].compute(), mass, rtol=1e-9)
+    np.testing.assert_allclose(made["rough"].compute(), rough, rtol=1e-9)
+    check(made["u"], fields["u"])
 
 
 def test_mistakes_are_named(client):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import InputError
+from dask_p2p.sections.api.graph import ValueSpec
 from dask_p2p.sections.iterate.binding import (
     UNNAMED,
     Binding,
@@ -24,6 +25,7 @@ from dask_p2p.sections.iterate.fields import (
     named_fields,
 )
 from dask_p2p.sections.iterate.phase import Phase
+from dask_p2p.sections.iterate.series import STEPS, STEPS_SPEC, SeriesSpec, checked_series
 from dask_p2p.types import DaskArray
 
 
@@ -35,20 +37,28 @@ class Arguments:
     fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
     constants: tuple[ConstantSpec, ...]
     arrays: list[DaskArray]  # levels of all fields, then the divided constants
+    series: tuple[SeriesSpec, ...] = ()
 
     @property
     def results(self) -> list[FieldSpec]:
         """The fields that `iterate` returns."""
         return [spec for spec in self.fields if not spec.is_constant]
 
+    def value_specs(self, steps: int) -> list[ValueSpec]:
+        """Return the specs of the values that each rank returns after its arrays."""
+        found = [spec.value_spec(steps) for spec in self.series]
+        return [*found, STEPS_SPEC] if found else []
+
     def sorted(self, made: Sequence[DaskArray]) -> Any:
         """Return the results in the form of the fields."""
-        rest, found = iter(made), {}
+        rest = iter(made)
+        found: dict[str, Any] = {}
         for spec in self.results:
             levels = [next(rest) for _ in spec.depths]
             found[spec.name] = levels if spec.is_list else levels[0]
         if UNNAMED not in found:
-            return found
+            names = [*(spec.name for spec in self.series), STEPS] if self.series else []
+            return found | {name: next(rest)[0] for name in names}  # the same on all ranks
         own = found[UNNAMED]
         return tuple(own) if isinstance(own, list) else own
 
@@ -68,8 +78,14 @@ def unnamed(
     dtype: Any,
     kwargs: Mapping[str, Any],
     until: Any,
+    record: Any,
 ) -> Arguments:
     """Return the arguments for one array, or for its time levels."""
+    if record:
+        raise InputError(
+            "record: expected fields by name, whose result is a dict with the series, got fields "
+            "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
+        )
     spec, levels = field_spec(UNNAMED, Field(x, depth, boundary, dtype, corners))
     specs, arrays = constants_by_position(constants, levels[0])
     names = [constant.name for constant in specs]
@@ -91,12 +107,13 @@ def named(
     dtype: Any,
     kwargs: Mapping[str, Any],
     until: Any,
+    record: Any,
 ) -> Arguments:
     """Return the arguments for a mapping of fields."""
-    if until is not None:
+    if until is not None and not record:
         raise InputError(
-            "until: expected None for fields with names, whose function returns no numbers, got a "
-            "function. Use dask_p2p.spmd to end a loop of coupled fields early."
+            "until: expected records for it to read, as the fields have names, got none. Give "
+            "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
         )
     specs, levels = named_fields(fields, depth, boundary, corners, dtype)
     plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
@@ -113,13 +130,16 @@ def named(
     phases = _phases(
         func, [spec.name for spec in specs], lambda function: bound_by_name(function, known), None
     )
-    used = set().union(*(phase.binding.names for phase in phases))
+    series = checked_series(record, [spec.name for spec in specs], known)
+    bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
+    used = set().union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
         raise InputError(
             f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
             f"it, or add a parameter of that name."
         )
-    return Arguments(phases, (*specs, *with_halo), tuple(plain), [*levels, *halo_arrays, *arrays])
+    all_arrays = [*levels, *halo_arrays, *arrays]
+    return Arguments(phases, (*specs, *with_halo), tuple(plain), all_arrays, series)
 
 
 def _phases(

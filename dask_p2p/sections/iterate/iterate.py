@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, overload
 
 from dask_p2p.config import checked_options
@@ -32,6 +33,7 @@ def iterate(
     corners: bool = ...,
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
+    record: Mapping[str, Any] = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -100,6 +102,7 @@ def iterate(
     corners: bool = True,
     overlap: bool | Literal["auto"] = "auto",
     exchange: str = "auto",
+    record: Mapping[str, Any] = MappingProxyType({}),
     until: Callable[..., bool] | None = None,
     check_every: int = 1,
     checkpoint_every: int | str | None = "30 s",
@@ -165,10 +168,14 @@ def iterate(
         at least 2**18 elements. For CuPy blocks it overlaps if local blocks have at least 256 MiB.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
+    record : mapping, optional
+        Functions of fields, constants and `at` by name, or `dask_p2p.Record` objects. Each returns
+        the number of one local block after a step. The numbers of all ranks are combined, and the
+        result has the series of each name. Only for a mapping of fields.
     until : callable, optional
-        ``until(*numbers)`` returns whether to stop. `func` returns the numbers, in a tuple after
-        the new local block if it returns one. They are summed over all ranks. Only for fields
-        without names.
+        ``until(last)`` returns whether to stop, from a dict of the newest records. Without names of
+        fields it is ``until(*numbers)``: `func` returns the numbers, in a tuple after the new local
+        block if it returns one, and they are summed over all ranks.
     check_every : int, optional
         Number of steps between calls of `until`, by default 1.
     checkpoint_every : int, str or None, optional
@@ -199,7 +206,8 @@ def iterate(
     -------
     dask.array.Array, dict or tuple
         One array for each field, with the chunks of the fields: a dict if the fields are in a
-        mapping, with a list for a list of time levels; a tuple for a sequence.
+        mapping, with a list for a list of time levels; a tuple for a sequence. With `record` the
+        dict also has an array for each series, and "steps", the number of steps done.
 
     Raises
     ------
@@ -256,7 +264,7 @@ def iterate(
     for each in functions:
         check_function(each, "fields with a halo", "iterate(func, fields, depth, steps)")
         check_names(each, count, iterate, locals())
-    given: tuple[Any, ...] = constants, depth, boundary, corners, dtype, kwargs, until
+    given: tuple[Any, ...] = constants, depth, boundary, corners, dtype, kwargs, until, record
     if isinstance(fields, Mapping):
         arguments = named(func, fields, *given)
     else:
@@ -267,6 +275,7 @@ def iterate(
         phases=arguments.phases,
         fields=arguments.fields,
         constants=arguments.constants,
+        series=arguments.series,
         shape=first.shape,
         steps=checked_count("steps", 0, steps=steps),
         overlap=overlap,
@@ -286,5 +295,6 @@ def iterate(
         chosen_ranks(first, ranks, None),
         [spec.dtype for spec in arguments.results for _ in spec.depths],
         options,
+        arguments.value_specs(iteration.steps),
     )
     return arguments.sorted(made)

@@ -18,7 +18,7 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
-from dask_p2p.types import Array
+from dask_p2p.sections.iterate.series import SeriesSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Iteration:
     phases: tuple[Phase, ...]
     fields: tuple[FieldSpec, ...]  # also constants with a halo
     constants: tuple[ConstantSpec, ...]
+    series: tuple[SeriesSpec, ...]
     shape: tuple[int, ...]  # of the whole array
     steps: int
     overlap: bool | str
@@ -38,7 +39,7 @@ class Iteration:
     capture: bool
     kwargs: Mapping[str, Any]
 
-    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> tuple[Array, ...]:
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> tuple[Any, ...]:
         return RankLoop(self, ctx, local_blocks)()
 
     def estimate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
+from dask_p2p.sections.iterate.binding import Binding
 from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import At, LocalFields
 from dask_p2p.sections.iterate.phase import Phase, explained_writes, replace_block
+from dask_p2p.sections.iterate.series import Series
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -45,12 +47,14 @@ class RankLoop:
         self._stale = {name for name, field in self._fields.items() if field.has_halo}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], _Call] = {}  # by position in the cycle, and phase
+        self._series = Series(of.series, of.steps, ctx)
 
-    def __call__(self) -> tuple[Array, ...]:
-        """Make all steps; return the local blocks of all fields."""
-        of, ctx, state, cycle = self._of, self._ctx, self._local, self._cycle
-        first, period = ctx.restore_state(state.state, may_stay=True), Period(of.period)
-        step, self._first, ctx.progress.steps = first, first, of.steps
+    def __call__(self) -> tuple[Any, ...]:
+        """Make all steps; return the local blocks of all fields, and the series."""
+        of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
+        step = first = self._first = ctx.restore_state(self._state, may_stay=True)
+        self._series.load(ctx.device, first)
+        ctx.progress.steps = of.steps
         if step < of.steps:
             self._update_lasting()
         graph: Captured | None = None
@@ -63,17 +67,24 @@ class RankLoop:
             if graph is not None and is_ready and self._is_free(step):
                 graph()
                 step += cycle
+                self._stale = self._stale_before(0)
             else:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
-                if self._is_asked(step) and self._is_done(numbers):
+                if self._is_done(step, numbers):
                     ctx.progress.step = step
                     break
             ctx.progress.step = step
             ctx.device.keep_up(step)
             if step < of.steps and ctx.is_due(period, step):
-                ctx.checkpoint(step, *state.state)
-        return state.state
+                self._series.save(ctx.device)
+                ctx.checkpoint(step, *self._state)
+        return (*self._local.state, *self._series.results(step))
+
+    @property
+    def _state(self) -> tuple[Array, ...]:
+        """The arrays of a checkpoint."""
+        return (*self._local.state, *self._series.state(self._ctx.device))
 
     # --- the first step
 
@@ -95,7 +106,7 @@ class RankLoop:
         """Make the first step, and check the functions; return the numbers of the last one."""
         numbers: Sequence[Any] = ()
         for phase in self._of.phases:
-            self._updated(self._stale_of(phase))
+            self._updated(self._stale_of(phase.binding.names))
             names, numbers = self._checked(phase)
             self._changed.append(names)
             self._turn(names)
@@ -103,7 +114,8 @@ class RankLoop:
 
     def _checked(self, phase: Phase) -> tuple[list[str], Sequence[Any]]:
         """Fill the whole next local blocks and check the function; return names and numbers."""
-        values = self._values(phase, self._whole, self._local.at(self._whole, self._first))
+        at = self._local.at(self._whole, self._first)
+        values = self._values(phase.binding, self._whole, at)
         read = [
             level
             for name, field in self._fields.items()
@@ -130,10 +142,31 @@ class RankLoop:
                 is_overlapped = not self._of.capture and call.is_worth_hiding
             else:
                 is_overlapped = bool(overlap)
-            for box in call.boxes(is_overlapped):
+            for box in self._boxes(call, is_overlapped):
                 numbers = self._apply(call, box, step)
             self._turn(call.changed)
         return numbers
+
+    def _boxes(self, call: _Call, is_overlapped: bool) -> Iterator[Box]:
+        """Update halos; yield boxes of the local block when they can be computed."""
+        exchange, halo_arrays = call.exchange, call.halo_arrays
+        if not call.reads <= self._stale:  # a record has read some of them since
+            halo_arrays = self._stale_of(call.phase.binding.names)
+            exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
+        self._stale -= call.reads
+        if exchange is None:
+            yield self._whole
+            return
+        pending = exchange.begin(halo_arrays, is_overlapped)
+        if not is_overlapped:
+            pending.wait()
+            yield self._whole
+            return
+        interior, *boundary_parts = exchange.boxes
+        if box_size(interior):
+            yield interior
+        pending.wait()
+        yield from boundary_parts
 
     def _calls_of(self, step: int) -> Iterator[_Call]:
         """Yield the calls of a step; each turns its fields before the next one."""
@@ -141,11 +174,25 @@ class RankLoop:
         for number, phase in enumerate(self._of.phases):
             key = position, number
             if key not in self._calls:
-                halo_arrays = self._stale_of(phase)
+                reads = frozenset(self._stale_before(number) & phase.binding.names)
+                halo_arrays = [self._fields[name].newest for name in self._fields if name in reads]
                 exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
                 changed = self._changed[number]
-                self._calls[key] = _Call(phase, changed, halo_arrays, exchange, self._whole)
+                self._calls[key] = _Call(phase, changed, reads, halo_arrays, exchange)
             yield self._calls[key]
+
+    def _stale_before(self, number: int) -> set[str]:
+        """Return the names of fields whose halos are out of date before a phase of a later step."""
+        phases, found = self._of.phases, set()
+        for name in (name for name, field in self._fields.items() if field.has_halo):
+            for back in range(1, len(phases) + 1):
+                earlier = (number - back) % len(phases)
+                if name in self._changed[earlier]:
+                    found.add(name)
+                    break
+                if name in phases[earlier].binding.names:
+                    break
+        return found
 
     def _apply(self, call: _Call, box: Box, step: int) -> Sequence[Any]:
         """Fill a box of the next local blocks; return the numbers of the function."""
@@ -171,17 +218,17 @@ class RankLoop:
         at = self._local.at(box, self._first)
         parts = {name: self._fields[name].parts(box)[0] for name in call.changed}
         outs = {name: self._fields[name].spare.inner[part.where] for name, part in parts.items()}
-        function = call.phase.bound(self._values(call.phase, box, at), outs)
+        function = call.phase.bound(self._values(call.phase.binding, box, at), outs)
         return _Arrays(function, outs, parts, at)
 
-    def _values(self, phase: Phase, box: Box, at: At) -> dict[str, Any]:
-        return {**self._local.values(phase.binding.names, box, at), **self._of.kwargs}
+    def _values(self, binding: Binding, box: Box, at: At) -> dict[str, Any]:
+        return {**self._local.values(binding.names, box, at), **self._of.kwargs}
 
-    def _stale_of(self, phase: Phase) -> list[HaloArray]:
-        """Return the newest levels whose halos a function reads, and which are out of date."""
-        names = [name for name in self._fields if name in self._stale & phase.binding.names]
-        self._stale.difference_update(names)
-        return [self._fields[name].newest for name in names]
+    def _stale_of(self, names: Collection[str]) -> list[HaloArray]:
+        """Return the newest levels of these names whose halos are out of date; they are updated."""
+        stale = [name for name in self._fields if name in self._stale and name in names]
+        self._stale.difference_update(stale)
+        return [self._fields[name].newest for name in stale]
 
     def _turn(self, changed: Sequence[str]) -> None:
         for name in changed:
@@ -190,20 +237,39 @@ class RankLoop:
             if field.has_halo:
                 self._stale.add(name)
 
-    # --- until
+    # --- records and until
 
     def _is_asked(self, step: int) -> bool:
-        """Return whether `until` is called after a step."""
-        return self._of.until is not None and step % self._of.check_every == 0
+        """Return whether `until` is called after a step, with numbers of the function."""
+        of = self._of
+        return of.until is not None and not of.series and step % of.check_every == 0
 
-    def _is_done(self, numbers: Sequence[Any]) -> bool:
-        assert self._of.until is not None
+    def _is_done(self, step: int, numbers: Sequence[Any]) -> bool:
+        """Record numbers after a step; return whether `until` ends the loop."""
+        until = self._of.until
+        if self._series.is_due(step):
+            self._record(step)
+            if until is not None:
+                self._series.combine()
+                return bool(until(dict(self._series.last)))
+        if until is None or not self._is_asked(step):
+            return False
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        return bool(self._of.until(*map(self._ctx.allreduce, numbers)))
+        return bool(until(*map(self._ctx.allreduce, numbers)))
+
+    def _record(self, step: int) -> None:
+        """Record numbers of fields with halos after a step."""
+        names = self._series.names | self._of.phases[0].binding.names
+        self._updated(self._stale_of(names))  # also for the next step, in one message
+
+        def values(binding: Binding) -> dict[str, Any]:
+            return self._values(binding, self._whole, self._local.at(self._whole, step - 1))
+
+        self._series.record(step, values)
 
     # --- captured steps
 
@@ -235,7 +301,8 @@ class RankLoop:
             return False
         if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
             return False  # a checkpoint is due before its last step
-        return not any(map(self._is_asked, range(step + 1, last + 1)))
+        later = range(step + 1, last + 1)
+        return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))
 
 
 @dataclass(frozen=True)
@@ -255,11 +322,11 @@ class _Call:
         self,
         phase: Phase,
         changed: list[str],  # names of the fields that it changes
-        halo_arrays: list[HaloArray],  # to update before
+        reads: frozenset[str],  # names of the fields whose halos are updated before
+        halo_arrays: list[HaloArray],  # of these fields
         exchange: HaloExchange | None,  # updates them
-        whole: Box,  # the whole local block
     ) -> None:
-        self.phase, self.changed, self._whole = phase, changed, whole
+        self.phase, self.changed, self.reads = phase, changed, reads
         self.halo_arrays, self.exchange = halo_arrays, exchange
         self.arrays: dict[Box, _Arrays] = {}
 
@@ -267,20 +334,3 @@ class _Call:
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while halos are in flight."""
         return self.exchange is not None and self.exchange.is_worth_hiding
-
-    def boxes(self, is_overlapped: bool) -> Iterator[Box]:
-        """Update halos; yield boxes of the local block when they can be computed."""
-        exchange = self.exchange
-        if exchange is None:
-            yield self._whole
-            return
-        pending = exchange.begin(self.halo_arrays, is_overlapped)
-        if not is_overlapped:
-            pending.wait()
-            yield self._whole
-            return
-        interior, *boundary_parts = exchange.boxes
-        if box_size(interior):
-            yield interior
-        pending.wait()
-        yield from boundary_parts
