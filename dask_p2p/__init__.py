@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dask_p2p.sections.iterate.fields import Whole as Whole
     from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.sections.iterate.series import Record as Record
+    from dask_p2p.sections.iterate.stores import Checkpoint as Checkpoint
+    from dask_p2p.sections.iterate.stores import Save as Save
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
@@ -39,9 +41,11 @@ ensure_defaults()
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
+    "Checkpoint": "dask_p2p.sections.iterate.stores",
     "Field": "dask_p2p.sections.iterate.fields",
     "MemoryEstimate": "dask_p2p.ops.estimate",
     "Record": "dask_p2p.sections.iterate.series",
+    "Save": "dask_p2p.sections.iterate.stores",
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",

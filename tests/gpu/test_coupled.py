@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Field, Record, iterate
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from tests.gpu.support import on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
@@ -98,6 +98,25 @@ def test_series(client, way, ranks, options):
     np.testing.assert_allclose(made["mass"].compute(), mass, rtol=1e-9)
     np.testing.assert_allclose(made["rough"].compute(), rough, rtol=1e-9)
     check(made["u"], fields["u"])
+
+
+@OPTIONS
+def test_stores(client, tmp_path, options):
+    import zarr
+
+    fields = {"u": on_gpu(X, 10), "v": on_gpu(V, 10)}
+    store = {
+        "save": Save(tmp_path / "frames", 10),
+        "checkpoint": Checkpoint(tmp_path / "states", every=20),
+    }
+    iterate(react, fields, 1, 30, **store, **options)["u"].compute()
+    group = zarr.open(tmp_path / "frames", mode="r")
+    wanted = both({"u": X, "v": V}, 1, 30, [(react, "uv")])
+    np.testing.assert_allclose(group["v"][2], wanted["v"], rtol=1e-9)
+    store["save"] = Save(tmp_path / "others", 10)
+    made = iterate(react, fields, 1, 50, ranks=1, **store, **options)
+    check(made["u"], both({"u": X, "v": V}, 1, 50, [(react, "uv")])["u"])
+    assert zarr.open(tmp_path / "others", mode="r").attrs["frames"] == 5
 
 
 def test_mistakes_are_named(client):

@@ -17,6 +17,7 @@ from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import named, phases_of, unnamed
 from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.stores import Checkpoint, Save, checked_stores
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 
@@ -34,6 +35,8 @@ def iterate(
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
     record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -57,6 +60,9 @@ def iterate(
     corners: bool = ...,
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
+    record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -80,6 +86,9 @@ def iterate(
     corners: bool = ...,
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
+    record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -103,6 +112,8 @@ def iterate(
     overlap: bool | Literal["auto"] = "auto",
     exchange: str = "auto",
     record: Mapping[str, Any] = MappingProxyType({}),
+    save: Save | Sequence[Save] = (),
+    checkpoint: Checkpoint | None = None,
     until: Callable[..., bool] | None = None,
     check_every: int = 1,
     checkpoint_every: int | str | None = "30 s",
@@ -172,6 +183,11 @@ def iterate(
         Functions of fields, constants and `at` by name, or `dask_p2p.Record` objects. Each returns
         the number of one local block after a step. The numbers of all ranks are combined, and the
         result has the series of each name. Only for a mapping of fields.
+    save : Save or sequence of Save, optional
+        Zarr groups in which frames of the fields are written. Only for a mapping of fields.
+    checkpoint : Checkpoint, optional
+        Folder of checkpoints in files, from the newest of which a later run resumes. Only for a
+        mapping of fields.
     until : callable, optional
         ``until(last)`` returns whether to stop, from a dict of the newest records. Without names of
         fields it is ``until(*numbers)``: `func` returns the numbers, in a tuple after the new local
@@ -222,6 +238,8 @@ def iterate(
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
+    FileError
+        When it runs, if a store cannot be written, or is not seen by all workers.
     BlockMismatchError
         When it runs, if `func` returns other values than its blocks and the numbers for `until`.
         Also if it leaves elements of `out` unset, or makes numbers that the fields' dtype cannot
@@ -271,11 +289,18 @@ def iterate(
         arguments = unnamed(func, fields, *given)
     check_computed(*(each.value for each in arguments.constants), *kwargs.values())
     first = arguments.arrays[0]
+    stores = checked_stores(save, checkpoint, arguments.results, first.chunks)
+    if stores and not isinstance(fields, Mapping):
+        raise InputError(
+            "save, checkpoint: expected fields by name, got fields without names. Give the field "
+            "by name, iterate(func, {'u': u}, ...)."
+        )
     iteration = Iteration(
         phases=arguments.phases,
         fields=arguments.fields,
         constants=arguments.constants,
         series=arguments.series,
+        stores=stores,
         shape=first.shape,
         steps=checked_count("steps", 0, steps=steps),
         overlap=overlap,

@@ -19,6 +19,7 @@ from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.series import SeriesSpec
+from dask_p2p.sections.iterate.stores import StoreSpecs
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Iteration:
     fields: tuple[FieldSpec, ...]  # also constants with a halo
     constants: tuple[ConstantSpec, ...]
     series: tuple[SeriesSpec, ...]
+    stores: StoreSpecs
     shape: tuple[int, ...]  # of the whole array
     steps: int
     overlap: bool | str

@@ -111,7 +111,7 @@ class LocalFields:
         is_captured: bool,  # whether steps are replayed
     ) -> None:
         self._is_captured = is_captured
-        self._ctx, self._shape = ctx, shape
+        self._ctx, self.shape = ctx, shape
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
         for spec in specs:
@@ -169,4 +169,4 @@ class LocalFields:
         """Return the position of a box of the local block at a step."""
         pairs = zip(self._ctx.box, box, strict=True)
         whole = tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
-        return At(self._ctx, self._shape, whole, step, self._is_captured)
+        return At(self._ctx, self.shape, whole, step, self._is_captured)

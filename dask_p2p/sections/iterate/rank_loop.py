@@ -23,6 +23,7 @@ from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import At, LocalFields
 from dask_p2p.sections.iterate.phase import Phase, explained_writes, replace_block
 from dask_p2p.sections.iterate.series import Series
+from dask_p2p.sections.iterate.store_writer import Stores
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -48,12 +49,15 @@ class RankLoop:
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], _Call] = {}  # by position in the cycle, and phase
         self._series = Series(of.series, of.steps, ctx)
+        self._stores = Stores(of.stores, ctx, self._local, self._series, of.steps)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
         of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
-        step = first = self._first = ctx.restore_state(self._state, may_stay=True)
+        first = ctx.restore_state(self._state, may_stay=True)
         self._series.load(ctx.device, first)
+        step = first = self._first = self._stores.begin(first)
+        ctx.progress.step = ctx.progress.first = first
         ctx.progress.steps = of.steps
         if step < of.steps:
             self._update_lasting()
@@ -73,9 +77,11 @@ class RankLoop:
                 step += 1
                 if self._is_done(step, numbers):
                     ctx.progress.step = step
+                    self._stores.write(step)
                     break
             ctx.progress.step = step
             ctx.device.keep_up(step)
+            self._stores.write(step)
             if step < of.steps and ctx.is_due(period, step):
                 self._series.save(ctx.device)
                 ctx.checkpoint(step, *self._state)
@@ -301,6 +307,8 @@ class RankLoop:
             return False
         if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
             return False  # a checkpoint is due before its last step
+        if any(map(self._stores.is_due, range(step + 1, last))):
+            return False
         later = range(step + 1, last + 1)
         return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))
 

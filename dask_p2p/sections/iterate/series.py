@@ -149,7 +149,25 @@ class Series:
                 self.last[spec.name] = found[-1]
                 self._own[number] = []
 
-    # --- checkpoints: arrays of the fields' kind
+    @property
+    def values(self) -> dict[str, Array]:
+        """The combined values of each series."""
+        return {spec.name: own for spec, own in zip(self._specs, self._values, strict=True)}
+
+    def resume(self, values: Mapping[str, Array], step: int) -> None:
+        """Take over the series of an earlier run, which has made a number of steps."""
+        for number, spec in enumerate(self._specs):
+            if spec.name in values:
+                own = values[spec.name][: step // spec.record.every]
+                self._values[number][: len(own)] = own
+            self._set_count(number, step)
+
+    def _set_count(self, number: int, step: int) -> None:
+        self._counts[number] = count = step // self._specs[number].record.every
+        if count:
+            self.last[self._specs[number].name] = self._values[number][count - 1]
+
+    # --- checkpoints in memory: arrays of the fields' kind
 
     def state(self, device: Host) -> list[Array]:
         """Return the series as arrays of a device, for `save` and `load`."""
@@ -166,10 +184,9 @@ class Series:
     def load(self, device: Host, step: int) -> None:
         """Copy the arrays of `state`, after a number of steps, into the series."""
         for number, (spec, array) in enumerate(zip(self._specs, self.state(device), strict=True)):
-            self._counts[number] = count = step // spec.record.every
+            count = step // spec.record.every
             self._values[number][:count] = device.to_host(array)[:count]
-            if count:
-                self.last[spec.name] = self._values[number][count - 1]
+            self._set_count(number, step)
 
     def results(self, step: int) -> tuple[Any, ...]:
         """Return all series, and the number of steps."""
