@@ -15,6 +15,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import in_process, indexed
+from tests.transports.loopback import true_later
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
@@ -84,8 +85,7 @@ async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers
     await dask_p2p.register(c)
     y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
     await wait(y)
-    while any("p2p" not in str(key) for w in workers for key in w.data):
-        await asyncio.sleep(0.01)
+    await true_later(lambda: all("p2p" in str(key) for w in workers for key in w.data))
     await check_transposed(c, y, (40, 30))
 
 
