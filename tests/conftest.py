@@ -210,7 +210,7 @@ def _light_clusters():
 
 
 @pytest.fixture(scope="session")
-def shared_cluster():
+def common_cluster():
     """Four single-thread worker processes over TCP, shared by all tests that do no harm."""
     from distributed import LocalCluster
 
@@ -232,7 +232,7 @@ def cluster(request):
     from distributed import LocalCluster
 
     if (keywords := getattr(request.module, "CLUSTER", None)) is None:
-        yield request.getfixturevalue("shared_cluster")
+        yield request.getfixturevalue("common_cluster")
     else:
         with LocalCluster(**{"dashboard_address": ":0", **keywords}) as cluster:
             yield cluster

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dask_p2p.interprocess.messenger import NAP_S
 from dask_p2p.sections.wire import polling as module
 from dask_p2p.sections.wire.connection import Connection
 from dask_p2p.sections.wire.in_process import Bell
@@ -71,10 +72,13 @@ def test_new_connections_are_polled_if_a_rank_misses_one(bell, ends):
         assert (found, ready) == (set(), {listener.fileno()})
 
 
-def test_a_message_by_ucx_is_looked_for_without_a_wait(bell, ends):
+def test_a_message_by_ucx_is_looked_for_after_a_nap(bell, ends, monkeypatch):
     own, _ = ends[3]
     own.channel = SimpleNamespace(is_busy=True)
+    naps_s = []
+    monkeypatch.setattr(module.time, "sleep", naps_s.append)
     assert wait(bell, ends) == ({3}, set())
+    assert naps_s == [NAP_S]
 
 
 def test_a_peer_that_closes_while_a_message_comes_by_ucx(bell, ends):
