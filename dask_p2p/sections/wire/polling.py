@@ -27,8 +27,8 @@ class Polling:
     """Polls the connections of one rank, and the descriptors of new ones."""
 
     def __init__(self, setup: ConnectionSetup, timeout_s: float) -> None:
-        self._setup = setup  # of the rank
-        self._timeout_s = timeout_s  # silence after which a connection to another host is lost
+        self._setup = setup
+        self._timeout_s = timeout_s  # longest silence of another host
         self._look_s = 0.0  # time of the next check for lost connections
 
     def wait(
