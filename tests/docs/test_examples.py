@@ -48,9 +48,6 @@ NOT_RUN = {
 }
 
 
-_OPENED = re.compile(r"^[ >]*(?:`{3,}|~{3,})[ {]*(?:code|py|ipy|con|doctest)", re.MULTILINE)
-
-
 def name(page):
     return str(page.relative_to(ROOT))
 

@@ -303,11 +303,6 @@ def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
         y = iterate(copied, array(x, (4, 4)), 0, 3, ranks=1)
         assert np.array_equal(computed(y).view("u1"), x.view("u1"))
 
-    def misses_one(u, out):
-        out[...] = u
-        out[0, 0] = out[0, 0]
-        out[:, :-1] = u[:, :-1]
-
     def misses_an_edge(u, out):
         out[:, :-1] = u[:, :-1]
 
