@@ -24,10 +24,7 @@ from dask_p2p.engine.task import Blocks, RankTask, WaitTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.coordinator import COMMIT
-from dask_p2p.sections.api.rank_body import InputSpec, RankBody
-from dask_p2p.sections.api.rank_body import LocalBlocks as LocalBlocks
-from dask_p2p.sections.api.rank_body import ValueSpec as ValueSpec
-from dask_p2p.sections.api.rank_body import shape_of as shape_of
+from dask_p2p.sections.api.rank_body import InputSpec, RankBody, ValueSpec
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.types import Array, DaskArray, DType
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.graph import ValueSpec
+from dask_p2p.sections.api.rank_body import ValueSpec
 from dask_p2p.sections.iterate.binding import (
     UNNAMED,
     Binding,

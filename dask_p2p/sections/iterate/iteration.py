@@ -11,7 +11,7 @@ from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.api.graph import LocalBlocks
+from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS

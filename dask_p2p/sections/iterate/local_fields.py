@@ -9,7 +9,7 @@ from typing import Any
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.graph import LocalBlocks
+from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec

@@ -12,7 +12,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.graph import LocalBlocks
+from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu

@@ -16,7 +16,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections.api.graph import InputSpec, LocalBlocks
+from dask_p2p.sections.api.rank_body import InputSpec, LocalBlocks
 from dask_p2p.sections.exchange import halo_messages
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gangs import run_gang
