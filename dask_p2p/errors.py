@@ -170,6 +170,10 @@ class RegistrationError(P2PError):
     """
 
 
+class StartError(P2PError, RuntimeError):
+    """The workers of a cluster end at their start."""
+
+
 class SectionError(P2PError):
     """The ranks of a section made different calls, or too many of their attempts failed.
 

@@ -9,6 +9,7 @@ from typing import Any
 from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count
+from dask_p2p.tools.starting import refuse_in_imported_main, started
 from dask_p2p.types import Kind, LocalCluster
 
 # For pools of other sizes than multiples of this, cudaIpcOpenMemHandle takes seconds (1.9 s for
@@ -76,7 +77,8 @@ def local_cluster(
     gpus : bool, optional
         Whether workers use GPUs. Default: True if there is more than one usable GPU.
     **kwargs
-        Arguments for the cluster's class, which override the settings above.
+        Arguments for the cluster's class, its nannies and workers, which override the settings
+        above.
 
     Returns
     -------
@@ -86,8 +88,13 @@ def local_cluster(
     Raises
     ------
     InputError
-        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers.
+        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers. If
+        no class takes a keyword. No process has started then.
+    StartError
+        If the workers' processes end at once. In a script, start the cluster below
+        ``if __name__ == "__main__":``, since each worker imports the script.
     """
+    refuse_in_imported_main(bool(kwargs.get("asynchronous")))
     usable = usable_gpus() if gpus is not False else []
     if gpus is None:
         gpus = len(usable) > 1
@@ -104,7 +111,7 @@ def local_cluster(
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return LocalCluster(**{**options, **kwargs})
+    return started(LocalCluster, options, kwargs)
 
 
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
@@ -128,7 +135,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         free_bytes = min(free_gpu_bytes(usable[:wanted]))
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
-    return LocalCUDACluster(**{**options, **kwargs})
+    return started(LocalCUDACluster, options, kwargs)
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:

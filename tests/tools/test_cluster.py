@@ -12,6 +12,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
+from tests.tools.unstarted import Unstarted, UnstartedCUDACluster
 
 
 class FakeNvml(types.ModuleType):
@@ -39,7 +40,7 @@ class FakeNvml(types.ModuleType):
 def two_gpus(monkeypatch):
     """Two GPUs, CuPy and dask-cuda seem to be there; gives what the cluster was made with."""
     made = types.ModuleType("dask_cuda")
-    made.LocalCUDACluster = dict
+    made.LocalCUDACluster = UnstartedCUDACluster
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
     monkeypatch.setitem(sys.modules, "dask_cuda", made)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -68,7 +69,7 @@ def test_cpu_cluster():
 def test_overrides_win(monkeypatch, two_gpus):
     import distributed
 
-    monkeypatch.setattr(distributed, "LocalCluster", dict)
+    monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
     chosen = dask_p2p.local_cluster(gpus=False)
     assert chosen["n_workers"] == 4
     given = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
