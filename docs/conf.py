@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import options_table  # noqa: E402
+import versions_table  # noqa: E402
 
 import dask_p2p  # noqa: E402
 
@@ -64,3 +65,4 @@ html_sidebars = {
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "options.md").write_text(options_table.table(), "utf-8")
+(generated / "versions.md").write_text(versions_table.tables(), "utf-8")
