@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, install_command
 from dask_p2p.inputs import checked_count
 from dask_p2p.tools.starting import refuse_in_imported_main, started
 from dask_p2p.types import Kind, LocalCluster
@@ -16,6 +16,7 @@ from dask_p2p.types import Kind, LocalCluster
 # 42 GiB on an H200) instead of milliseconds. UCX maps the same memory, and takes the same time.
 POOL_GRANULE_BYTES = 2 * 2**20
 
+_FOR_GPUS = ("cupy", "dask_cuda")
 _POOL_FRACTION = 0.8  # fraction of free GPU memory; CUDA contexts and other libraries need the rest
 
 
@@ -26,7 +27,7 @@ def usable_gpus() -> list[str]:
     """
     from importlib.util import find_spec
 
-    if find_spec("cupy") is None or find_spec("dask_cuda") is None:
+    if any(find_spec(name) is None for name in _FOR_GPUS):
         return []
     try:
         import pynvml
@@ -90,8 +91,10 @@ def local_cluster(
     InputError
         If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers. If
         no class takes a keyword. No process has started then.
+    MissingPackageError
+        If `protocol` names UCX, and the package distributed-ucxx is missing.
     StartError
-        If the workers' processes end at once. In a script, start the cluster below
+        If the workers' processes end while they start. In a script, start the cluster below
         ``if __name__ == "__main__":``, since each worker imports the script.
     """
     refuse_in_imported_main(bool(kwargs.get("asynchronous")))
@@ -117,11 +120,7 @@ def local_cluster(
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
     wanted = len(usable) if n_workers is None else n_workers
     if not usable or wanted > len(usable):
-        raise InputError(
-            f"expected {max(wanted, 1)} usable GPU(s), found {len(usable)}. Install "
-            f"dask-p2p[cuda13] or [cuda12], check nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
-            f"CPU workers with gpus=False."
-        )
+        raise _too_few_gpus(max(wanted, 1), len(usable))
     from dask_cuda import LocalCUDACluster
 
     options: dict[str, Any] = {
@@ -136,6 +135,20 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
     return started(LocalCUDACluster, options, kwargs)
+
+
+def _too_few_gpus(wanted: int, found: int) -> InputError:
+    """Return the error, with the packages to install if some are missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in _FOR_GPUS if find_spec(name) is None]
+    text = f"expected {wanted} usable GPU(s), found {found}"
+    if missing:
+        text += f", as there is no package {' and no '.join(missing)}"
+        remedy = f"Run: {install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]"
+    else:
+        remedy = "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return InputError(f"{text}. {remedy}; or use CPU workers with gpus=False.")
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:

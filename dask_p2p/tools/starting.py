@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from inspect import Parameter, signature
 from multiprocessing import current_process
 from typing import Any
 
-from dask_p2p.errors import InputError, StartError
+from dask_p2p.errors import InputError, StartError, needs
 from dask_p2p.inputs import nearest
 from dask_p2p.types import LocalCluster
 
@@ -25,10 +26,14 @@ _ENDED = "Nanny failed to start"
 def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> LocalCluster:
     """Start a cluster, with settings of `local_cluster` that the given keywords override.
 
-    Raises `InputError` for an unknown keyword, and `StartError` if workers end at their start.
+    Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
+    and `StartError` if workers end at their start.
     """
     options = {**own, **given}
     _check_keywords(cluster_class, options, {*given})
+    if str(options.get("protocol", "")).startswith("ucx"):
+        with needs("distributed_ucxx", "cuda13"):
+            import_module("distributed_ucxx")
     try:
         return cluster_class(**options)
     except RuntimeError as exc:

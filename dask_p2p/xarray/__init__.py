@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-import xarray as xr
-
-from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.errors import AxesError, ChunksError, needs
 from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
+
+with needs("xarray", "xarray"):
+    import xarray as xr
+
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.spectra import spectrum, undone
 from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, sizes_by_name, with_data

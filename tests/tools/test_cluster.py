@@ -43,6 +43,7 @@ def two_gpus(monkeypatch):
     made.LocalCUDACluster = UnstartedCUDACluster
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
     monkeypatch.setitem(sys.modules, "dask_cuda", made)
+    monkeypatch.setitem(sys.modules, "distributed_ucxx", types.ModuleType("distributed_ucxx"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -105,7 +106,7 @@ def test_gpu_cluster():
     assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
     assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
     assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]
-    with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2"):
+    with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2\. Check nvidia-smi"):
         dask_p2p.local_cluster(3)
 
 
