@@ -212,6 +212,22 @@ def test_the_tables_of_versions_are_whole():
     assert ["| 3.11", "oldest |"] in rows
 
 
+def test_the_pages_of_deploy_are_in_the_site():
+    made = runpy.run_path(str(DOCS / "deploy_pages.py"))
+    pages = made["pages"]()
+    folders = {path.parent.name for path in (ROOT / "deploy").glob("*/README.md")}
+    assert pages.keys() == {*folders, "index"}
+    assert "\nslurm\n" in pages["index"].partition("{toctree}")[2]
+    targets = re.findall(r"\]\(([^)\s]+)", "\n".join(pages.values()))
+    own = {f"/_generated/deploy/{name}.md" for name in pages}
+    assert {target for target in targets if not target.startswith(("https:", "#"))} == own
+    assert all(exists(target, ROOT) for target in targets if target.startswith(REPOSITORY))
+    page = (DOCS / "how-to" / "cluster.md").read_text("utf-8")
+    assert f"{REPOSITORY}/tree/main/deploy" not in made["linked"](page)
+    other = f"[{REPOSITORY}]({REPOSITORY}/tree/main/benchmarks)"
+    assert made["linked"](other) == other
+
+
 def test_the_picture_of_the_stages_is_what_the_script_draws():
     drawn = runpy.run_path(str(DOCS / "draw_stages.py"))["picture"]()
     assert (DOCS / "images" / "stages.svg").read_text("utf-8") == drawn
