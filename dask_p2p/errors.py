@@ -173,7 +173,7 @@ class RegistrationError(P2PError):
 
 
 class StartError(P2PError, RuntimeError):
-    """The workers of a cluster end at their start."""
+    """The workers of a cluster could not start, since they could not import the main program."""
 
 
 class SectionError(P2PError):

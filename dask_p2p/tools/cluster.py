@@ -9,7 +9,7 @@ from typing import Any
 from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError, install_command
 from dask_p2p.inputs import checked_count
-from dask_p2p.tools.starting import refuse_in_imported_main, started
+from dask_p2p.tools.keywords import started
 from dask_p2p.types import Kind, LocalCluster
 
 # For pools of other sizes than multiples of this, cudaIpcOpenMemHandle takes seconds (1.9 s for
@@ -94,10 +94,9 @@ def local_cluster(
     MissingPackageError
         If `protocol` names UCX, and the package distributed-ucxx is missing.
     StartError
-        If the workers' processes end while they start. In a script, start the cluster below
-        ``if __name__ == "__main__":``, since each worker imports the script.
+        If a script starts a cluster whenever it is imported, as each worker imports it. Start the
+        cluster below ``if __name__ == "__main__":``.
     """
-    refuse_in_imported_main(bool(kwargs.get("asynchronous")))
     usable = usable_gpus() if gpus is not False else []
     if gpus is None:
         gpus = len(usable) > 1

@@ -1,94 +1,50 @@
-"""The start of a cluster's processes: unknown keywords are refused, and failures explained."""
+"""The start of a cluster, after checks of its keywords and of the main program."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, signature
-from multiprocessing import current_process
 from typing import Any
 
-from dask_p2p.errors import InputError, StartError, needs
+from dask_p2p.errors import InputError, needs
 from dask_p2p.inputs import nearest
+from dask_p2p.tools.main_guard import check_main_program
 from dask_p2p.types import LocalCluster
 
 # Keywords of workers that LocalCluster overwrites without a warning.
 _OVERWRITTEN = {"nthreads": "threads_per_worker"}
 _OF_GPUS = ("rmm_", "CUDA_", "device_memory_")  # keywords of LocalCUDACluster alone
-# Of Dask's nannies: for the process of a worker, and in the error if that process ends early.
-_NAME_OF_WORKERS = "Dask Worker process"
-_ENDED = "Nanny failed to start"
 
 
 def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> LocalCluster:
     """Start a cluster, with settings of `local_cluster` that the given keywords override.
 
     Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
-    and `StartError` if workers end at their start.
+    and `StartError` if workers could not import the main program.
     """
     options = {**own, **given}
-    _check_keywords(cluster_class, options, {*given})
+    classes = _classes(cluster_class, options)
+    _check_keywords(classes, {*given})
     if str(options.get("protocol", "")).startswith("ucx"):
         with needs("distributed_ucxx", "cuda13"):
             import_module("distributed_ucxx")
-    try:
-        return cluster_class(**options)
-    except RuntimeError as exc:
-        main = _main_program()
-        if main is None or _ENDED not in str(exc):
-            raise
-        raise StartError(_explanation(main)) from None
+    if len(classes) > 2:  # with nannies, which start processes
+        check_main_program()
+    return cluster_class(**options)
 
 
-def _explanation(main: str) -> str:
-    """Return the message for workers that could not import the main program."""
-    problem = f"expected workers that start, but their processes ended while they imported {main}"
-    if not os.path.exists(main):
-        return f"{problem}. Save the program in a file, and run that."
-    return (
-        f"{problem}, the main program. Each worker imports it: start the cluster below "
-        '`if __name__ == "__main__":`. If it is below that line already, see the messages of the '
-        "processes above."
-    )
-
-
-def refuse_in_imported_main(is_asynchronous: bool) -> None:
-    """Raise if the caller runs while a new process imports the main program.
-
-    Such a process may not start others. In a worker, `SystemExit` ends it without a message, since
-    `started` raises the error in the main program, unless the cluster starts later.
-    """
-    process = current_process()
-    if not getattr(process, "_inheriting", False):  # as multiprocessing checks it
-        return
-    if process.name.startswith(_NAME_OF_WORKERS) and not is_asynchronous:
-        raise SystemExit(1)
-    raise StartError(
-        f"expected a program that other processes can import, but {_main_program()} starts a "
-        'cluster then. Start it below `if __name__ == "__main__":`.'
-    )
-
-
-def _main_program() -> str | None:
-    """Return the file of the program, also in a process that imports it; None in a notebook."""
-    main = sys.modules.get("__mp_main__") or sys.modules["__main__"]
-    return getattr(main, "__file__", None)
-
-
-def _check_keywords(cluster_class: Any, options: Mapping[str, Any], given: set[str]) -> None:
+def _check_keywords(classes: Sequence[tuple[type, type]], given: set[str]) -> None:
     """Raise `InputError` for the first given keyword that no constructor takes.
 
     The parameters of a `worker_class` that is no class are unknown, and so are its keywords.
     """
-    classes = _classes(cluster_class, options)
     if not all(isinstance(cls, type) for cls, _ in classes):
         return
     known = {name for cls, base in classes for name in _keywords(cls, base)}
     known = known - {*_OVERWRITTEN} | {"n_workers", "gpus"}
-    has_gpus = cluster_class is not classes[0][1]
+    has_gpus = classes[0][0] is not classes[0][1]
     for name in sorted(given - known):
         of_gpus = name.startswith(_OF_GPUS) and not has_gpus
         instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest(name, known)
