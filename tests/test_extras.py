@@ -28,6 +28,12 @@ PathFinder.find_spec = find_spec
 # Missing packages, extra, program that says so.
 PROGRAMS = {
     "xarray": ("xarray", "xarray", "import dask_p2p.xarray"),
+    "zarr, to_zarr": (
+        "zarr",
+        "zarr",
+        "import xarray as xr, dask_p2p.xarray\n"
+        "xr.DataArray([1.0], dims='x', name='a').p2p.to_zarr('a.zarr')",
+    ),
     "zarr, read": ("zarr", "zarr", "from dask_p2p.tools.files import opened; opened('.')"),
     "zarr, command": (
         "zarr",
