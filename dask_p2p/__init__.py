@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
     from dask_p2p.tools.dropin import uninstall as uninstall
+    from dask_p2p.tools.progress_bar import progress as progress
 
 ensure_defaults()
 
@@ -55,6 +56,7 @@ _FUNCTIONS = {
     "local_cluster": "dask_p2p.tools.cluster",
     "map_on_gpu": "dask_p2p.on_gpu.map_on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
+    "progress": "dask_p2p.tools.progress_bar",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",
     "spmd": "dask_p2p.sections.api.spmd",

@@ -47,7 +47,7 @@ class Run:
 
     @cached_property
     def under_way(self) -> tuple[TaskRecord, ...]:
-        """The attempts that were still running. Empty for runs from `last_runs`."""
+        """The attempts that were still running."""
         return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
@@ -152,6 +152,11 @@ class Run:
     def steps(self) -> int:
         """Steps that all ranks have finished, in `iterate` or in a loop over `Context.steps`."""
         return min((record.step for record in self.latest), default=0)
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps that were asked for; 0 if unknown."""
+        return max((record.steps for record in self.latest), default=0)
 
     @property
     def steps_per_s(self) -> float:
@@ -277,7 +282,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     A run is one computation, in whole or in part, of the result of `transpose`, `rechunk`,
     `map_overlap`, `iterate` or `spmd`. It starts when the scheduler sends the first task of the
     array to a worker, and ends when no task of the array is left. Computing the array again, or
-    only its lost blocks, is another run. A run does not end while it waits for other tasks, or when
+    only its lost blocks, is another run. Runs under way are in the list as well, with the records
+    of their tasks so far. A run does not end while it waits for other tasks, or when
     a worker is lost. Blocks recomputed after a loss count as attempts, but only once in `made`.
 
     A worker keeps the records of about its last thousand tasks, and the scheduler those of about

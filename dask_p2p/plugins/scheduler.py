@@ -183,11 +183,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         ready = self.ready()
         answers = await asyncio.gather(*map(self._fetch, ready))
         silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]
-        wanted = (
-            self._records
-            if n is None
-            else (r for run in runs_of(self._records)[:n] for r in run.records)
-        )
+        # A task may end between the requests to two workers: its last record counts.
+        ended = {(record.key, record.start_s) for record in self._records}
+        running = (r for found in answers for r in found or () if (r.key, r.start_s) not in ended)
+        known = [*self._records, *running]
+        wanted = known if n is None else (r for run in runs_of(known)[:n] for r in run.records)
         return {"records": packed(wanted), "silent": silent}
 
     def ready(self) -> list[str]:

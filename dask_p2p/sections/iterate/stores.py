@@ -9,7 +9,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from dask_p2p.errors import FileError, InputError
+from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.sections.gang.checkpoints import checked_period
@@ -82,18 +82,14 @@ def checked_stores(
 ) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
 
-    Raises `InputError` for anything else than stores of the fields, and `FileError` without Zarr.
+    Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
+    without Zarr.
     """
     saves = [save] if isinstance(save, Save) else list(save)
     if not saves and checkpoint is None:
         return StoreSpecs()
-    try:
+    with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    except ImportError as exc:
-        raise FileError(
-            "expected the package zarr for stores of fields, which is not installed. Install it: "
-            "pip install 'zarr>=3.1'."
-        ) from exc
     names = [spec.name for spec in specs]
     found = []
     for each in saves:
