@@ -17,7 +17,10 @@ from tests.deploy.support import environment, running
 from tests.docs.pages import DOCS, blocks_of
 from tests.support import BOUND_S
 
-pytestmark = pytest.mark.programs
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.filterwarnings("ignore:Port 8787 is already in use"),  # of another cluster
+]
 
 PAGE = DOCS / "how-to" / "cluster.md"
 

@@ -91,20 +91,23 @@ class Stores:
         import zarr
 
         program = {"format": "dask_p2p frames 1", "every": save.every, "arrays": _plain(shapes)}
-        done = first // save.every
-        if path.exists() and any(path.iterdir()):
-            found = dict(_opened(path).attrs)
-            if found.get("program") != program:
-                raise InputError(
-                    f"expected a new folder, or frames of the same fields and steps, at {path}, "
-                    f"got {_difference(found.get('program'), program)}. Give another path, or "
-                    f"remove the folder."
-                )
-            done = min(done, int(found.get("frames", 0)))
+        group, done = _opened(path) if _has_files(path) else None, 0
+        if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
+            attributes = {"program": program, "frames": 0, "steps": 0}
+            version = _format(shapes)
+            options = {"zarr_format": version, "attributes": attributes, "overwrite": True}
+            group = zarr.create_group(path, **options)
+        elif group.attrs.get("program") != program:
+            raise InputError(
+                f"expected a new folder, or frames of the same fields and steps, at {path}, got "
+                f"{_difference(group.attrs.get('program'), program)}. Give another path, or remove "
+                f"the folder."
+            )
         else:
-            group = zarr.create_group(path, zarr_format=_format(shapes))
-            self._create(group, shapes, frames=True)
-        _opened(path).attrs.update({"program": program, "frames": done, "steps": done * save.every})
+            done = min(first // save.every, int(group.attrs["frames"]))
+        missing = {name: each for name, each in shapes.items() if name not in group}
+        self._create(group, missing, frames=True)
+        group.attrs.update({"frames": done, "steps": done * save.every})
 
     def _write_frame(self, save: Save, group: Any, step: int) -> None:
         number = step // save.every - 1
@@ -244,6 +247,11 @@ def _series_of(group: Any) -> Iterator[tuple[str, Any]]:
     for name, array in group.arrays():
         if name.startswith("series."):
             yield name.removeprefix("series."), array[...]
+
+
+def _has_files(path: Path) -> bool:
+    """Return whether a folder has any files, apart from those that a killed process has left."""
+    return path.exists() and any(not each.name.endswith(".partial") for each in path.iterdir())
 
 
 def _opened(path: Path) -> Any:
