@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.bench import bench
+from dask_p2p.errors import needs
+
+with needs("rich", "bench"):
+    from benchmarks.bench import bench
 
 bench(prog_name="python -m benchmarks")

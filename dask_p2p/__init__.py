@@ -26,18 +26,29 @@ if TYPE_CHECKING:
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
     from dask_p2p.sections.api.spmd import spmd as spmd
+    from dask_p2p.sections.iterate.fields import Field as Field
+    from dask_p2p.sections.iterate.fields import Whole as Whole
     from dask_p2p.sections.iterate.iterate import iterate as iterate
+    from dask_p2p.sections.iterate.series import Record as Record
+    from dask_p2p.sections.iterate.stores import Checkpoint as Checkpoint
+    from dask_p2p.sections.iterate.stores import Save as Save
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
     from dask_p2p.tools.dropin import uninstall as uninstall
+    from dask_p2p.tools.progress_bar import progress as progress
 
 ensure_defaults()
 
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
+    "Checkpoint": "dask_p2p.sections.iterate.stores",
+    "Field": "dask_p2p.sections.iterate.fields",
     "MemoryEstimate": "dask_p2p.ops.estimate",
+    "Record": "dask_p2p.sections.iterate.series",
+    "Save": "dask_p2p.sections.iterate.stores",
+    "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",
     "fused": "dask_p2p.fusing.fused",
@@ -47,6 +58,7 @@ _FUNCTIONS = {
     "local_cluster": "dask_p2p.tools.cluster",
     "map_on_gpu": "dask_p2p.on_gpu.map_on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
+    "progress": "dask_p2p.tools.progress_bar",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",
     "spmd": "dask_p2p.sections.api.spmd",

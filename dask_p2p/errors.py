@@ -5,6 +5,8 @@ Each message names the expected value, the actual value and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, TypeVar
 
@@ -174,6 +176,10 @@ class RegistrationError(P2PError):
     """
 
 
+class StartError(P2PError, RuntimeError):
+    """The workers of a cluster could not start, since they could not import the main program."""
+
+
 class SectionError(P2PError):
     """The ranks of a section made different calls, or too many of their attempts failed.
 
@@ -186,8 +192,42 @@ class FileError(P2PError, OSError):
     """A file cannot be read or written as requested."""
 
 
+class MissingPackageError(P2PError, ImportError):
+    """A package is not installed that only some functions need."""
+
+
 class P2PWarning(UserWarning):
     """An operation works, but not as requested or not at the expected speed."""
+
+
+_REPOSITORY = "git+https://github.com/dask-p2p/dask-p2p"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs this package with an extra.
+
+    >>> install_command("xarray")
+    "pip install 'dask-p2p[xarray] @ git+https://github.com/dask-p2p/dask-p2p'"
+    """
+    return f"pip install 'dask-p2p[{extra}] @ {_REPOSITORY}'"
+
+
+@contextmanager
+def needs(package: str, extra: str) -> Iterator[None]:
+    """Return a context for the import of an optional package.
+
+    If it is missing, raises `MissingPackageError` with the command that installs the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] != package:
+            raise  # a dependency of the package is missing
+        raise MissingPackageError(
+            f"expected the package {package}, which is not installed. Run: "
+            f"{install_command(extra)}",
+            name=package,
+        ) from None
 
 
 _Error = TypeVar("_Error", bound=BaseException)

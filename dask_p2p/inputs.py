@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from operator import index
 from typing import Any
 
@@ -53,3 +55,12 @@ def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise InputError(f"{name}: expected {expected}, got {value!r}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to another one.
+
+    >>> nearest("workers", ["name", "n_workers", "worker_class"])
+    'n_workers'
+    """
+    return max(sorted(known), key=lambda other: SequenceMatcher(None, name, other).ratio())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 # This checkout, then the scripts of docs.
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+import deploy_pages  # noqa: E402
 import options_table  # noqa: E402
+import versions_table  # noqa: E402
 
 import dask_p2p  # noqa: E402
 
@@ -62,5 +65,17 @@ html_sidebars = {
 }
 
 generated = HERE / "_generated"
-generated.mkdir(exist_ok=True)
+(generated / "deploy").mkdir(parents=True, exist_ok=True)
 (generated / "options.md").write_text(options_table.table(), "utf-8")
+(generated / "versions.md").write_text(versions_table.tables(), "utf-8")
+for _name, _text in deploy_pages.pages().items():
+    (generated / "deploy" / f"{_name}.md").write_text(_text, "utf-8")
+
+
+def setup(app: Any) -> None:
+    """Make links to the folder ``deploy`` lead to its pages in the site."""
+
+    def read(_: Any, __: str, source: list[str]) -> None:
+        source[0] = deploy_pages.linked(source[0])
+
+    app.connect("source-read", read)

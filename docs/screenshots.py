@@ -25,7 +25,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.records import Record, packed, unpacked
+from dask_p2p.monitoring.records import TaskRecord, packed, unpacked
 from dask_p2p.monitoring.runs import runs_of
 from tests.browser import chromium, until, visit
 
@@ -89,7 +89,7 @@ def compute(client: Client, side: int, workers: int, gpus: bool) -> da.Array:
     return field
 
 
-async def newest_records(dask_scheduler: Any) -> list[Record]:
+async def newest_records(dask_scheduler: Any) -> list[TaskRecord]:
     """Return the records of the newest runs, those of running tasks included."""
     plugin = dask_scheduler.plugins[PLUGIN_NAME]
     running = await asyncio.gather(*map(plugin._fetch, plugin.ready()))

@@ -210,7 +210,7 @@ def _light_clusters():
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def common_cluster():
     """Four single-thread worker processes over TCP, shared by all tests that do no harm."""
     from distributed import LocalCluster
 
@@ -224,6 +224,27 @@ def cluster():
         env={"PYTHONPATH": import_path()},
     ) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(request):
+    """The cluster of a module, made with the keywords in its `CLUSTER`, or the shared one."""
+    from distributed import LocalCluster
+
+    if (keywords := getattr(request.module, "CLUSTER", None)) is None:
+        yield request.getfixturevalue("common_cluster")
+    else:
+        with LocalCluster(**{"dashboard_address": ":0", **keywords}) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def client(cluster):
+    """A client of the cluster, for one test."""
+    from distributed import Client
+
+    with Client(cluster) as client:
+        yield client
 
 
 @pytest.fixture
@@ -242,11 +263,3 @@ def loop():
     loop = EventLoop()
     yield loop
     loop.close()
-
-
-@pytest.fixture
-def client(cluster):
-    from distributed import Client
-
-    with Client(cluster) as client:
-        yield client

@@ -152,10 +152,13 @@ def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
     assert_type(dask_p2p.iterate(func, [x, x], 1, 3), tuple[da.Array, ...])
     assert_type(dask_p2p.iterate(func, (x, x), [1, 0], 3), tuple[da.Array, ...])
     assert_type(dask_p2p.iterate(func, fields, 1, 3), tuple[da.Array, ...])
+    coupled = dask_p2p.iterate([func, func], {"u": x, "v": [x, x]}, {"u": 1, "*": 0}, 3)
+    assert_type(coupled, dict[str, Any])
+    dask_p2p.iterate(func, {"u": dask_p2p.Field(x, depth=1)}, 0, 3, constants={"c": x})
     newest, before = dask_p2p.iterate(func, [x, x], 1, 3)
     newest.compute()
     assert_type(dask_p2p.spmd(func, x), da.Array)
-    assert_type(dask_p2p.spmd(func, x, x, outputs=1, ranks=2, cut=[0], weight=2.0), da.Array)
+    assert_type(dask_p2p.spmd(func, x, x, outputs=1, ranks=2, partition=[0], weight=2.0), da.Array)
     dask_p2p.spmd(func, x).compute()
     assert_type(dask_p2p.spmd(func, x, x, outputs=2), tuple[da.Array, ...])
     assert_type(dask_p2p.spmd(func, x, per_rank=[0.0]), tuple[da.Array, ...])
@@ -181,6 +184,8 @@ def use(a: xr.DataArray, ds: xr.Dataset, func: Any) -> None:
     assert_type(P2PAccessor(ds).iterate(func, 1, 3, fields=["u"]), xr.Dataset)
     assert_type(P2PAccessor(a).fft("x").p2p, Any)
     assert_type(P2PAccessor(a).ifft(real_dim="freq_x"), xr.DataArray)
+    assert_type(P2PAccessor(a).power_spectrum("x", window="hann"), xr.DataArray)
+    assert_type(P2PAccessor(a).window("x", lambda n: [1.0] * n), xr.DataArray)
 """
 
 CHECKERS = {

@@ -19,7 +19,7 @@ from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import is_shareable
 from dask_p2p.backends.host.hardware import link_gbs, on_gpu
 from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
-from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.errors import UnsupportedArrayError, install_command
 from dask_p2p.types import Array, DTypeLike
 
 # RMM resources that allocate GPU memory only. Managed memory can exceed it.
@@ -143,8 +143,8 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise UnsupportedArrayError(
-            f"Expected an importable CuPy for CuPy blocks, got: {error}. "
-            "Install dask-p2p[cuda13] or [cuda12], or use NumPy blocks."
+            f"Expected an importable CuPy for CuPy blocks, got: {error}. Run: "
+            f"{install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]."
         ) from error
     return cupy
 

@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from dask_p2p.backends.driver import driver
-from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.errors import DeviceLostError, TransferError, install_command
 from dask_p2p.types import Array
 
 _SMALL_BYTES = 512
@@ -57,7 +57,7 @@ def gpu_obstacle() -> str | None:
     try:
         import cupy
     except ImportError as exc:
-        return f"CuPy cannot be imported ({exc})"
+        return f"CuPy cannot be imported ({exc}; {install_command('cuda13')})"
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as exc:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import TransferError, install_command
 
 MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver derives the direction from the addresses
 
@@ -104,9 +104,7 @@ def close_ipc(address: int) -> None:
 def _attribute(api: Any, name: str, address: int) -> Any:
     """Return an attribute of memory; `TransferError` if the driver does not report it."""
     if api is None:
-        raise TransferError(
-            f"cuda-bindings is needed for {name}; install dask-p2p[cuda13] or [cuda12]"
-        )
+        raise TransferError(f"cuda-bindings is needed for {name}; {install_command('cuda13')}")
     attribute = getattr(api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
     error, value = api.cuPointerGetAttribute(attribute, address)
     if error != api.CUresult.CUDA_SUCCESS:

@@ -16,6 +16,7 @@ from dask.utils import format_bytes
 from distributed import wait
 
 from dask_p2p.cli import _options as shared
+from dask_p2p.errors import install_command
 from dask_p2p.geometry import split_evenly
 from dask_p2p.monitoring.runs import last_runs
 from dask_p2p.monitoring.tables import cells, text_table
@@ -99,7 +100,10 @@ def _rechunked(method: str, x: DaskArray) -> DaskArray:
 def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> None:
     """Print the workers, the matrix and the algorithm."""
     click.echo(f"Started {shared.devices_text(spec, device_names(client, spec.kind))}.")
-    click.echo(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
+    if find_spec("bokeh") is None:
+        click.echo(f"Dashboard: none without bokeh. Run: {install_command('dashboard')}")
+    else:
+        click.echo(f"Dashboard: {client.dashboard_link or 'none'}, while this runs.")
     click.echo(
         f"Matrix: {side} x {side} {dtype}, {format_bytes(side**2 * dtype.itemsize)}; each value "
         "encodes its position. The matrix and its transpose are in slabs, one for each worker. In "

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
-from dask_p2p.monitoring.records import REASON_CHARS, Record
+from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
@@ -25,7 +25,7 @@ class TaskContext(WorkerContext, Protocol):
     """The worker of a task, as tasks use it."""
 
     router: Router
-    running: dict[Any, Callable[[], Record]]  # by key of a running task: its record so far
+    running: dict[Any, Callable[[], TaskRecord]]  # by key of a running task: its record so far
 
     def holds(self, key: Key) -> bool:
         """Return whether the worker has a block, in memory or spilled."""
@@ -63,7 +63,7 @@ class TaskContext(WorkerContext, Protocol):
     def forget_attempts(self, key: Key) -> None:
         """Forget the attempts at a task, as `AttemptLog` does."""
 
-    def record(self, record: Record) -> None:
+    def record(self, record: TaskRecord) -> None:
         """Record a finished attempt at a task, successful or failed."""
 
     def on_device_lost(self, error: DeviceLostError) -> bool:
@@ -74,7 +74,7 @@ class TaskContext(WorkerContext, Protocol):
 def recorded(
     context: TaskContext | None,  # None: the attempt is not recorded
     key: Key,  # key of the task
-    record: Callable[..., Record],  # returns the record so far, with additional fields
+    record: Callable[..., TaskRecord],  # returns the record so far, with additional fields
     errors: type[BaseException] = Exception,  # other exceptions leave no record
 ) -> Iterator[dict[str, Any]]:
     """Record an attempt at a task with its worker, during this context and at its end.

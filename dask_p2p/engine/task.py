@@ -25,7 +25,7 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
 from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
@@ -230,10 +230,10 @@ def _record(
     address: str,
     is_running: bool = False,
     **others: Any,
-) -> Record:
+) -> TaskRecord:
     """Return a record of an attempt so far, with these additional fields. Thread-safe."""
     chunks, sources = assembly.output.chunks or plan.chunks, assembly.sources
-    return Record(
+    return TaskRecord(
         key=key,
         start_s=start_s,
         stop_s=time.time(),

@@ -22,7 +22,7 @@ _MOST_PIECES = 2**15
 
 
 class Assembling:
-    """The blocks that a rank assembles in its present phase."""
+    """The blocks that a rank assembles in its present superstep."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block

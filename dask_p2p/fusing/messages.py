@@ -1,4 +1,4 @@
-"""Messages between ranks with the items of one phase.
+"""Messages between ranks with the items of one superstep.
 
 A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
 assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays
@@ -20,7 +20,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.assembling import Assembling, in_task, pieces_of
-from dask_p2p.fusing.program import Item, Phase, Whole
+from dask_p2p.fusing.program import Item, Superstep, WholeValue
 from dask_p2p.geometry import box_shape, box_slices, round_up
 from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
 from dask_p2p.sections.wire.connections import Connections
@@ -50,15 +50,15 @@ class Messages:
     ) -> None:
         self._connections, self._reads, self._assembling = connections, reads, assembling
 
-    def exchange(self, number: int, phase: Phase, values: MutableMapping[Key, Any]) -> None:
-        """Send and receive the items of a phase. Received whole values are added to `values`."""
-        text = f"phase {number} of a fused graph"
-        packed = {rank: _Packing(self, rank) for rank in phase.sends}
-        sends = {rank: each.message(phase.sends[rank], values) for rank, each in packed.items()}
-        found = self._connections.exchange(text, sends, dict.fromkeys(phase.receives))
-        unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in phase.receives}
+    def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
+        """Send and receive the items of a superstep; add received whole values to `values`."""
+        text = f"superstep {number} of a fused graph"
+        packed = {rank: _Packing(self, rank) for rank in superstep.sends}
+        sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+        found = self._connections.exchange(text, sends, dict.fromkeys(superstep.receives))
+        unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
         for rank, message in unpacked.items():
-            message.take(phase.receives[rank], values)
+            message.take(superstep.receives[rank], values)
         read = {rank: b"" for rank, message in unpacked.items() if message.has_read}
         readers = {rank: bytearray() for rank, each in packed.items() if each.lent}
         if readers or read:  # arrays that other ranks read stay until then
@@ -101,7 +101,7 @@ class _Packing:
         assembling = self._messages.assembling
         for item in items:
             value = values[item.key]
-            if isinstance(item, Whole):
+            if isinstance(item, WholeValue):
                 self._add_whole(value)
                 continue
             with in_task(item.block.key):
@@ -157,7 +157,7 @@ class _Unpacking:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
         assembling = self._messages.assembling
         for item in items:
-            if isinstance(item, Whole):
+            if isinstance(item, WholeValue):
                 values[item.key] = self._whole(next(self._heads))
                 continue
             dtype = next(self._heads) if item.block.dtype is None else item.block.dtype

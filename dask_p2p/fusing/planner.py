@@ -1,4 +1,4 @@
-"""Programs of ranks, made from the owner and the phase of each task."""
+"""Programs of ranks, made from the owner and the superstep of each task."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dask.task_spec import DataNode
 
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.fusing.owners import item_bytes_of, owners_of
-from dask_p2p.fusing.phases import phases_of
 from dask_p2p.fusing.program import (
     AssembledBlock,
     AssembleStep,
     Item,
-    Phase,
     Program,
     Regions,
-    Whole,
+    Superstep,
+    WholeValue,
 )
+from dask_p2p.fusing.supersteps import supersteps_of
 from dask_p2p.fusing.tasks import FusedTasks
 from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
@@ -31,7 +31,7 @@ from dask_p2p.types import Key
 def programs_of(tasks: FusedTasks, size: int) -> list[Program]:
     """Return the program of each rank, by rank."""
     owners = owners_of(tasks, size)
-    writer = _Writer(tasks, size, owners, phases_of(tasks, owners))
+    writer = _Writer(tasks, size, owners, supersteps_of(tasks, owners))
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):
             writer.add_assembly(key, node)
@@ -49,27 +49,27 @@ class _Writer:
         tasks: FusedTasks,
         size: int,
         owners: Mapping[Key, int],  # by key; small literals have none
-        phases: Mapping[Key, int],  # by key
+        supersteps: Mapping[Key, int],  # by key
     ) -> None:
-        self._tasks, self._owners, self._phases = tasks, owners, phases
-        count = max(phases.values(), default=0) + 1
-        self._steps = [[Phase() for _ in range(count)] for _ in range(size)]
+        self._tasks, self._owners, self._supersteps = tasks, owners, supersteps
+        count = max(supersteps.values(), default=0) + 1
+        self._steps = [[Superstep() for _ in range(count)] for _ in range(size)]
         self._uses = [defaultdict[Key, int](int) for _ in range(size)]
         self._plans: dict[Plan, Plan] = {}  # one object for equal plans: it is pickled once
-        self._wholes: dict[tuple[Key, int], int] = {}  # phase, by key and receiving rank
+        self._wholes: dict[tuple[Key, int], int] = {}  # superstep, by key and receiver
         self._largest_bytes = 0
 
     def add(self, key: Key, node: Any) -> None:
         """Add a task that reads whole values."""
-        rank, phase = self._owners[key], self._phases[key]
+        rank, superstep = self._owners[key], self._supersteps[key]
         for each in self._tasks.reads[key]:
-            self._read(each, rank, phase)
+            self._read(each, rank, superstep)
         own = node if node.key == key else node.substitute({}, key=key)
-        self._steps[rank][phase].steps.append(own)
+        self._steps[rank][superstep].steps.append(own)
 
     def add_assembly(self, key: Key, node: AssembleTask) -> None:
         """Add the assembly of a block, and the regions that other ranks send for it."""
-        rank, phase = self._owners[key], self._phases[key]
+        rank, superstep = self._owners[key], self._supersteps[key]
         plan = self._plans.setdefault(node.plan, node.plan)
         output = node.output
         block = AssembledBlock(key, plan, node.index, output.dtype, output.epilogue)
@@ -79,15 +79,15 @@ class _Writer:
                 self._uses[rank][each] += 1
                 local.append((number, each))
             else:
-                self._send(Regions(each, number, block), rank, phase)
-        self._steps[rank][phase].steps.append(AssembleStep(block, tuple(local)))
+                self._send(Regions(each, number, block), rank, superstep)
+        self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
         self._largest_bytes = max(self._largest_bytes, prod(shape) * item_bytes_of(node))
 
     def add_wholes(self) -> None:
-        """Add the messages with whole values, each in the first phase that needs it."""
-        for (key, rank), phase in self._wholes.items():
-            self._send(Whole(key), rank, phase)
+        """Add the messages with whole values, each in the first superstep that needs it."""
+        for (key, rank), superstep in self._wholes.items():
+            self._send(WholeValue(key), rank, superstep)
 
     def programs(self) -> list[Program]:
         """Return the programs, once all tasks and messages are added."""
@@ -109,22 +109,22 @@ class _Writer:
             for key in uses
             if isinstance(nodes.get(key), DataNode) and self._is_local(key, rank)
         }
-        phases = tuple(self._steps[rank])
-        return Program(inputs, literals, phases, dict(uses), outputs, reads_memory)
+        supersteps = tuple(self._steps[rank])
+        return Program(inputs, literals, supersteps, dict(uses), outputs, reads_memory)
 
     def _is_local(self, key: Key, rank: int) -> bool:
         """Return whether a rank has a value without a message."""
         return self._owners.get(key, rank) == rank
 
-    def _read(self, key: Key, rank: int, phase: int) -> None:
+    def _read(self, key: Key, rank: int, superstep: int) -> None:
         """Record that a task of a rank reads a whole value."""
         self._uses[rank][key] += 1
         if not self._is_local(key, rank):
-            first = self._wholes.get((key, rank), phase)
-            self._wholes[key, rank] = min(first, phase)
+            first = self._wholes.get((key, rank), superstep)
+            self._wholes[key, rank] = min(first, superstep)
 
-    def _send(self, item: Item, rank: int, phase: int) -> None:
+    def _send(self, item: Item, rank: int, superstep: int) -> None:
         owner = self._owners[item.key]
         self._uses[owner][item.key] += 1
-        self._steps[owner][phase].sends.setdefault(rank, []).append(item)
-        self._steps[rank][phase].receives.setdefault(owner, []).append(item)
+        self._steps[owner][superstep].sends.setdefault(rank, []).append(item)
+        self._steps[rank][superstep].receives.setdefault(owner, []).append(item)

@@ -1,4 +1,4 @@
-"""The program of a rank: all that it computes, sends and receives, phase by phase."""
+"""The program of a rank: all that it computes, sends and receives, superstep by superstep."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AssembleStep(NamedTuple):
     local: tuple[tuple[int, Key], ...]  # sources of the same rank: position in the plan, and key
 
 
-class Whole(NamedTuple):
+class WholeValue(NamedTuple):
     """A message's item: a whole value, for tasks of another rank."""
 
     key: Key
@@ -43,13 +43,13 @@ class Regions(NamedTuple):
     block: AssembledBlock
 
 
-Item: TypeAlias = Whole | Regions
+Item: TypeAlias = WholeValue | Regions
 #: Items by the rank at the other end. Both ends list the same items in the same order.
 Items: TypeAlias = dict[int, list[Item]]
 
 
 @dataclass
-class Phase:
+class Superstep:
     """One exchange with other ranks, and then the tasks that need nothing later of them."""
 
     sends: Items = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Program:
 
     inputs: tuple[Key, ...]  # keys of the blocks that Dask passes to the rank
     literals: dict[Key, Any]  # values that the graph contains
-    phases: tuple[Phase, ...]
+    supersteps: tuple[Superstep, ...]
     uses: Mapping[Key, int]
     outputs: tuple[tuple[Key, ...], ...]  # by array: keys of the rank's output blocks
     reads_memory: bool  # whether ranks read large values in each other's memory, if they can

@@ -1,4 +1,4 @@
-"""A rank runs its program: exchanges and tasks, phase by phase."""
+"""A rank runs its program: exchanges and tasks, superstep by superstep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from dask_p2p.fusing.assembling import Assembling, in_task
 from dask_p2p.fusing.messages import Messages
-from dask_p2p.fusing.program import AssembleStep, Phase, Program
+from dask_p2p.fusing.program import AssembleStep, Program, Superstep
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.progress import Progress
@@ -17,7 +17,7 @@ from dask_p2p.types import Key
 
 
 class ProgramContext:
-    """The context of a rank that runs a program: its connections, and its progress by phases."""
+    """The context of a rank that runs a program: its connections, and its supersteps so far."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class Runner:
         values.update(zip(program.inputs, blocks, strict=True))
         values.update(program.literals)
         program.literals.clear()  # freed after the last use, as all values
-        self._progress.steps = len(program.phases)
-        for number, phase in enumerate(program.phases):
-            if phase.sends or phase.receives:
-                self._exchange(number, phase)
-            for step in phase.steps:
+        self._progress.steps = len(program.supersteps)
+        for number, superstep in enumerate(program.supersteps):
+            if superstep.sends or superstep.receives:
+                self._exchange(number, superstep)
+            for step in superstep.steps:
                 self._run(step)
             self._progress.step = number + 1
         return [[values[key] for key in keys] for keys in program.outputs]
 
-    def _exchange(self, number: int, phase: Phase) -> None:
-        self._messages.exchange(number, phase, self._values)
-        for items in phase.sends.values():
+    def _exchange(self, number: int, superstep: Superstep) -> None:
+        self._messages.exchange(number, superstep, self._values)
+        for items in superstep.sends.values():
             for item in items:
                 self._use(item.key)
 

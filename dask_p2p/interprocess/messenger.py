@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.device import relax_capture
-from dask_p2p.errors import Obstacle, SilentError, TransferError
+from dask_p2p.errors import Obstacle, SilentError, TransferError, install_command
 from dask_p2p.types import Array
 
 NAP_S = 20e-6
@@ -39,8 +39,8 @@ def ucxx_obstacle() -> Obstacle | None:
     from importlib.util import find_spec
 
     if find_spec("ucxx") is None:
-        text = "ucxx is not installed (it is part of dask-p2p[cuda13]; pip install ucxx-cu13)"
-        return Obstacle("not-installed", text, "Install dask-p2p[cuda13] on all workers")
+        remedy = f"On all workers run: {install_command('ucx')}; [cuda13] includes it"
+        return Obstacle("not-installed", "ucxx is not installed", remedy)
     return None
 
 

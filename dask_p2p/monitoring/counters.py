@@ -10,7 +10,7 @@ import threading
 from collections import Counter, deque
 from typing import Any, NamedTuple
 
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 
 #: Name of the counters in a worker's metrics, in Dask's heartbeat.
 COUNTERS_METRIC = "dask-p2p"
@@ -56,10 +56,10 @@ class Counters:
 
     def __init__(self) -> None:
         self._values = _no_values()
-        self._new: deque[Record] = deque()  # records to be counted later, outside of the task
+        self._new: deque[TaskRecord] = deque()  # records to be counted later, outside of the task
         self._lock = threading.Lock()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TaskRecord) -> None:
         """Add a finished attempt, to be counted at the next heartbeat."""
         self._new.append(record)
 
@@ -98,7 +98,7 @@ class Totals:
         return sums
 
 
-def _count(values: Values, record: Record) -> None:
+def _count(values: Values, record: TaskRecord) -> None:
     operation = record.operation
     values["attempts"][operation] += 1
     values["tasks"][operation] += not record.error

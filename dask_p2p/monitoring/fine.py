@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed.metrics import context_meter
 
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 
 #: Seconds that a task waited for other workers' regions, or copied them; and their bytes.
 TRANSFER = "p2p-transfer"
@@ -21,7 +21,7 @@ KERNEL = "p2p-kernel"
 COPY = "p2p-copy"
 
 
-def meter(record: Record) -> None:
+def meter(record: TaskRecord) -> None:
     """Report an attempt at a task to Dask. Call it in the task's thread.
 
     The activities of a thread add up to its time. GPU kernels run concurrently with the thread and
@@ -38,7 +38,7 @@ def meter(record: Record) -> None:
         context_meter.digest_metric(TRANSFER, nbytes, "bytes")
 
 
-def record_transfer(worker: Any, record: Record) -> None:
+def record_transfer(worker: Any, record: TaskRecord) -> None:
     """Report a task's wait for other workers' regions to Dask, as time of transfer.
 
     Dask also counts the whole task as computing time. The record is that of a successful attempt,

@@ -2,12 +2,13 @@
 
 Dask makes this page from one registry per process. The package registers one collector for workers
 and one for schedulers. Like Dask's own, they return the metrics of the server whose page is
-requested. Without the package prometheus_client, Dask has no such page, and this module does
-nothing.
+requested. Without the package prometheus_client, Dask has no such page, and this module logs
+the command that installs it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import dask
 
+from dask_p2p.errors import install_command
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Values
 
 _PREFIXES = {"worker": "p2p", "scheduler": "p2p_cluster"}
@@ -31,6 +33,9 @@ def register(server: Any, kind: str, read: Callable[[], Values]) -> None:
     try:
         add_collector(kind)
     except ImportError:
+        command = install_command("metrics")
+        logger = logging.getLogger(f"distributed.{kind}")  # Dask's logger for the server
+        logger.info("dask_p2p: no metrics, which need prometheus_client. Run: %s", command)
         return
     registered[server] = read
 

@@ -56,7 +56,7 @@ class Fallback(NamedTuple):
     reason: str
 
 
-class Record(NamedTuple):
+class TaskRecord(NamedTuple):
     """A record of an attempt at a task: its times, its reads and its outcome."""
 
     key: Key
@@ -144,32 +144,32 @@ class Record(NamedTuple):
         return begun_s, min(begun_s + taken_s, stop_s)
 
 
-def packed(records: Iterable[Record]) -> bytes:
+def packed(records: Iterable[TaskRecord]) -> bytes:
     """Return records as bytes, readable by the same version of the package only."""
     return pickle.dumps((own_version(), pickle.dumps([*records])))
 
 
-def unpacked(data: bytes) -> list[Record]:
+def unpacked(data: bytes) -> list[TaskRecord]:
     """Return the records in the bytes of `packed`. Raises `VersionError` for another version."""
     version, records = pickle.loads(data)
     check_version(version)
     return list(pickle.loads(records))
 
 
-def overlap(records: Iterable[Record]) -> float:
+def overlap(records: Iterable[TaskRecord]) -> float:
     """Return the average number of concurrent activities: copies up, function and copies down.
 
     The average is over the time that a worker spent on blocks. The result is the minimum over
     workers; 0 if no block went through a GPU in parts.
     """
-    by_worker: defaultdict[str, list[Record]] = defaultdict(list)
+    by_worker: defaultdict[str, list[TaskRecord]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.start_s):
         if record.parts:
             by_worker[record.worker].append(record)
     return min(map(_overlap_of_one, by_worker.values()), default=0.0)
 
 
-def _overlap_of_one(records: Iterable[Record]) -> float:
+def _overlap_of_one(records: Iterable[TaskRecord]) -> float:
     """Return the overlap of one worker's blocks, sorted by their start."""
     done_s = spent_s = until_s = 0.0
     for record in records:
@@ -184,12 +184,12 @@ class RecordLog:
 
     def __init__(self, size: int) -> None:  # most records and stages in the log, together
         self.size = size
-        self._kept: deque[Record] = deque()
+        self._kept: deque[TaskRecord] = deque()
         self._weight = 0
         self._count = 0  # number of all records so far, including dropped ones
         self._lock = threading.Lock()
 
-    def append(self, record: Record) -> None:
+    def append(self, record: TaskRecord) -> None:
         """Add a record. Drop the oldest ones if the log is full."""
         with self._lock:
             self._kept.append(record)
@@ -198,7 +198,7 @@ class RecordLog:
             while self._weight > self.size and len(self._kept) > 1:
                 self._weight -= 1 + len(self._kept.popleft().stages)
 
-    def since(self, number: int) -> tuple[int, list[Record]]:
+    def since(self, number: int) -> tuple[int, list[TaskRecord]]:
         """Return the number of the first record returned, and all kept records from `number` on.
 
         Records are numbered from 0.
@@ -208,7 +208,7 @@ class RecordLog:
             first = min(max(number, gone), self._count)
             return first, list(self._kept)[first - gone :]
 
-    def newest(self, size: int) -> list[Record]:
+    def newest(self, size: int) -> list[TaskRecord]:
         """Return the newest records up to this size, counted as in `size`, oldest first."""
         with self._lock:
             found = []
@@ -227,7 +227,7 @@ class RecordLog:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[TaskRecord]:
         return iter(self.since(0)[1])
 
 
@@ -242,7 +242,7 @@ class RecordStore(RecordLog):
         """Return the number of a worker's first record that is missing here."""
         return self._next.get(worker, 0)
 
-    def add(self, worker: str, first: int, records: list[Record]) -> None:
+    def add(self, worker: str, first: int, records: list[TaskRecord]) -> None:
         """Add the records that a worker has sent. Skips known ones, as requests may overlap."""
         for record in records[max(0, self.next(worker) - first) :]:
             self.append(record)
@@ -281,11 +281,11 @@ class RunStarts:
         """Record that no task of an array is left."""
         self._open.discard(name)
 
-    def assigned(self, records: Iterable[Record]) -> list[Record]:
+    def assigned(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
         """Return the records, each with the number of its array's run."""
         return [record._replace(run=self._run_of(record)) for record in records]
 
-    def _run_of(self, record: Record) -> int:
+    def _run_of(self, record: TaskRecord) -> int:
         starts = self._starts.get(record.name, ())
         position = bisect(starts, record.run)
         return starts[position - 1] if position else 0

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
-from dask_p2p.monitoring.records import RECORDS_OP, Record, overlap, unpacked
+from dask_p2p.monitoring.records import RECORDS_OP, TaskRecord, overlap, unpacked
 from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
@@ -38,16 +38,16 @@ class Run:
         Records of the attempts at its blocks, sorted by start. At least one.
     """
 
-    records: tuple[Record, ...]
+    records: tuple[TaskRecord, ...]
 
     @cached_property
-    def made(self) -> tuple[Record, ...]:
+    def made(self) -> tuple[TaskRecord, ...]:
         """The successful attempts, one for each block. For a recomputed block, the last one."""
         return tuple({record.key: record for record in self.records if record.is_made}.values())
 
     @cached_property
-    def under_way(self) -> tuple[Record, ...]:
-        """The attempts that were still running. Empty for runs from `last_runs`."""
+    def under_way(self) -> tuple[TaskRecord, ...]:
+        """The attempts that were still running."""
         return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
@@ -144,7 +144,7 @@ class Run:
         return len(self.records)
 
     @cached_property
-    def latest(self) -> tuple[Record, ...]:
+    def latest(self) -> tuple[TaskRecord, ...]:
         """The latest attempt of each rank of `iterate` or `spmd`; empty for other operations."""
         return tuple({r.key: r for r in self.records if r.attempt}.values())
 
@@ -152,6 +152,11 @@ class Run:
     def steps(self) -> int:
         """Steps that all ranks have finished, in `iterate` or in a loop over `Context.steps`."""
         return min((record.step for record in self.latest), default=0)
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps that were asked for; 0 if unknown."""
+        return max((record.steps for record in self.latest), default=0)
 
     @property
     def steps_per_s(self) -> float:
@@ -255,9 +260,9 @@ class RunTable(tuple[Run, ...]):
         return [tuple(shown), *(tuple(row[name] for name in shown) for row in rows)]
 
 
-def runs_of(records: Iterable[Record]) -> RunTable:
+def runs_of(records: Iterable[TaskRecord]) -> RunTable:
     """Return records grouped into runs, by array and number of the run, the newest run first."""
-    groups: dict[tuple[str, int], list[Record]] = {}
+    groups: dict[tuple[str, int], list[TaskRecord]] = {}
     for record in sorted(records, key=lambda record: record.start_s):
         groups.setdefault((record.name, record.run), []).append(record)
     return RunTable(Run(tuple(group)) for group in reversed(groups.values()))
@@ -277,7 +282,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     A run is one computation, in whole or in part, of the result of `transpose`, `rechunk`,
     `map_overlap`, `iterate` or `spmd`. It starts when the scheduler sends the first task of the
     array to a worker, and ends when no task of the array is left. Computing the array again, or
-    only its lost blocks, is another run. A run does not end while it waits for other tasks, or when
+    only its lost blocks, is another run. Runs under way are in the list as well, with the records
+    of their tasks so far. A run does not end while it waits for other tasks, or when
     a worker is lost. Blocks recomputed after a loss count as attempts, but only once in `made`.
 
     A worker keeps the records of about its last thousand tasks, and the scheduler those of about
@@ -316,7 +322,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     return client.sync(fetch)
 
 
-async def fetch_records(client: Any, n: int | None = None) -> list[Record]:
+async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
     """Return the records of a cluster's newest `n` runs; with None, all records.
 
     The list is empty if the scheduler lacks the plugin.

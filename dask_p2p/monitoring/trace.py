@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from dask_p2p.monitoring.records import Record, Stage
+from dask_p2p.monitoring.records import Stage, TaskRecord
 
 _TRACKS = ("tasks", "stages", "serves")  # kinds of a worker's tracks, from top to bottom
 _MOST_TRACKS = 1000  # tracks of one kind, at most
@@ -37,7 +37,7 @@ class _Slice(NamedTuple):
     flow: int | None = None  # number of the flow that starts or ends at the slice
 
 
-def trace(records: Iterable[Record]) -> str:
+def trace(records: Iterable[TaskRecord]) -> str:
     """Return records as the JSON text of a trace.
 
     Times are in microseconds since the first task's start.
@@ -72,7 +72,7 @@ def trace(records: Iterable[Record]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": origin})
 
 
-def _task(record: Record) -> _Slice:
+def _task(record: TaskRecord) -> _Slice:
     args: dict[str, Any] = {
         "array": record.name,
         "shape": record.shape,
@@ -96,7 +96,7 @@ def _task(record: Record) -> _Slice:
     return _Slice(record.start_s, max(record.start_s, record.stop_s), name, "task", args, own)
 
 
-def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
+def _stage(record: TaskRecord, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
     """Return the slices of the reader and of the holder."""
     start_s, stop_s = record.span_s(stage)
     args = {
@@ -114,7 +114,7 @@ def _stage(record: Record, stage: Stage, flow: int) -> tuple[_Slice, _Slice]:
     return read, _Slice(start_s, stop_s, f"to {record.worker}", "serve", args, (), flow)
 
 
-def _of_parts(record: Record) -> list[_Slice]:
+def _of_parts(record: TaskRecord) -> list[_Slice]:
     """Return the concurrent copies and function calls of a block that `map_on_gpu` made."""
     start_s, stop_s = record.start_s, max(record.start_s, record.stop_s)
     down_s = max(start_s, stop_s - record.down_s)
@@ -155,7 +155,7 @@ def _events(slice_: _Slice, lane: dict[str, int], zero_s: float) -> Iterator[dic
         yield {"cat": "flow", "name": "regions", **how, **flow}
 
 
-_Timed = TypeVar("_Timed", Record, _Slice)
+_Timed = TypeVar("_Timed", TaskRecord, _Slice)
 
 
 def in_lanes(timed: Iterable[_Timed]) -> list[list[_Timed]]:

@@ -31,7 +31,7 @@ from dask_p2p.engine.task import FUSABLE, current_worker, go_elsewhere, is_fusab
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.monitoring.ranges import ranges
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
 from dask_p2p.types import Array, Key, Kind
@@ -217,11 +217,11 @@ class GpuMapBlock:
 
     def record(
         self, key: Key, start_s: float, worker: str, is_running: bool = False, **others: Any
-    ) -> Record:
+    ) -> TaskRecord:
         """Return a record of the work so far, with these additional fields. Thread-safe."""
         chunks, copied = self.of.chunks, self.copied
         shape = block_shape(chunks, self.index)
-        return Record(
+        return TaskRecord(
             key=key,
             start_s=start_s,
             stop_s=time.time(),

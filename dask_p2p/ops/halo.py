@@ -51,15 +51,21 @@ def _width(width: Any) -> tuple[int, int]:
 
 
 def checked_boundaries(
-    boundary: Any, shapes: Sequence[tuple[int, ...]], dtype: DType | None = None
+    boundary: Any,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: DType | None = None,
+    has_sides: bool = False,  # whether an axis may have a pair, for both ends of the array
 ) -> list[tuple[Any, ...]]:
     """Return the boundaries: for each array, one for each axis.
 
     Raises `InputError` for an invalid boundary, and for a number that `dtype` cannot hold.
     """
     given = _each_array("boundary", boundary, shapes, "none")
-    found = [tuple(map(_boundary, kinds)) for _, kinds in given]
-    for value in (each for kinds in found for each in kinds if not isinstance(each, str)):
+    kind_of = _sides if has_sides else _boundary
+    found = [tuple(map(kind_of, kinds)) for _, kinds in given]
+    of_axes = (each for kinds in found for each in kinds)
+    of_ends = (end for each in of_axes for end in (each if isinstance(each, tuple) else (each,)))
+    for value in (end for end in of_ends if not isinstance(end, str)):
         if dtype is not None and not _holds(dtype, value):
             raise InputError(
                 f"expected a boundary that {dtype} can hold, got {value!r}. Pass another one, or "
@@ -75,6 +81,19 @@ def _holds(dtype: DType, value: Any) -> bool:
         with np.errstate(all="ignore"):
             return bool(own.astype(dtype) == own)
     return dtype.kind not in "biufc" or bool(np.can_cast(own.dtype, dtype, "same_kind"))
+
+
+def _sides(given: Any) -> Any:
+    """Return the boundary of an axis: one for both ends, or a pair."""
+    if not isinstance(given, tuple) or len(given) != 2:
+        return _boundary(given)
+    ends = tuple(map(_boundary, given))
+    if "periodic" in [end for end in ends if isinstance(end, str)] and ends[0] != ends[1]:
+        raise InputError(
+            f"expected 'periodic' at both ends of an axis or at none, got {given!r}. An end has "
+            f"the elements of the other end then."
+        )
+    return ends[0] if ends[0] == ends[1] else ends
 
 
 def _boundary(kind: Any) -> Any:

@@ -43,12 +43,14 @@ class Halo:
     [1, 0, 1]
     >>> Halo((4, 4), 1, 2, "none").sizes
     (6, 5)
+    >>> Halo((4, 4), 1, 2, ("nearest", "none")).sizes
+    (7, 5)
     """
 
     src_sizes: tuple[int, ...]  # sizes of the blocks
     before: int  # width of the halo before a block
     after: int  # width of the halo after a block
-    boundary: Any  # one of `BOUNDARIES`, or the constant beyond both ends
+    boundary: Any  # one of `BOUNDARIES`, a constant, or a pair of them for both ends
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -73,9 +75,16 @@ class Halo:
         """
         start, stop = self._bounds[number : number + 2]
         low, high = start - self.before, stop + self.after
-        if self.boundary == "none":
-            low, high = max(low, 0), min(high, self._bounds[-1])
+        first, last = self._ends
+        low = max(low, 0) if first == "none" else low
+        high = min(high, self._bounds[-1]) if last == "none" else high
         return [(low, start), (start, stop), (stop, high)]
+
+    @property
+    def _ends(self) -> tuple[Any, Any]:
+        """The boundaries before and after the array."""
+        own = self.boundary
+        return own if isinstance(own, tuple) else (own, own)
 
     def widths(self, number: int) -> tuple[int, int]:
         """Return the widths of the halo before and after a block, smaller at some ends."""
@@ -106,14 +115,15 @@ class Halo:
     def _beyond(self, start: int, stop: int, at: int) -> list[AxisSegment]:
         """Return the segments of a range beyond one end of the array."""
         length = self._bounds[-1]
-        if self.boundary == "periodic":
+        boundary = self._ends[start >= 0]
+        if boundary == "periodic":
             shift = length if start < 0 else -length
             return segments_of_range(self._bounds, start + shift, stop + shift, at, is_halo=True)
-        if self.boundary not in ("reflect", "nearest"):
-            return [AxisSegment(None, (0, 0), (at, at + stop - start), True, self.boundary)]
+        if boundary not in ("reflect", "nearest"):
+            return [AxisSegment(None, (0, 0), (at, at + stop - start), True, boundary)]
         segments = []
         for position in range(start, stop):
-            if self.boundary == "nearest":
+            if boundary == "nearest":
                 mirrored = 0 if position < 0 else length - 1
             else:
                 mirrored = -1 - position if position < 0 else 2 * length - 1 - position
@@ -126,7 +136,7 @@ class Halo:
 def halo_plan(
     chunks: Chunks,  # chunks of the array
     depth: Sequence[tuple[int, int]],  # by axis: width of the halo before and after a block
-    boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, or a constant
+    boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, a constant, or a pair for both ends
     has_corners: bool = True,  # see `GridPlan`
     unread: Any = 0,
 ) -> GridPlan:

@@ -206,20 +206,19 @@ class _HaloBlocks:
         return [box for box in found if box_size(box)]
 
 
-def interior_and_boundary(rank_halo: RankHalo) -> list[Box]:
+def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
     """Return the interior and the boundary regions, which together cover a local block once.
 
-    Only the interior needs no halo data of other ranks. It may be empty: then the local block is
-    the only boundary region.
+    Several halos may surround local blocks of one shape. Only the interior needs no halo data of
+    other ranks. It may be empty: then the local block is the only boundary region.
     """
-    lengths = [stop - start for start, stop in rank_halo.inner]
+    lengths = [stop - start for start, stop in halos[0].inner]
     whole = tuple((0, length) for length in lengths)
-    needed = _sides(rank_halo)
-    inside = []
-    for axis, (length, (before, after)) in enumerate(zip(lengths, rank_halo.depth, strict=True)):
-        start = before if (axis, False) in needed else 0
-        stop = length - after if (axis, True) in needed else length
-        inside.append((start, stop))
+    each = [_interior(halo) for halo in halos]
+    inside = [
+        (max(start for start, _ in along), min(stop for _, stop in along))
+        for along in zip(*each, strict=True)
+    ]
     if any(start >= stop for start, stop in inside):
         return [tuple((0, 0) for _ in whole), whole]
     boundary_parts = []
@@ -227,6 +226,17 @@ def interior_and_boundary(rank_halo: RankHalo) -> list[Box]:
         for low, high in ((0, start), (stop, lengths[axis])):
             boundary_parts.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
     return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
+
+
+def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
+    """Return the range along each axis that needs no halo data of other ranks."""
+    needed, inside = _sides(rank_halo), []
+    of_axes = enumerate(zip(rank_halo.inner, rank_halo.depth, strict=True))
+    for axis, ((first, last), (before, after)) in of_axes:
+        start = before if (axis, False) in needed else 0
+        stop = last - first - (after if (axis, True) in needed else 0)
+        inside.append((start, stop))
+    return inside
 
 
 def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:

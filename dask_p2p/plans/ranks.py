@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -85,10 +85,17 @@ class RankGrid:
         bounds = map(block_bounds, self.local_sizes)
         return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.indices[rank], strict=True))
 
-    def blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
-        """Yield the index of each block of a rank, and its box in the local block."""
+    def blocks(self, rank: int, repeated: Collection[int] = ()) -> Iterator[tuple[Index, Box]]:
+        """Yield the index of each block of a rank, and its box in the local block.
+
+        Along the axes in `repeated`, all ranks have the only element of another array.
+        """
         along = []
-        for sizes, cuts, at in zip(self.chunks, self._cuts, self.indices[rank], strict=True):
+        of_axes = enumerate(zip(self.chunks, self._cuts, self.indices[rank], strict=True))
+        for axis, (sizes, cuts, at) in of_axes:
+            if axis in repeated:
+                along.append([(0, (0, 1))])
+                continue
             numbers = range(cuts[at], cuts[at + 1])
             bounds = block_bounds(sizes[number] for number in numbers)
             along.append(list(zip(numbers, pairwise(bounds), strict=True)))

@@ -32,7 +32,7 @@ from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering, ask_and_wait
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, record_transfer
-from dask_p2p.monitoring.records import Record, RecordLog, packed
+from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
 from dask_p2p.plugins.leaving import leave
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
@@ -65,7 +65,7 @@ class DaskWorkerContext(AttemptLog):
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.record_fallback)
         self.records = RecordLog(_RECORDS)
-        self.running: dict[Any, Callable[[], Record]] = {}
+        self.running: dict[Any, Callable[[], TaskRecord]] = {}
         self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -231,7 +231,7 @@ class DaskWorkerContext(AttemptLog):
                 if holder != self.address:
                     self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
-    def record(self, record: Record) -> None:
+    def record(self, record: TaskRecord) -> None:
         if not record.error:
             self.forget_attempts(record.key)
             record_transfer(self._worker, record)
@@ -240,11 +240,11 @@ class DaskWorkerContext(AttemptLog):
         self.counters.add(record)
         meter(record)
 
-    def under_way(self) -> list[Record]:
+    def under_way(self) -> list[TaskRecord]:
         """Return the records of running tasks, as far as they have come."""
         return [look() for look in tuple(self.running.values())]
 
-    def _numbered(self, record: Record) -> Record:
+    def _numbered(self, record: TaskRecord) -> TaskRecord:
         """Return a task's record with Dask's run number, if Dask still has the task."""
         task = self._worker.state.tasks.get(record.key)
         return record._replace(run=task.run_id) if task is not None else record

@@ -27,7 +27,14 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
-from dask_p2p.monitoring.records import RECORDS_OP, Record, RecordStore, RunStarts, packed, unpacked
+from dask_p2p.monitoring.records import (
+    RECORDS_OP,
+    RecordStore,
+    RunStarts,
+    TaskRecord,
+    packed,
+    unpacked,
+)
 from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.gangs.scheduler import Gangs
@@ -176,11 +183,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         ready = self.ready()
         answers = await asyncio.gather(*map(self._fetch, ready))
         silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]
-        wanted = (
-            self._records
-            if n is None
-            else (r for run in runs_of(self._records)[:n] for r in run.records)
-        )
+        # A task may end between the requests to two workers: its last record counts.
+        ended = {(record.key, record.start_s) for record in self._records}
+        running = (r for found in answers for r in found or () if (r.key, r.start_s) not in ended)
+        known = [*self._records, *running]
+        wanted = known if n is None else (r for run in runs_of(known)[:n] for r in run.records)
         return {"records": packed(wanted), "silent": silent}
 
     def ready(self) -> list[str]:
@@ -200,7 +207,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         left = sum(states.get(state, 0) for state in _LEFT)
         return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
 
-    async def _fetch(self, worker: str) -> list[Record] | None:
+    async def _fetch(self, worker: str) -> list[TaskRecord] | None:
         """Fetch a worker's new records; return those of running tasks, None without an answer."""
         call = getattr(self.scheduler.rpc(worker), RECORDS_OP)
         try:

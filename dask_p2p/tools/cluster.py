@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, install_command
 from dask_p2p.inputs import checked_count
+from dask_p2p.tools.keywords import started
 from dask_p2p.types import Kind, LocalCluster
 
 # For pools of other sizes than multiples of this, cudaIpcOpenMemHandle takes seconds (1.9 s for
 # 42 GiB on an H200) instead of milliseconds. UCX maps the same memory, and takes the same time.
 POOL_GRANULE_BYTES = 2 * 2**20
 
+_FOR_GPUS = ("cupy", "dask_cuda")
 _POOL_FRACTION = 0.8  # fraction of free GPU memory; CUDA contexts and other libraries need the rest
 
 
@@ -25,7 +27,7 @@ def usable_gpus() -> list[str]:
     """
     from importlib.util import find_spec
 
-    if find_spec("cupy") is None or find_spec("dask_cuda") is None:
+    if any(find_spec(name) is None for name in _FOR_GPUS):
         return []
     try:
         import pynvml
@@ -76,7 +78,8 @@ def local_cluster(
     gpus : bool, optional
         Whether workers use GPUs. Default: True if there is more than one usable GPU.
     **kwargs
-        Arguments for the cluster's class, which override the settings above.
+        Arguments for the cluster's class, its nannies and workers, which override the settings
+        above.
 
     Returns
     -------
@@ -86,7 +89,13 @@ def local_cluster(
     Raises
     ------
     InputError
-        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers.
+        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers. If
+        no class takes a keyword. No process has started then.
+    MissingPackageError
+        If `protocol` names UCX, and the package distributed-ucxx is missing.
+    StartError
+        If a script starts a cluster whenever it is imported, as each worker imports it. Start the
+        cluster below ``if __name__ == "__main__":``.
     """
     usable = usable_gpus() if gpus is not False else []
     if gpus is None:
@@ -104,17 +113,13 @@ def local_cluster(
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return LocalCluster(**{**options, **kwargs})
+    return started(LocalCluster, options, kwargs)
 
 
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
     wanted = len(usable) if n_workers is None else n_workers
     if not usable or wanted > len(usable):
-        raise InputError(
-            f"expected {max(wanted, 1)} usable GPU(s), found {len(usable)}. Install "
-            f"dask-p2p[cuda13] or [cuda12], check nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
-            f"CPU workers with gpus=False."
-        )
+        raise _too_few_gpus(max(wanted, 1), len(usable))
     from dask_cuda import LocalCUDACluster
 
     options: dict[str, Any] = {
@@ -128,7 +133,21 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         free_bytes = min(free_gpu_bytes(usable[:wanted]))
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
-    return LocalCUDACluster(**{**options, **kwargs})
+    return started(LocalCUDACluster, options, kwargs)
+
+
+def _too_few_gpus(wanted: int, found: int) -> InputError:
+    """Return the error, with the packages to install if some are missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in _FOR_GPUS if find_spec(name) is None]
+    text = f"expected {wanted} usable GPU(s), found {found}"
+    if missing:
+        text += f", as there is no package {' and no '.join(missing)}"
+        remedy = f"Run: {install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]"
+    else:
+        remedy = "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return InputError(f"{text}. {remedy}; or use CPU workers with gpus=False.")
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:

@@ -17,7 +17,7 @@ import numpy as np
 from dask.array.core import normalize_chunks
 from numpy.lib.format import open_memmap
 
-from dask_p2p.errors import FileError, P2PError
+from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.types import Array, DaskArray
 
@@ -30,12 +30,13 @@ def _errors(doing: str) -> Iterator[None]:
     """Return a context that turns any error into a one-line `FileError`: cannot ``doing``: ..."""
     try:
         yield
+    except MissingPackageError as exc:
+        raise FileError(f"cannot {doing}: {exc}") from None
     except P2PError:
         raise
     except Exception as exc:
-        advice = "; pip install 'zarr>=3.1'" if isinstance(exc, ImportError) else ""
         text = " ".join(str(exc).split()) or type(exc).__name__
-        raise FileError(f"cannot {doing}: {text}{advice}") from exc
+        raise FileError(f"cannot {doing}: {text}") from exc
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def opened(name: str) -> DaskArray:
 
 
 def _open_zarr(name: str, path: Path) -> Any:
-    import zarr
+    with needs("zarr", "zarr"):
+        import zarr
 
     array = zarr.open(path, mode="r")
     if isinstance(array, zarr.Group):
@@ -162,7 +164,8 @@ def _create(path: Path, x: DaskArray) -> Any:
         with open(path, "r+b") as file:  # a write to a map on a full disk kills the process
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         return _NpyFile(str(path), x.shape, x.dtype)
-    import zarr
+    with needs("zarr", "zarr"):
+        import zarr
 
     return zarr.create_array(
         path,

@@ -17,27 +17,28 @@ Frozen({'x': (6,), 'y': (2, 2)})
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, overload
 
-import xarray as xr
-
-from dask_p2p.errors import AxesError, ChunksError
+from dask_p2p.errors import AxesError, ChunksError, needs
 from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
+
+with needs("xarray", "xarray"):
+    import xarray as xr
+
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
-from dask_p2p.xarray.spectra import spectrum, undone
+from dask_p2p.xarray.regular import regular
+from dask_p2p.xarray.spectral import Spectral, T
 from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, sizes_by_name, with_data
 
 __all__ = ["P2PAccessor"]
 
-T = TypeVar("T", xr.DataArray, xr.Dataset)
-
 
 @xr.register_dataarray_accessor("p2p")
 @xr.register_dataset_accessor("p2p")
-class P2PAccessor(Generic[T]):
+class P2PAccessor(Spectral[T]):
     """Operations of this package by names of dimensions.
 
     Coordinates that are Dask arrays are rechunked and transposed like the data. Coordinates in
@@ -53,7 +54,7 @@ class P2PAccessor(Generic[T]):
     """
 
     def __init__(self, given: T) -> None:
-        self._given: Any = given
+        self._given = given
 
     def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> T:
         """Transpose Dask arrays by `dask_p2p.transpose`, and arrays in memory as xarray does.
@@ -279,78 +280,61 @@ class P2PAccessor(Generic[T]):
         check_names(func, count + is_before, type(self).iterate, locals())
         return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
 
-    def fft(
-        self: P2PAccessor[xr.DataArray],
-        dim: Hashable | Sequence[Hashable] | None = None,
-        real_dim: Hashable | None = None,
-        *,
-        shift: bool = True,
-        true_phase: bool = True,
-        true_amplitude: bool = True,
-        prefix: str = "freq_",
-    ) -> xr.DataArray:
-        """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
+    def to_zarr(self, store: Any = None, *, chunks: Any = None, **kwargs: Any) -> Any:
+        """Write to a Zarr store, rechunked to chunks of one size along each dimension if needed.
 
-        If a coordinate descends, the array is reversed first. So the direction of a coordinate
-        does not change the result.
+        Zarr has such chunks only, and the last one may be smaller. One exchange makes them.
 
         Parameters
         ----------
-        dim : hashable or sequence of hashable, optional
-            Dimensions to transform. By default all.
-        real_dim : hashable, optional
-            Dimension for a transform of real numbers, which returns half of the frequencies.
-        shift : bool, optional
-            Whether to sort frequencies in ascending order. Without it they keep the order of
-            `numpy.fft.fft`, and less data moves.
-        true_phase : bool, optional
-            Whether phases refer to the origin of the coordinates, and not to the first element.
-            Times, also those of cftime, count in seconds, and the first one is their origin.
-        true_amplitude : bool, optional
-            Whether to multiply sums by the spacing, as in an integral.
-        prefix : str, optional
-            Prefix of the new dimensions' names.
+        store : path or store
+            As for xarray's ``to_zarr``.
+        chunks : mapping of hashable to int or str; or one for all, optional
+            Chunks of the store by dimension, as for `chunk`. The default for blocks of several
+            sizes is the size that moves the fewest elements.
+        **kwargs
+            Keywords of xarray's ``to_zarr``.
 
         Returns
         -------
-        xarray.DataArray
-            The spectrum. Its frequencies have the attributes `spacing` and `direct_lag`, the middle
-            of the transformed coordinate.
+        zarr store, or dask.delayed.Delayed
+            As xarray's ``to_zarr`` returns it.
 
         Raises
         ------
-        AxesError
-            If a dimension does not exist.
-        InputError
-            If a coordinate is not evenly spaced, or has neither numbers nor times.
+        ChunksError
+            If `chunks` names an unknown dimension, or chunks of several sizes. If chunk
+            sizes of an array are unknown.
+        MissingPackageError
+            If zarr is not installed.
         UnsupportedArrayError
-            If the input is not an array of numbers, or has units, such as those of pint.
+            As for `transpose`.
 
         Examples
         --------
-        >>> wave = xr.DataArray([1.0, 0.0, -1.0, 0.0], {"x": [0.0, 0.5, 1.0, 1.5]}, ["x"])
-        >>> found = wave.p2p.fft()
-        >>> found.freq_x.values, abs(found).values
-        (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
+        >>> from tempfile import TemporaryDirectory
+        >>> a = xr.DataArray(range(10), dims="x", name="a").chunk(x=(3, 3, 2, 2))
+        >>> with TemporaryDirectory() as folder:
+        ...     _ = a.p2p.to_zarr(folder, consolidated=False)
+        ...     xr.open_zarr(folder, consolidated=False).a.chunksizes
+        Frozen({'x': (3, 3, 3, 1)})
         """
-        return spectrum(self._given, dim, real_dim, shift, true_phase, true_amplitude, prefix)
+        with needs("zarr", "zarr"):
+            import zarr  # noqa: F401  # before blocks move
+        return regular(self._given, self._sizes({} if chunks is None else chunks)).to_zarr(
+            store, **kwargs
+        )
 
-    def ifft(
-        self: P2PAccessor[xr.DataArray],
-        dim: Hashable | Sequence[Hashable] | None = None,
-        real_dim: Hashable | None = None,
-        *,
-        true_phase: bool = True,
-        true_amplitude: bool = True,
-        prefix: str = "freq_",
-    ) -> xr.DataArray:
-        """Invert `fft` along dimensions of the spectrum, by default all that have the prefix.
-
-        The result has an even number of elements along `real_dim`. Its coordinates are centred on
-        the attribute `direct_lag` of the frequencies, or on zero. Times are in seconds. For other
-        parameters and errors see `fft`.
-        """
-        return undone(self._given, dim, real_dim, true_phase, true_amplitude, prefix)
+    def __repr__(self) -> str:
+        """Return a line for each method: its name, and the first line of its documentation."""
+        is_array = isinstance(self._given, xr.DataArray)
+        methods = {**vars(P2PAccessor), **(vars(Spectral) if is_array else {})}
+        lines: list[str] = [
+            f"  {name:15} {(of.__doc__ or '').partition(chr(10))[0]}"
+            for name, of in methods.items()
+            if callable(of) and not name.startswith("_")
+        ]
+        return "\n".join([f"<methods of dask_p2p for this {type(self._given).__name__}>", *lines])
 
     @property
     def _dims(self) -> tuple[Hashable, ...]:

@@ -72,9 +72,9 @@ def iterated(
     widths: Any = [_by_axis(dims, "depth", of) for of in each]
     beyond = _by_axis(dims, "boundary", boundary)
     with named_in_errors(dims, *widths, beyond):
-        made = iterate(
+        made: Any = iterate(
             func,
-            arrays,
+            arrays if fields is not None else arrays[0],
             widths if isinstance(depth, list) else widths[0],
             steps,
             boundary=beyond,
@@ -82,7 +82,7 @@ def iterated(
             **kwargs,
         )
     changed = []
-    for level, data in zip(levels, made, strict=True):
+    for level, data in zip(levels, made if fields is not None else (made,), strict=True):
         turned = level.transpose(*dims)
         result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
         result.encoding = {}  # the encoding belongs to other values

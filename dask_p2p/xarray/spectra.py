@@ -43,11 +43,11 @@ def spectrum(
     prefix: str,
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
-    dims = _dims(a, dim, real_dim, list(a.dims))
-    a = _ascending(a, dims)
+    dims = checked_dims(a, dim, real_dim, list(a.dims))
+    a = ascending(a, dims)
     axes = []
     for name in dims:
-        first, step = _even(_numbers(a, name), a[name])
+        first, step = _even(numbers(a, name), a[name])
         n = a.sizes[name]
         is_real = name == real_dim
         frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
@@ -58,10 +58,10 @@ def spectrum(
         amplitude = step if true_amplitude else 1.0
         number = a.get_axis_num(name)
         axes.append(_Dimension(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
-    numbers = [axis.number for axis in axes]
+    every = [axis.number for axis in axes]
     transform = transforms.fftn if real_dim is None else transforms.rfftn
-    y = transform(as_dask(a.variable, a.name), axes=numbers)
-    shifted = numbers if real_dim is None else numbers[:-1]
+    y = transform(as_dask(a.variable, a.name), axes=every)
+    shifted = every if real_dim is None else every[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
     return _made(a, _scaled(y, axes), axes)
@@ -72,7 +72,7 @@ def undone(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.ifft`."""
     found = [name for name in a.dims if str(name).startswith(prefix)]
-    dims = _dims(a, dim, real_dim, found)
+    dims = checked_dims(a, dim, real_dim, found)
     axes, shifted, lengths = [], [], []
     for name in dims:
         number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
@@ -96,7 +96,7 @@ def undone(
     return _made(a, y, axes)
 
 
-def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
+def checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
     """Return the dimensions to transform; the one of real numbers is last."""
     if not isinstance(a, xr.DataArray):
         raise UnsupportedArrayError(
@@ -112,16 +112,16 @@ def _dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Ha
     return dims
 
 
-def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
+def ascending(a: Any, dims: Sequence[Hashable]) -> Any:
     """Reverse an array along descending coordinates, as latitudes often are."""
-    every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
+    every = {name: numbers(a, name) for name in dims if a.sizes[name]}
     turned = [name for name, values in every.items() if values[-1] < values[0]]
     return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
 def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
     """Return frequencies, and whether they ascend. `zero` is the index of 0 in ascending order."""
-    n, values = a.sizes[name], _numbers(a, name)
+    n, values = a.sizes[name], numbers(a, name)
     in_order = bool(n) and values[0] < values[-1]
     first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
     if abs(first + zero * step) > _EVEN * step:
@@ -148,7 +148,7 @@ def _even(values: Any, coordinate: Any) -> tuple[float, float]:
     return float(values[0]), float(step)
 
 
-def _numbers(a: Any, name: Hashable) -> Any:
+def numbers(a: Any, name: Hashable) -> Any:
     """Return a coordinate as float64; times as seconds after the first one."""
     if not isinstance(a[name].variable, xr.IndexVariable):  # an index holds plain values
         check_data(a[name].variable.data, name)
@@ -172,13 +172,19 @@ def _numbers(a: Any, name: Hashable) -> Any:
 def _scaled(x: Any, axes: Sequence[_Dimension]) -> Any:
     """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
-    module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     for axis in axes:
         if axis.factor.size > 1:
-            factor = da.from_array(axis.factor.astype(dtype), chunks=x.chunks[axis.number])
-            factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
-            x = x * factor.reshape(-1, *(1,) * (x.ndim - axis.number - 1))
+            x = x * along(x, axis.number, axis.factor)
     return x
+
+
+def along(x: Any, axis: int, values: Any) -> Any:
+    """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
+    module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
+    dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
+    factor = da.from_array(values.astype(dtype), chunks=x.chunks[axis])
+    factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
+    return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
 def _made(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:

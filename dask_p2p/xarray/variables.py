@@ -152,6 +152,12 @@ def without_old_chunks(before: Any, after: Any) -> Any:
     """
     if after.dims == before.dims and after.chunks == before.chunks:
         return after
-    after = after.copy(deep=False)
-    after.encoding = {k: v for k, v in after.encoding.items() if k not in _CHUNKS_OF_FILES}
-    return after
+    return without_file_chunks(after)
+
+
+def without_file_chunks(variable: Any) -> Any:
+    """Return a variable whose encoding has no chunks of a file."""
+    variable = variable.copy(deep=False)
+    encoding = variable.encoding.items()
+    variable.encoding = {key: of for key, of in encoding if key not in _CHUNKS_OF_FILES}
+    return variable

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 
 import numpy as np
 import pytest
 
-import dask_p2p.backends
 from dask_p2p.backends import Timer, device
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.pipelines.slots import BeingRead, KeptSlots
-from tests.simulation.streams import RaceError, Recorder, Stream, kernels
+from dask_p2p.backends.pipelines.slots import BeingRead
+from tests.simulation.streams import RaceError, Stream
 
 ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes
 PARTS = 2 * SLOTS + 1
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
-    monkeypatch.setattr(dask_p2p.backends.kernels, "permute", kernels(recorder), raising=False)
-    monkeypatch.setattr(DeviceQueue, "_per_thread", threading.local())
-    monkeypatch.setattr(DeviceQueue, "_kept_slots", KeptSlots())
-    monkeypatch.setattr(device, "_private", {})
-    return recorder
 
 
 def values(number):

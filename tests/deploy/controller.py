@@ -7,7 +7,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -93,11 +92,10 @@ def is_up(variables):
 
 def ended(job, variables, timeout_s=200):
     """Wait for a job; return the state in which it ended."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        said = output_of("scontrol", "--oneliner", "show", "job", job, **variables)
-        state = dict(part.partition("=")[::2] for part in said.split())["JobState"]
-        if state in ENDED:
-            return state
-        time.sleep(0.2)
-    raise AssertionError(f"the job goes on: {said}")
+
+    def end():
+        shown = output_of("scontrol", "--oneliner", "show", "job", job, **variables)
+        state = dict(part.partition("=")[::2] for part in shown.split())["JobState"]
+        return state if state in ENDED else ""
+
+    return wait_until(end, timeout_s)

@@ -185,6 +185,49 @@ def test_the_table_of_options_is_whole():
     assert all(values and text for _, _, values, text in rows)
 
 
+def numbers(requirement):
+    return re.findall(r"[\d.]+\d", str(requirement.specifier))
+
+
+def test_the_tables_of_versions_are_whole():
+    """They name each package that a user may have to install, with its range."""
+    made = runpy.run_path(str(DOCS / "versions_table.py"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert {*made["EXTRAS"], *made["OTHERS"]} == set(extras)
+    rows = [line.split(" | ") for line in made["tables"]().splitlines()]
+    for each in map(Requirement, project["dependencies"]):
+        (row,) = [row for row in rows if row[0] == f"| {each.name}"]
+        assert all(number in row[1] for number in numbers(each)), row
+    for column, extra in enumerate(made["GPUS"], start=2):
+        for each in map(Requirement, extras[extra]):
+            (row,) = [row for row in rows if row[0][2:] in (each.name, made["_shared"](each.name))]
+            assert all(number in row[column] for number in numbers(each)), row
+    for extra in made["EXTRAS"]:
+        ((*_, listed),) = [row for row in rows if row[0] == f"| `{extra}`"]
+        for each in map(Requirement, extras[extra]):
+            (cell,) = [one for one in listed.split(", ") if one.startswith(f"{each.name} ")]
+            assert all(number in cell for number in numbers(each)), cell
+    assert dask_p2p.__version__ in made["setups"]()["CPUs"]["dask-p2p"]
+    assert ["| 3.11", "oldest |"] in rows
+
+
+def test_the_pages_of_deploy_are_in_the_site():
+    made = runpy.run_path(str(DOCS / "deploy_pages.py"))
+    pages = made["pages"]()
+    folders = {path.parent.name for path in (ROOT / "deploy").glob("*/README.md")}
+    assert pages.keys() == {*folders, "index"}
+    assert "\nslurm\n" in pages["index"].partition("{toctree}")[2]
+    targets = re.findall(r"\]\(([^)\s]+)", "\n".join(pages.values()))
+    own = {f"/_generated/deploy/{name}.md" for name in pages}
+    assert {target for target in targets if not target.startswith(("https:", "#"))} == own
+    assert all(exists(target, ROOT) for target in targets if target.startswith(REPOSITORY))
+    page = (DOCS / "how-to" / "cluster.md").read_text("utf-8")
+    assert f"{REPOSITORY}/tree/main/deploy" not in made["linked"](page)
+    other = f"[{REPOSITORY}]({REPOSITORY}/tree/main/benchmarks)"
+    assert made["linked"](other) == other
+
+
 def test_the_picture_of_the_stages_is_what_the_script_draws():
     drawn = runpy.run_path(str(DOCS / "draw_stages.py"))["picture"]()
     assert (DOCS / "images" / "stages.svg").read_text("utf-8") == drawn

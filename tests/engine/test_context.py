@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p.engine.context import recorded, where_is
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 
 KEY = ("x", 0)
 
@@ -21,7 +21,7 @@ class Worker:
 
 
 def made(is_running=False, **fields):
-    return Record(KEY, 0.0, 1.0, wanted_bytes=0 if is_running else None, **fields)
+    return TaskRecord(KEY, 0.0, 1.0, wanted_bytes=0 if is_running else None, **fields)
 
 
 def test_an_attempt_that_succeeds():

@@ -14,14 +14,10 @@ from distributed import get_worker
 from dask_p2p import map_overlap, spmd
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.errors import TransferError, without_frames
-from tests.support import own_client, result_of
+from tests.support import result_of
 from tests.transports.loopback import wait_until
 
-
-@pytest.fixture(scope="module")
-def client():
-    with own_client() as client:
-        yield client
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
 def note(array):

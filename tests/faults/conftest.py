@@ -21,14 +21,13 @@ def gate(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared(request):
-    """The cluster of a module. Its `CLUSTER` has the number of workers and the options."""
-    with cluster_of(*request.module.CLUSTER) as client:
+    """A client of the cluster of a module, made with the keywords in its `CLUSTER`."""
+    with cluster_of(**request.module.CLUSTER) as client:
         yield client
 
 
 @pytest.fixture
 def client(shared, request):
     """The cluster, restored after each test."""
-    n_workers, _ = request.module.CLUSTER
-    with as_new(shared, n_workers) as client:
+    with as_new(shared, request.module.CLUSTER["n_workers"]) as client:
         yield client

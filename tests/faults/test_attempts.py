@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import dask
 import numpy as np
 import pytest
 from distributed import wait
@@ -16,7 +15,6 @@ from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     source,
@@ -26,21 +24,15 @@ from tests.transports.loopback import wait_until
 SHAPE = (32, 32)
 ATTEMPTS = 3
 IMPATIENT = {"p2p.attempts": ATTEMPTS, "p2p.timeouts.backoff": "1 ms"}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of(2, IMPATIENT) as client:
-        yield client
+CLUSTER = {"n_workers": 2, "options": IMPATIENT}
 
 
 @pytest.fixture
-def client(cluster):
+def client(shared):
     """Two workers that answer well, before a test and after it."""
-    with dask.config.set(IMPATIENT):
-        yield cluster
-    cluster.run(recover)
-    wait_until(lambda: not cluster.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+    yield shared
+    shared.run(recover)
+    wait_until(lambda: not shared.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
 
 
 def fail(how, dask_worker):

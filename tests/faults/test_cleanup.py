@@ -29,7 +29,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
-CLUSTER = 3, PARTS
+CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
 def in_the_middle(client, gate):

@@ -20,7 +20,6 @@ from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     source,
@@ -28,7 +27,7 @@ from tests.faults.support import (
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 60)
-WORKERS = 3
+CLUSTER = {"n_workers": 3}
 DEADLINE_S = 1.5  # those that are well answer within it, on a busy machine too
 SETTINGS = {
     "p2p.timeouts.request": f"{DEADLINE_S} s",
@@ -45,12 +44,6 @@ SEEDS = [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in ran
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 
 
-@pytest.fixture(scope="module")
-def client():
-    with cluster_of(WORKERS) as client:
-        yield client
-
-
 @pytest.fixture(params=["comm", "ucx"])
 def transport(request):
     with dask.config.set(SETTINGS | {"p2p.transports.order": [request.param]}):
@@ -58,16 +51,16 @@ def transport(request):
 
 
 @pytest.fixture
-def x(client):
-    x = one_block_each(client, source(SHAPE, (16, 60)), addresses(client))
+def x(shared):
+    x = one_block_each(shared, source(SHAPE, (16, 60)), addresses(shared))
     wait(x)
     return x
 
 
 @pytest.fixture(scope="module", autouse=True)
-def connected(client):
+def connected(shared):
     """Run once without deadlines: the first run takes long, above all for ucx's context."""
-    x = one_block_each(client, source(SHAPE, (16, 60)), addresses(client))
+    x = one_block_each(shared, source(SHAPE, (16, 60)), addresses(shared))
     for transport in ("comm", "ucx"):
         with dask.config.set({"p2p.transports.order": [transport]}):
             dask_p2p.transpose(x).compute()
@@ -122,56 +115,56 @@ def check_one_fault(client, x, fault, position, options):
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("fault", faulty.ANSWERS)
-def test_one_fault_in_answers(client, x, fault, position):
+def test_one_fault_in_answers(shared, x, fault, position):
     """One fault for each worker: there are enough attempts for all of them."""
-    check_one_fault(client, x, fault, position, {})
+    check_one_fault(shared, x, fault, position, {})
 
 
 @pytest.mark.parametrize("fault", ["drop", "lose", "hang", "delay", "duplicate", "reorder"])
-def test_one_fault_in_the_answers_of_ucx(client, x, fault):
-    check_one_fault(client, x, fault, 1, BY_UCX)
+def test_one_fault_in_the_answers_of_ucx(shared, x, fault):
+    check_one_fault(shared, x, fault, 1, BY_UCX)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("fault", faulty.MESSAGES)
-def test_one_fault_in_messages_of_ucx(client, x, fault, position):
-    check_one_fault(client, x, fault, position, BY_UCX)
+def test_one_fault_in_messages_of_ucx(shared, x, fault, position):
+    check_one_fault(shared, x, fault, position, BY_UCX)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_faults_of_all_kinds(client, transport, x, seed):
+def test_faults_of_all_kinds(shared, transport, x, seed):
     faults = faulty.ANSWERS + faulty.MESSAGES
     share = (0.1, 0.2, 0.4)[seed % 3]
     done = {}
     for other in range(20):  # threads take turns as they like: at times all goes well
         if done:
             break
-        end, done = transposed(client, x, faults, seed=seed + 100 * other, share=share)
+        end, done = transposed(shared, x, faults, seed=seed + 100 * other, share=share)
         if isinstance(end, TransferError):
-            assert_named(end, client)
+            assert_named(end, shared)
         else:
             assert_right(end)
     assert done, "no fault happened"
-    assert_nothing_is_held(client)
-    assert_right(transposed(client, x, [])[0])
+    assert_nothing_is_held(shared)
+    assert_right(transposed(shared, x, [])[0])
 
 
 @pytest.mark.parametrize("fault", ["drop", "truncate", "flip", "garble"])
-def test_connections_that_are_always_faulty(client, x, fault):
+def test_connections_that_are_always_faulty(shared, x, fault):
     with dask.config.set(SETTINGS):
-        end, done = transposed(client, x, [fault])
+        end, done = transposed(shared, x, [fault])
         assert isinstance(end, TransferError)
-        assert_named(end, client)
+        assert_named(end, shared)
         assert done[fault] >= 6
-        assert_nothing_is_held(client)
-        assert_right(transposed(client, x, [])[0])
+        assert_nothing_is_held(shared)
+        assert_right(transposed(shared, x, [])[0])
 
 
-def test_messages_of_ucx_that_always_come_changed_go_another_way(client, x):
+def test_messages_of_ucx_that_always_come_changed_go_another_way(shared, x):
     # Patient: the other way must not fail on a busy machine.
     patient = {"p2p.timeouts.request": "10 s", "p2p.transports.order": ["ucx"], "p2p.attempts": 1}
     with dask.config.set(SETTINGS | patient):
-        end, done = transposed(client, x, ["message-flip"])
+        end, done = transposed(shared, x, ["message-flip"])
         assert_right(end)
         assert done["message-flip"] > 0
 
@@ -179,12 +172,12 @@ def test_messages_of_ucx_that_always_come_changed_go_another_way(client, x):
 @pytest.mark.parametrize(
     ("fault", "order"), [("flip", "comm"), ("message-flip", "ucx"), ("message-swap", "ucx")]
 )
-def test_without_checksums_changed_data_go_through(client, x, fault, order):
+def test_without_checksums_changed_data_go_through(shared, x, fault, order):
     """So the checksums find them in the test above."""
     # With a short deadline a busy machine could bring what was changed again, unchanged.
     patient = {"p2p.timeouts.request": "10 s", "p2p.transports.order": [order]}
     with dask.config.set(SETTINGS | patient):
-        end, done = transposed(client, x, [fault], at=[2], checksum=False)
+        end, done = transposed(shared, x, [fault], at=[2], checksum=False)
     assert done[fault] > 0
     assert not isinstance(end, TransferError)
     assert (end.view("u8") != expected(SHAPE).T.view("u8")).sum() >= done[fault]

@@ -38,7 +38,7 @@ SETTINGS = {
     "p2p.transports.ucx.host-part-bytes": "128 kiB",
     "distributed.scheduler.active-memory-manager.start": False,  # it would drop replicas
 }
-CLUSTER = 4, SETTINGS
+CLUSTER = {"n_workers": 4, "options": SETTINGS}
 #: For workers that are well: on a busy machine they too take longer than the deadline.
 PATIENT = {"p2p.timeouts.request": "20 s"}
 

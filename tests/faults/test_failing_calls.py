@@ -15,7 +15,7 @@ import pytest
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PError
-from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of
+from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held
 from tests.support import persisted
 
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
@@ -38,13 +38,8 @@ BY_ALL = [
 CALLS = [("cma", *call) for call in IN_PLACE] + [
     (transport, *call) for transport in ("cma", "comm") for call in BY_ALL
 ]
+CLUSTER = {"n_workers": 2}
 ERRORS = [OSError(errno.EMFILE, "Too many open files"), MemoryError("nothing left")]
-
-
-@pytest.fixture(scope="module")
-def client():
-    with cluster_of(2) as client:
-        yield client
 
 
 def fail_once(module, name, function, number, error, dask_worker):
@@ -77,21 +72,21 @@ def undo(others, dask_worker):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=".".join)
-def test_a_call_that_fails(client, call):
+def test_a_call_that_fails(shared, call):
     order, *call = call
     x = np.arange(float(np.prod(SHAPE))).reshape(SHAPE)
     failed = 0
     for error, number in itertools.product(ERRORS, (1, 4)):
-        a = persisted(client, da.from_array(x + number, chunks=(4, 16), name=False))
-        client.run(fail_once, *call, number, error)
+        a = persisted(shared, da.from_array(x + number, chunks=(4, 16), name=False))
+        shared.run(fail_once, *call, number, error)
         try:
             with dask.config.set({"p2p.transports.order": [order]}):
-                y = client.compute(dask_p2p.transpose(a))
+                y = shared.compute(dask_p2p.transpose(a))
             np.testing.assert_array_equal(y.result(timeout=BOUND_S), x.T + number)
         except P2PError:
             pass
         finally:
-            failed += sum(client.run(undo, addresses(client)).values())
+            failed += sum(shared.run(undo, addresses(shared)).values())
     assert failed, "it was not called at all"
     del a, y
-    assert_nothing_is_held(client)
+    assert_nothing_is_held(shared)

@@ -33,7 +33,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4,
     "p2p.transports.cma.part-bytes": 16 * 16 * 8 // 4,
 }
-CLUSTER = 4, PARTS
+CLUSTER = {"n_workers": 4, "options": PARTS}
 
 HOLDER = {
     "comm": {

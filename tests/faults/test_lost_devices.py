@@ -21,8 +21,7 @@ def lose_device(dask_worker):
 
 
 def break_device(others=()):
-    while any(not os.path.exists(path) for path in others):  # until these run, too
-        time.sleep(0.01)
+    wait_until(lambda: all(map(os.path.exists, others)))  # these run, too
     lose_device(get_worker())
     time.sleep(0.2)  # its own error comes later
     raise RuntimeError("illegal memory access")

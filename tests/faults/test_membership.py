@@ -25,7 +25,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 NEVER_BY_MEMORY = {"distributed.worker.memory.pause": False}  # the monitor would undo the tests'
-CLUSTER = 4, NEVER_BY_MEMORY
+CLUSTER = {"n_workers": 4, "options": NEVER_BY_MEMORY}
 
 
 def set_status(status, dask_worker):

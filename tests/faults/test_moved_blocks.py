@@ -26,7 +26,7 @@ from tests.transports.loopback import wait_until
 SHAPE = (48, 48)
 # It would drop replicas that a test has just made. One test starts it.
 NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
-CLUSTER = 4, NO_MANAGER
+CLUSTER = {"n_workers": 4, "options": NO_MANAGER}
 
 
 def slabs(client):

@@ -36,6 +36,7 @@ PARTS = {
     "p2p.timeouts.request": "3 s",  # after which a holder gives up a reader that takes nothing
     "p2p.attempts": 2,
 }
+CLUSTER = {"n_workers": 2, "options": PARTS}
 
 
 def run_out(what, number, dask_worker):
@@ -92,15 +93,9 @@ def check(client, x):
     assert_nothing_is_held(client)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with cluster_of(2, PARTS) as client:
-        yield client
-
-
 @pytest.fixture
-def x(pair):
-    x = one_block_each(pair, source(SHAPE, (192, 384)), addresses(pair))
+def x(shared):
+    x = one_block_each(shared, source(SHAPE, (192, 384)), addresses(shared))
     wait(x)
     return x
 
@@ -110,27 +105,27 @@ def x(pair):
     [("kernel", 1, ["comm"]), ("buffer", 1, ["ucx"]), ("buffer", 3, ["ucx"])],
     ids=["the output", "a first part", "a later part"],
 )
-def test_a_reader_runs_out(pair, x, what, number, order):
+def test_a_reader_runs_out(shared, x, what, number, order):
     if order == ["ucx"]:
         pytest.importorskip("ucxx")
-    reader, _ = addresses(pair)
+    reader, _ = addresses(shared)
     with dask.config.set({"p2p.transports.order": order}):
-        check(pair, x)
+        check(shared, x)
         y = dask_p2p.transpose(x)[:192]
         # What is idle would do for a few parts.
-        pair.run(forget_buffers)
-        pair.run(run_out, what, number, workers=[reader])
-        future = pair.compute(y, workers=[reader])
+        shared.run(forget_buffers)
+        shared.run(run_out, what, number, workers=[reader])
+        future = shared.compute(y, workers=[reader])
         with pytest.raises(MemoryLimitError, match=r"out of memory on worker .*no \(") as caught:
             future.result(timeout=BOUND_S)
         assert reader in str(caught.value)
         assert "chunks=" in str(caught.value)
         assert caught.value.needed_bytes > 192 * 384 * 8
-        assert pair.run(attempts, workers=[reader])[reader] == {}, "it is not tried again"
-        assert_nothing_is_held(pair)
-        pair.run(restore_allocation, what, workers=[reader])
-        forget(pair, future)
-        check(pair, x)
+        assert shared.run(attempts, workers=[reader])[reader] == {}, "it is not tried again"
+        assert_nothing_is_held(shared)
+        shared.run(restore_allocation, what, workers=[reader])
+        forget(shared, future)
+        check(shared, x)
 
 
 def forget_buffers(dask_worker):
@@ -139,29 +134,29 @@ def forget_buffers(dask_worker):
         kept.clear()
 
 
-def test_a_reader_has_no_room_for_an_answer(pair, x):
-    reader, _ = addresses(pair)
-    pair.run(refused_replies, workers=[reader])
-    future = pair.compute(dask_p2p.transpose(x)[:192], workers=[reader])
+def test_a_reader_has_no_room_for_an_answer(shared, x):
+    reader, _ = addresses(shared)
+    shared.run(refused_replies, workers=[reader])
+    future = shared.compute(dask_p2p.transpose(x)[:192], workers=[reader])
     with pytest.raises(MemoryLimitError, match=f"{reader}.*no room for an answer"):
         future.result(timeout=BOUND_S)
-    pair.run(take_replies, workers=[reader])
-    forget(pair, future)
-    assert_nothing_is_held(pair)
-    check(pair, x)
+    shared.run(take_replies, workers=[reader])
+    forget(shared, future)
+    assert_nothing_is_held(shared)
+    check(shared, x)
 
 
-def test_a_holder_that_packs_runs_out(pair, x):
+def test_a_holder_that_packs_runs_out(shared, x):
     """After as many attempts as there may be the error names it, and why."""
-    reader, holder = addresses(pair)
-    pair.run(run_out, "kernel", 1, workers=[holder])
-    future = pair.compute(dask_p2p.transpose(x)[:192], workers=[reader])
+    reader, holder = addresses(shared)
+    shared.run(run_out, "kernel", 1, workers=[holder])
+    future = shared.compute(dask_p2p.transpose(x)[:192], workers=[reader])
     expected = f"{holder} could not send .*out of memory while packing"
     with pytest.raises(TransferError, match=expected):
         future.result(timeout=BOUND_S)
-    pair.run(restore_allocation, "kernel", workers=[holder])
-    forget(pair, future)
-    check(pair, x)
+    shared.run(restore_allocation, "kernel", workers=[holder])
+    forget(shared, future)
+    check(shared, x)
 
 
 def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
@@ -187,7 +182,7 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
     assert "out of memory while packing" in texts[0]
 
 
-def test_leased_bytes_are_among_a_workers_metrics(pair):
+def test_leased_bytes_are_among_a_workers_metrics(shared):
     def lease(dask_worker):
         directory = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
         directory.publish("block", lambda: np.zeros(1000), lambda block: b"{}")
@@ -198,18 +193,18 @@ def test_leased_bytes_are_among_a_workers_metrics(pair):
         )
 
     def shown():
-        info = workers_of(pair)
+        info = workers_of(shared)
         return [info[address]["metrics"].get("dask-p2p-leased-bytes") for address in sorted(info)]
 
-    first, _ = addresses(pair)
+    first, _ = addresses(shared)
     wait_until(lambda: shown() == [0, 0])
-    pair.run(lease, workers=[first])
+    shared.run(lease, workers=[first])
     wait_until(lambda: shown() == [8000, 0])
-    pair.run(end, workers=[first])
+    shared.run(end, workers=[first])
     wait_until(lambda: shown() == [0, 0])
 
 
-def test_what_dask_releases_is_not_kept_for_readers(pair):
+def test_what_dask_releases_is_not_kept_for_readers(shared):
     def directory(dask_worker):
         return dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
 
@@ -220,13 +215,13 @@ def test_what_dask_releases_is_not_kept_for_readers(pair):
     def published(dask_worker):
         return len(directory(dask_worker))
 
-    first, _ = addresses(pair)
-    x = pair.persist(source((8, 8), (8, 8)), workers=[first])
+    first, _ = addresses(shared)
+    x = shared.persist(source((8, 8), (8, 8)), workers=[first])
     wait(x)
-    pair.run(publish, (x.name, 0, 0), workers=[first])
-    assert pair.run(published, workers=[first]) == {first: 1}
+    shared.run(publish, (x.name, 0, 0), workers=[first])
+    assert shared.run(published, workers=[first]) == {first: 1}
     del x
-    wait_until(lambda: pair.run(published, workers=[first]) == {first: 0})
+    wait_until(lambda: shared.run(published, workers=[first]) == {first: 0})
 
 
 def test_the_metric_goes_with_the_plugin():

@@ -23,7 +23,7 @@ PARTS = {
     "p2p.transports.comm.part-bytes": "8 kiB",
     "p2p.transports.ucx.host-part-bytes": "8 kiB",
 }
-CLUSTER = 2, PARTS
+CLUSTER = {"n_workers": 2, "options": PARTS}
 WARM_UP = 45  # until pools, caches and Dask's own logs of bounded length have grown
 MIB = 2**20
 

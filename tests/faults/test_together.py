@@ -24,7 +24,7 @@ from tests.faults.support import (
 
 SHAPE = (48, 48)
 PARTS = {"p2p.transports.comm.part-bytes": 256}
-CLUSTER = 3, PARTS
+CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])

@@ -1,4 +1,3 @@
 from __future__ import annotations
 
-from tests.sections.conftest import client as client
 from tests.sections.conftest import gpu as gpu

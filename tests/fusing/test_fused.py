@@ -165,7 +165,7 @@ def test_a_cancelled_gang_leaves_nothing(client, tmp_path):
     nothing_is_left(client)
 
 
-def test_progress_is_that_of_phases(client):
+def test_progress_is_that_of_supersteps(client):
     _, x = array()
     y = client.persist(dask_p2p.fused(dask_p2p.transpose(x + 1) * 2))
     wait(y)

@@ -11,7 +11,7 @@ import dask_p2p
 from dask_p2p.fusing import messages
 from dask_p2p.fusing.assembling import Assembling
 from dask_p2p.fusing.messages import Messages
-from dask_p2p.fusing.program import Phase, Whole
+from dask_p2p.fusing.program import Superstep, WholeValue
 from dask_p2p.fusing.runner import ProgramContext
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.regions import Reads
@@ -42,16 +42,16 @@ VALUES = {
 
 @pytest.mark.parametrize("reads_memory", [True, False])
 def test_whole_values(reads_memory):
-    phase = [
-        Phase(sends={1: [Whole(n) for n in VALUES]}),
-        Phase(receives={0: [Whole(n) for n in VALUES]}),
+    superstep = [
+        Superstep(sends={1: [WholeValue(n) for n in VALUES]}),
+        Superstep(receives={0: [WholeValue(n) for n in VALUES]}),
     ]
 
     def run(ctx):
         reads = Reads(ctx.connections, reads_memory)
         reads.try_all()
         values = dict(VALUES) if ctx.rank == 0 else {}
-        Messages(ctx.connections, reads, Assembling()).exchange(1, phase[ctx.rank], values)
+        Messages(ctx.connections, reads, Assembling()).exchange(1, superstep[ctx.rank], values)
         return values
 
     _, found = run_gang(RANKS, run, context=ProgramContext)

@@ -34,26 +34,26 @@ def check(tasks, programs):
         if not left[rank][key]:
             held[rank].remove(key)
 
-    assert len({len(program.phases) for program in programs}) == 1
-    for number in range(len(programs[0].phases)):
-        phases = [program.phases[number] for program in programs]
+    assert len({len(program.supersteps) for program in programs}) == 1
+    for number in range(len(programs[0].supersteps)):
+        supersteps = [program.supersteps[number] for program in programs]
         regions = Counter()
-        for reader, phase in enumerate(phases):
-            for owner, items in phase.receives.items():
-                assert phases[owner].sends[reader] == items, "both ends have the same items"
+        for reader, superstep in enumerate(supersteps):
+            for owner, items in superstep.receives.items():
+                assert supersteps[owner].sends[reader] == items, "both ends have the same items"
                 for item in items:
                     assert item.key in held[owner]
                     if hasattr(item, "block"):
                         regions[item.block.key] += 1
                     else:
                         held[reader].add(item.key)
-        for owner, phase in enumerate(phases):
-            for reader, items in phase.sends.items():
-                assert phases[reader].receives[owner] == items
+        for owner, superstep in enumerate(supersteps):
+            for reader, items in superstep.sends.items():
+                assert supersteps[reader].receives[owner] == items
                 for item in items:
                     use(owner, item.key)
-        for rank, phase in enumerate(phases):
-            for step in phase.steps:
+        for rank, superstep in enumerate(supersteps):
+            for step in superstep.steps:
                 key, read = keys_of_step(step)
                 for each in read:
                     use(rank, each)
@@ -62,7 +62,7 @@ def check(tasks, programs):
                     assert len(step.local) + regions.pop(key, 0) == in_all
                 done[key] += 1
                 held[rank].add(key)
-        assert not regions, "regions are received in the phase that assembles the block"
+        assert not regions, "regions are received in the superstep that assembles the block"
     made = {key for key, node in tasks.nodes.items() if not isinstance(node, DataNode)}
     assert done == Counter(dict.fromkeys(made, 1)), "each task runs once"
     for rank, program in enumerate(programs):
@@ -90,7 +90,9 @@ def chain(count, n=16):
 @pytest.mark.parametrize("count", [1, 7])
 def test_a_chain_of_halos_has_one_exchange_each(count):
     programs = programs_of(read_arrays(chain(count))[1].tasks, 4)
-    exchanges = [[bool(phase.sends) for phase in program.phases] for program in programs]
+    exchanges = [
+        [bool(superstep.sends) for superstep in program.supersteps] for program in programs
+    ]
     assert [sum(each) for each in exchanges] == [count - 1] * 4, "small inputs are literals"
 
 
@@ -103,9 +105,9 @@ def test_equal_plans_are_sent_once():
     sizes = []
     for count in (10, 110):
         program = programs_of(read_arrays(chain(count))[1].tasks, 4)[0]
-        assert len({id(step.block.plan) for p in program.phases for step in p.steps}) == 1
+        assert len({id(step.block.plan) for p in program.supersteps for step in p.steps}) == 1
         sizes.append(len(dumps(program)))
-        plans = {id(s.block.plan) for p in pickle.loads(dumps(program)).phases for s in p.steps}
+        plans = {id(s.block.plan) for p in pickle.loads(dumps(program)).supersteps for s in p.steps}
         assert len(plans) == 1
     assert (sizes[1] - sizes[0]) / 100 < 800
 

@@ -19,17 +19,9 @@ def _sharing(request):
 
 
 @pytest.fixture(scope="module")
-def gpu_cluster():
+def cluster():
     with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def client(gpu_cluster):
-    from distributed import Client
-
-    with Client(gpu_cluster) as client:
-        yield client
 
 
 @pytest.fixture

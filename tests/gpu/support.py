@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import dask.array as da
 import numpy as np
 
@@ -79,9 +77,9 @@ def warnings_of(client, caught):
 
 def forgotten(client, future):
     """Wait until the scheduler has forgotten a task that failed, which would fail again."""
+
+    def is_known(dask_scheduler):
+        return any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
+
     future.release()
-    deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s and client.run_on_scheduler(
-        lambda dask_scheduler: any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
-    ):
-        time.sleep(0.05)
+    wait_until(lambda: not client.run_on_scheduler(is_known))

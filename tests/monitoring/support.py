@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 
 NAME = "p2p-transpose-0123456789abcdef0123456789abcdef"
 
@@ -12,4 +12,4 @@ def record(i, start_s=0.0, stages=(), **values):
     values = {"worker": "a", "array_shape": (4, 2), "blocks": (2, 1), "axes": (1, 0)} | values
     name = values.pop("name", NAME)
     stop_s = values.pop("stop_s", start_s + 1)
-    return Record((name, i, 0), start_s, stop_s, stages, **values)
+    return TaskRecord((name, i, 0), start_s, stop_s, stages, **values)

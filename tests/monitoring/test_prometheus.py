@@ -16,7 +16,7 @@ from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES
 from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, persisted
-from tests.transports.loopback import wait_until
+from tests.transports.loopback import true_later, wait_until
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -118,8 +118,11 @@ def test_servers_of_one_process_export_their_own_figures():
                 ]
                 assert made == [values.get("p2p-transpose", 0) for values in counted]
                 assert sum(made) == 4
-            while not (await pages())[0]:  # by the next heartbeat
-                await asyncio.sleep(0.01)
+
+            async def first_page():
+                return (await pages())[0]
+
+            await true_later(first_page)  # by the next heartbeat
             await client.unregister_worker_plugin(PLUGIN_NAME)
             _, *of_workers = await pages()
             assert not any(figure in page for page in of_workers)

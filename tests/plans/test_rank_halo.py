@@ -84,7 +84,7 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
         own = halo_exchange(ranks, rank, depth, boundary, has_corners)
-        interior, *boundary_parts = interior_and_boundary(own)
+        interior, *boundary_parts = interior_and_boundary([own])
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
             covered[box_slices(box)] += 1
@@ -108,17 +108,17 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
     own = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_boundary(own) == [
+    assert interior_and_boundary([own]) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
     ends = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
-    assert interior_and_boundary(ends) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
+    assert interior_and_boundary([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo
-    assert interior_and_boundary(halo_exchange(near, 1, [(2, 0)], ["none"], True)) == [
+    assert interior_and_boundary([halo_exchange(near, 1, [(2, 0)], ["none"], True)]) == [
         ((2, 5),),
         ((0, 2),),
     ]
     narrow = halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_boundary(narrow) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]
+    assert interior_and_boundary([narrow]) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

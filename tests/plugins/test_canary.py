@@ -38,6 +38,8 @@ from dask_p2p.plugins.profiling import PROFILE
 from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client
 
+#: A scheduler and workers in this process, into which tests can look.
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
 #: What is replaced, with its parameters: see dask_p2p/plugins/placement.py.
 METHODS = {
     "_add_to_processing": ["ts", "ws", "stimulus_id"],
@@ -45,14 +47,6 @@ METHODS = {
     "is_rootish": ["ts"],
     "worker_objective": ["ts", "ws"],
 }
-
-
-@pytest.fixture(scope="module")
-def client():
-    """Of a scheduler and two workers in this process, into which tests can look."""
-    with own_client(processes=False) as client:
-        dask_p2p.register(client)
-        yield client
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,6 +57,7 @@ def test_methods_of_the_scheduler(name):
 @pytest.mark.cluster
 def test_the_scheduler_calls_what_is_replaced(client):
     """It looks them up on itself, at each call; else what takes their place is never called."""
+    dask_p2p.register(client)
     scheduler = client.cluster.scheduler
     called = set()
 
@@ -88,6 +83,7 @@ def test_the_scheduler_calls_what_is_replaced(client):
 @pytest.mark.cluster
 def test_the_message_that_a_worker_gets_for_a_task(client):
     """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.P2PPlugin`."""
+    dask_p2p.register(client)
     messages = []
     workers = list(client.cluster.workers.values())
     with pytest.MonkeyPatch.context() as patch:
@@ -116,6 +112,7 @@ def test_the_message_that_a_worker_gets_for_a_task(client):
 
 @pytest.mark.cluster
 def test_parts_of_a_worker_that_are_used(client):
+    dask_p2p.register(client)
     for worker in client.cluster.workers.values():
         assert {"compute-task", "remove-worker"} <= set(worker.stream_handlers)
         assert isinstance(worker.metrics, dict)
@@ -132,6 +129,7 @@ def test_parts_of_the_dashboard_that_are_used(client):
     from bokeh.server.tornado import BokehTornado
     from distributed.dashboard.scheduler import applications, template_variables
 
+    dask_p2p.register(client)
     scheduler = client.cluster.scheduler
     variables = template_variables(scheduler)
     assert variables is template_variables(scheduler), "kept for all pages"
@@ -272,6 +270,7 @@ def test_the_scheduler_knows_who_submits_a_graph():
 @pytest.mark.cluster
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
     """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of gangs."""
+    dask_p2p.register(client)
     scheduler = client.cluster.scheduler
     assert callable(scheduler.handlers["adaptive_target"])
     assert callable(scheduler.coerce_hostname)
@@ -314,6 +313,7 @@ def read_by_a_rank():
 @pytest.mark.cluster
 def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
     """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
+    dask_p2p.register(client)
     assert client.submit(read_by_a_rank, pure=False).result(timeout=60) == (True, None, True)
     (worker, *_) = client.cluster.workers.values()
     assert worker.status in WORKER_ANY_RUNNING

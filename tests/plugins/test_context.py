@@ -13,7 +13,7 @@ import pytest
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
-from dask_p2p.monitoring.records import Record
+from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
 from tests.usage import usage_of_worker
@@ -143,13 +143,13 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     assert list(context.failed) == [7, 8, 9]
     assert context.count_attempt(7, "again") == (2, "attempt 1: why; attempt 2: again")
     assert list(context.failed) == [8, 9, 7]
-    context.record(Record(9, 0.0, 1.0, error="why"))
+    context.record(TaskRecord(9, 0.0, 1.0, error="why"))
     assert list(context.failed) == [8, 9, 7], "it has not ended"
-    context.record(Record(7, 0.0, 1.0))
+    context.record(TaskRecord(7, 0.0, 1.0))
     context.forget_attempts(8)
     assert list(context.failed) == [9]
     for key in range(12_000):
-        context.record(Record(key, 0.0, 1.0))
+        context.record(TaskRecord(key, 0.0, 1.0))
     assert [record.key for record in context.records] == [*range(2000, 12_000)]
     assert context.failed == {}
 

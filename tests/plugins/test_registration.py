@@ -30,7 +30,7 @@ from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed.ucx import UcxOptions
 from tests.support import import_path, indexed, result_of, worker_process
-from tests.transports.loopback import wait_until
+from tests.transports.loopback import true_later, wait_until
 
 SHAPE = (40, 12)
 X = indexed(SHAPE)
@@ -226,11 +226,11 @@ def test_an_asynchronous_client_registers_meanwhile(bare):
     async def main():
         async with Client(bare.cluster.scheduler_address, asynchronous=True) as client:
             y = lazy()
-            for _ in range(600):
-                if all((await client.run(_has_plugin)).values()):
-                    break
-                await asyncio.sleep(0.1)
-            assert all((await client.run(_has_plugin)).values())
+
+            async def all_have_it():
+                return all((await client.run(_has_plugin)).values())
+
+            await true_later(all_have_it)
             np.testing.assert_array_equal(await client.compute(y), X.T)
 
     asyncio.run(main())

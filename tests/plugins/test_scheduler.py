@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.records import Record, packed, unpacked
+from dask_p2p.monitoring.records import TaskRecord, packed, unpacked
 from dask_p2p.plugins.gangs.scheduler import ORDER
 from dask_p2p.plugins.placement import Overlay
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
@@ -96,7 +96,9 @@ def test_workers_that_cannot_take_part_are_named_until_they_can():
 
 def test_records_are_fetched_once_and_outlive_their_worker():
     scheduler = Scheduler(good=[OK], still=[OK], left=[OK], plain=[OK], refuses=[OK])
-    noted = [Record((name, 0), float(i), i + 1.0, worker="good") for i, name in enumerate("xyz")]
+    noted = [
+        TaskRecord((name, 0), float(i), i + 1.0, worker="good") for i, name in enumerate("xyz")
+    ]
     scheduler.records = {"good": noted[:2], "still": "still", "left": OSError(), "plain": None}
     scheduler.records["refuses"] = {"status": "error", "message": "since: expected an integer"}
 

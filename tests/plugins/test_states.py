@@ -15,11 +15,12 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import in_process, indexed
+from tests.transports.loopback import true_later
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
 
-def cluster(test):
+def on_cluster(test):
     """Run a coroutine function on a client, a scheduler and four workers of this process."""
 
     @functools.wraps(test)
@@ -57,7 +58,7 @@ async def check_transposed(c, y, shape):
     np.testing.assert_array_equal(await c.compute(y), indexed(shape, float).T)
 
 
-@cluster
+@on_cluster
 async def test_a_transpose(c, s, *workers):
     x = await held(c, (40, 30), (5, 30))
     y = c.persist(dask_p2p.transpose(x))
@@ -67,7 +68,7 @@ async def test_a_transpose(c, s, *workers):
     assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
 
 
-@cluster
+@on_cluster
 async def test_cancelled_and_wanted_again(c, s, *workers):
     x = await held(c, (400, 300), (50, 300))
     for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
@@ -79,19 +80,18 @@ async def test_cancelled_and_wanted_again(c, s, *workers):
         del y
 
 
-@cluster
+@on_cluster
 async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers):
     await dask_p2p.register(c)
     y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
     await wait(y)
-    while any("p2p" not in str(key) for w in workers for key in w.data):
-        await asyncio.sleep(0.01)
+    await true_later(lambda: all("p2p" in str(key) for w in workers for key in w.data))
     await check_transposed(c, y, (40, 30))
 
 
 @pytest.mark.parametrize("graceful", [True, False])
 def test_a_worker_leaves_in_the_middle(graceful):
-    @cluster
+    @on_cluster
     async def run(c, s, *workers):
         x = await held(c, (800, 600), (50, 600))
         y = c.persist(dask_p2p.transpose(x))
@@ -105,7 +105,7 @@ def test_a_worker_leaves_in_the_middle(graceful):
     run()
 
 
-@cluster
+@on_cluster
 async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
     x = await held(c, (400, 300), (25, 300))
     for _ in range(3):
@@ -116,7 +116,7 @@ async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
         del y
 
 
-@cluster
+@on_cluster
 async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
     x = await held(c, (400, 300), (25, 300))
     y = c.persist(dask_p2p.transpose(x))

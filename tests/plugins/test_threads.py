@@ -6,17 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
+from distributed import LocalCluster
 
 from dask_p2p.plugins.threads import only_waiting
-from tests.support import own_client
+from tests.transports.loopback import wait_until
 
 TASKS = 20
 
 
 @pytest.fixture
-def client():
-    with own_client(1, processes=False) as client:
-        yield client
+def cluster():
+    """A worker in this process, of which no other test has used the threads."""
+    threads = {"threads_per_worker": 1, "processes": False}
+    with LocalCluster(n_workers=1, **threads, dashboard_address=":0") as cluster:
+        yield cluster
 
 
 class Seen:
@@ -38,10 +41,7 @@ def work(number):
     time.sleep(0.005)
     Seen.at_work -= 1
     with Seen.turn, only_waiting():
-        deadline_s = time.monotonic() + 60
-        while Seen.begun[-1] == number and len(Seen.begun) < TASKS:
-            assert time.monotonic() < deadline_s, "the next one does not begin"
-            time.sleep(0.001)
+        wait_until(lambda: Seen.begun[-1] != number or len(Seen.begun) == TASKS)  # the next begins
     return number
 
 

@@ -32,16 +32,10 @@ def result_of(program):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Results without a cluster."""
+    """Results without a client: that of a test is made later, as it is for one test."""
     with dask.config.set(scheduler="threads"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "cluster_size", lambda: None)
         return [result_of(program) for program in PROGRAMS]
-
-
-@pytest.fixture(scope="module")
-def client(alone, client):
-    """After what is done without one."""
-    return client
 
 
 def test_the_page_has_a_program_for_each(alone):

@@ -10,18 +10,17 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Reschedule
+from distributed import LocalCluster, Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gpu import device as gpu_device
-from tests.sections.emulated import emulated_gpu, kernel
+from tests.sections.emulated import kernel
 from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_iterate import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
-from tests.support import own_client
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -30,17 +29,19 @@ here = {}  # values for functions that are pickled by their names
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    here["gpu"] = emulated_gpu(monkeypatch)
-    yield here["gpu"]
+def gpu(gpu):
+    here["gpu"] = gpu
+    yield gpu
     here.clear()
     gc.collect()
 
 
 @pytest.fixture
-def client(gpu):
-    with own_client(threads_per_worker=2, processes=False) as client:
-        yield client
+def cluster(gpu):
+    """Workers that begin when the GPU is there, and end before it."""
+    threads = {"threads_per_worker": 2, "processes": False}
+    with LocalCluster(n_workers=2, **threads, dashboard_address=":0") as cluster:
+        yield cluster
 
 
 def up(block):

@@ -647,6 +647,8 @@ def emulated(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     monkeypatch.setattr(dask_p2p.backends.kernels, "permute", kernels(recorder), raising=False)
     for where, name, value in (
+        (DeviceQueue, "_per_thread", threading.local()),
+        (DeviceQueue, "_kept_slots", KeptSlots()),
         (HostStreams, "_streams", {}),
         (HostStreams, "_kept_slots", KeptSlots()),
         (HostStreams, "_kept_host_slots", KeptSlots()),

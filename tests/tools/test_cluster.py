@@ -12,6 +12,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
+from tests.tools.unstarted import Unstarted, UnstartedCUDACluster
 
 
 class FakeNvml(types.ModuleType):
@@ -39,9 +40,10 @@ class FakeNvml(types.ModuleType):
 def two_gpus(monkeypatch):
     """Two GPUs, CuPy and dask-cuda seem to be there; gives what the cluster was made with."""
     made = types.ModuleType("dask_cuda")
-    made.LocalCUDACluster = dict
+    made.LocalCUDACluster = UnstartedCUDACluster
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
     monkeypatch.setitem(sys.modules, "dask_cuda", made)
+    monkeypatch.setitem(sys.modules, "distributed_ucxx", types.ModuleType("distributed_ucxx"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -68,7 +70,7 @@ def test_cpu_cluster():
 def test_overrides_win(monkeypatch, two_gpus):
     import distributed
 
-    monkeypatch.setattr(distributed, "LocalCluster", dict)
+    monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
     chosen = dask_p2p.local_cluster(gpus=False)
     assert chosen["n_workers"] == 4
     given = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
@@ -104,7 +106,7 @@ def test_gpu_cluster():
     assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
     assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
     assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]
-    with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2"):
+    with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2\. Check nvidia-smi"):
         dask_p2p.local_cluster(3)
 
 

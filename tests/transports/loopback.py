@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -140,3 +141,11 @@ def wait_until(condition, timeout_s=BOUND_S, state=lambda: ""):
         assert time.monotonic() < deadline_s, f"not true after {timeout_s:g} s: {state()}"
         time.sleep(0.005)
     return found
+
+
+async def true_later(condition, timeout_s=BOUND_S):
+    """Wait on an event loop until a function, or a coroutine function, returns a true value."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (await found if inspect.isawaitable(found := condition()) else found):
+        assert time.monotonic() < deadline_s, f"not true after {timeout_s:g} s"
+        await asyncio.sleep(0.005)

@@ -17,8 +17,6 @@ from dask_p2p.geometry import box_shape, box_size
 from dask_p2p.transports.base import Reading, Region, Request, Transport
 from dask_p2p.transports.footprint import Footprint
 
-F8 = np.dtype("f8")
-
 
 class FailingReading(Reading):
     """Of which nothing comes."""

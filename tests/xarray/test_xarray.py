@@ -189,3 +189,13 @@ def test_wrong_rims(kind, request):
         given.p2p.map_overlap(smooth, {"x": 1}, {"z": 0})
     with pytest.raises(InputError, match=r"got depth={'y': 9} .*dimension 'y'"):
         given.p2p.map_overlap(smooth, {"y": 9})
+
+
+def test_the_representation_lists_the_methods(array, dataset):
+    head, *lines = repr(array.p2p).splitlines()
+    assert head == "<methods of dask_p2p for this DataArray>"
+    public = {name for name in dir(array.p2p) if not name.startswith("_")}
+    assert {line.split()[0] for line in lines} == public >= {"transpose", "fft", "to_zarr"}
+    assert all(len(line.split()) > 3 for line in lines)
+    assert "fft" not in {line.split()[0] for line in repr(dataset.p2p).splitlines()}
+    assert "to_zarr" in repr(dataset.p2p)

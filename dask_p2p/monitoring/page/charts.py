@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dask.utils import format_bytes, natural_sort_key
 
-from dask_p2p.monitoring.records import Record, Stage
+from dask_p2p.monitoring.records import Stage, TaskRecord
 from dask_p2p.monitoring.runs import Run
 from dask_p2p.monitoring.trace import in_lanes
 
@@ -76,7 +76,7 @@ def as_columns(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Columns
     return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
-def links(records: Iterable[Record], workers: Iterable[str] = ()) -> Chart:
+def links(records: Iterable[TaskRecord], workers: Iterable[str] = ()) -> Chart:
     """Return the matrix of links, a `Cell` for each pair. Includes all of `workers`."""
     read: defaultdict[tuple[str, str], _Stages] = defaultdict(lambda: defaultdict(list))
     failed: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # reasons
@@ -154,7 +154,7 @@ def bars(runs: Sequence[Run]) -> Chart:
     return Chart(f"Stages{when}{note}", shown, as_columns(drawn, Bar._fields))
 
 
-def _in_row(row: int, records: Iterable[Record]) -> Iterator[tuple[Record, float, float]]:
+def _in_row(row: int, records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, float, float]]:
     """Yield a worker's tasks with the top and the height of each. Some may run concurrently."""
     lanes = in_lanes(records)
     height = 0.9 / max(1, len(lanes))
@@ -164,7 +164,7 @@ def _in_row(row: int, records: Iterable[Record]) -> Iterator[tuple[Record, float
 
 
 def _bars_of(
-    record: Record, begun_s: float, top: float, height: float, names: Mapping[str, str]
+    record: TaskRecord, begun_s: float, top: float, height: float, names: Mapping[str, str]
 ) -> Iterator[Bar]:
     """Yield a task's bar, and in front of it those of waiting, transfer and kernels."""
     third = height / 3
@@ -178,7 +178,7 @@ def _bars_of(
             yield Bar(part, *rectangle, names[record.worker], *transfer, *task)
 
 
-def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:
+def _parts_of(record: TaskRecord) -> Iterator[tuple[str, float, float, Stage]]:
     """Yield a task and its activities: the part, its start, its seconds, and its stage.
 
     Each activity has many short intervals during a stage, drawn as one. ``waiting`` is drawn from
@@ -198,14 +198,14 @@ def _parts_of(record: Record) -> Iterator[tuple[str, float, float, Stage]]:
         yield "kernel", max(left_s, end_s - stage.kernel_s), stage.kernel_s, stage
 
 
-def _first(records: list[Record]) -> list[Record]:
+def _first(records: list[TaskRecord]) -> list[TaskRecord]:
     """Return the first records, up to the maximum number of bars."""
     most = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
     ends = accumulate(1 + most * (len(r.stages) + bool(r.parts)) for r in records)
     return [r for r, end in zip(records, ends, strict=True) if end <= _MOST_BARS]
 
 
-def _all_of(record: Record) -> Stage:
+def _all_of(record: TaskRecord) -> Stage:
     """Return all stages of a task merged into one."""
     stages = record.stages
     if len(stages) == 1:

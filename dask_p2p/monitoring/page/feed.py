@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dask.utils import format_bytes
 
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
-from dask_p2p.monitoring.records import Record, RecordStore
+from dask_p2p.monitoring.records import RecordStore, TaskRecord
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.monitoring.tables import cells
 
@@ -60,13 +60,15 @@ class Feed:
         self,
         records: RecordStore,  # the scheduler's
         workers: Callable[[], Iterable[str]],  # returns the addresses of reachable workers
-        ask: Callable[[str], Awaitable[list[Record] | None]],  # returns records of running tasks
+        ask: Callable[
+            [str], Awaitable[list[TaskRecord] | None]
+        ],  # returns records of running tasks
         tasks: Callable[[str], Tasks],  # returns the tasks of an output array, by its name
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.records, self.ask, self._clock = records, ask, clock
         self._workers, self._tasks = workers, tasks
-        self._under_way: dict[str, list[Record]] = {}
+        self._under_way: dict[str, list[TaskRecord]] = {}
         self._asked: dict[str, asyncio.Future[None]] = {}  # pending requests, by worker
         self.last_round_s = 0.0  # time of the last requests, by the clock
         self._inputs: Any = None  # inputs of the newest picture
@@ -120,7 +122,7 @@ class Feed:
 
 
 def picture(
-    records: Sequence[Record],
+    records: Sequence[TaskRecord],
     workers: Iterable[str] = (),
     tasks: Mapping[str, Tasks] | None = None,
     *,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -17,7 +16,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, Pending
+from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
@@ -82,6 +81,7 @@ class Context(Stepping, Transforms):
             Width of the halo, as for `dask_p2p.map_overlap`. By default 1.
         boundary : str, scalar, tuple or dict, optional
             Values beyond the ends of the array, as for `dask_p2p.map_overlap`. By default "none".
+            A pair for an axis, ``{0: ("nearest", 0.0)}``, has the values before and after it.
         corners : bool, optional
             If True, the default, the halo includes corners. A stencil that reads neighbours along
             one axis at a time does not need corners. With False they are not exchanged, and are NaN
@@ -110,7 +110,7 @@ class Context(Stepping, Transforms):
         if kind.hasobject:
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
-        (beyond,) = checked_boundaries(boundary, whole, kind)
+        (beyond,) = checked_boundaries(boundary, whole, kind, has_sides=True)
         halo = halo_exchange(self._ranks, self.rank, widths, beyond, bool(corners))
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
@@ -118,9 +118,7 @@ class Context(Stepping, Transforms):
         )
         self._halo_arrays += 1
         order = checked_order(exchange)
-        halo_array = HaloArray(
-            HaloExchange(halo, kind, call, self._connections, order, self.device)
-        )
+        halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device))
         if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
                 raise InputError(
@@ -136,37 +134,37 @@ class Context(Stepping, Transforms):
             halo_array.inner[...] = local
         return halo_array
 
-    def update_halo(self, halo_array: HaloArray, copy: bool = True) -> Array:
-        """Fill the halo from the local blocks of all ranks; return the local block with its halo.
+    def update_halo(self, *halo_arrays: HaloArray, copy: bool = True) -> Any:
+        """Fill halos from the local blocks of all ranks; return the local blocks with their halos.
 
         On a GPU the exchange is enqueued on the rank's stream. The call waits for the GPU only if
-        parts of the halo are sent as messages.
+        parts of a halo are sent as messages.
 
         Parameters
         ----------
-        halo_array : HaloArray
-            A halo array from `with_halo`.
+        *halo_arrays : HaloArray
+            Halo arrays from `with_halo`. Arrays of one call share one message to each neighbour.
         copy : bool, optional
-            If True, return a copy, which does not change when the halo is filled again. False
+            If True, return copies, which do not change when the halo is filled again. False
             returns `halo_array.data` itself, and saves the time of the copy.
 
         Returns
         -------
-        numpy.ndarray or cupy.ndarray
-            The local block with its halo.
+        numpy.ndarray or cupy.ndarray, or tuple of them
+            The local block with its halo; for several arrays a tuple.
 
         Raises
         ------
         InputError
-            If the argument is not from `with_halo`, or the function wrote its results into the copy
-            and left the local block unchanged.
+            If an argument is not from `with_halo`, or is given twice. Also if the function wrote
+            its results into the copy and left the local block unchanged.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        return self._begin(halo_array, copy, in_background=False).wait()
+        return self._begin(halo_arrays, copy, in_background=False).wait()
 
-    def update_halo_begin(self, halo_array: HaloArray, copy: bool = True) -> Pending:
-        """Begin to fill the halo, and return the exchange in flight.
+    def update_halo_begin(self, *halo_arrays: HaloArray, copy: bool = True) -> Pending:
+        """Begin to fill halos, and return the exchange in flight.
 
         The function may compute ``halo_array.interior`` immediately, and the parts in
         ``halo_array.boundary_parts`` after ``wait()``. The next call that exchanges data first
@@ -175,31 +173,43 @@ class Context(Stepping, Transforms):
 
         Parameters
         ----------
-        halo_array : HaloArray
-            A halo array from `with_halo`.
+        *halo_arrays : HaloArray
+            Halo arrays from `with_halo`. Arrays of one call share one message to each neighbour.
         copy : bool, optional
-            If True, ``wait()`` returns a copy, as `update_halo` does; if False, `halo_array.data`.
+            If True, ``wait()`` returns copies, as `update_halo` does; if False, `halo_array.data`.
 
         Returns
         -------
         Pending
-            The exchange. Its ``wait()`` completes it, and returns the local block with its halo.
+            The exchange. Its ``wait()`` completes it, and returns the local block with its halo;
+            for several arrays a tuple.
 
         Raises
         ------
         InputError
-            If this halo is in flight already; otherwise as `update_halo`.
+            If one of these halos is in flight already; otherwise as `update_halo`.
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        return self._begin(halo_array, copy, in_background=True)
+        return self._begin(halo_arrays, copy, in_background=True)
 
-    def _begin(self, halo_array: HaloArray, copy: bool, in_background: bool) -> Pending:
-        exchange = _exchange_of(halo_array)
-        if halo_array.first_copy is not None:
-            halo_array.first_copy.check()
-        made = partial(self._copied, halo_array) if copy else None
-        return exchange.begin(halo_array.data, in_background, made)
+    def _begin(self, halo_arrays: Sequence[HaloArray], copy: bool, in_background: bool) -> Pending:
+        exchange = self.halo_exchange(halo_arrays)
+        for each in halo_arrays:
+            if each.first_copy is not None:
+                each.first_copy.check()
+        return exchange.begin(halo_arrays, in_background, self._copied if copy else None)
+
+    def halo_exchange(self, halo_arrays: Sequence[HaloArray]) -> HaloExchange:
+        """Return the exchange that fills the halos of some arrays; later calls return the same."""
+        _check_halo_arrays(halo_arrays)
+        first, *others = halo_arrays
+        names = tuple([each.layout.call.text for each in others]) if others else ()
+        exchange = first.layout.exchanges.get(names)
+        if exchange is None:
+            layouts = [each.layout for each in halo_arrays]
+            exchange = first.layout.exchanges[names] = HaloExchange(layouts, self._connections)
+        return exchange
 
     def _copied(self, halo_array: HaloArray) -> Array:
         copied = halo_array.data.copy()
@@ -284,10 +294,16 @@ class Context(Stepping, Transforms):
         return self._redistribution.ranks(partition, shape).box(self.rank)
 
 
-def _exchange_of(halo_array: Any) -> HaloExchange:
-    if not isinstance(halo_array, HaloArray):
+def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:
+    if not halo_arrays:
+        raise InputError("expected at least one halo array, from ctx.with_halo(), got none.")
+    for each in halo_arrays:
+        if not isinstance(each, HaloArray):
+            raise InputError(
+                f"expected memory from ctx.with_halo(), got {type(each).__name__}. Make it once, "
+                f"p = ctx.with_halo(local, depth), and change the local block in p.inner."
+            )
+    if len(halo_arrays) > 1 and len({each.layout for each in halo_arrays}) < len(halo_arrays):
         raise InputError(
-            f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it once, "
-            f"p = ctx.with_halo(local, depth), and change the local block in p.inner."
+            "expected different halo arrays in one call, got one twice. Give each of them once."
         )
-    return halo_array.exchange

@@ -15,7 +15,8 @@ from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import check_computed, check_decompositions, chosen_ranks
 from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.graph import LocalBlocks, ValueSpec, section_arrays
+from dask_p2p.sections.api.graph import section_arrays
+from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
 from dask_p2p.types import DaskArray, DTypeLike
 
 

@@ -169,9 +169,13 @@ class Stepping(Collectives):
         SectionError
             If the ranks made different calls.
         """
+        return self.restore_state(arrays)
+
+    def restore_state(self, arrays: Sequence[Array], may_stay: bool = False) -> int:
+        """Fill arrays as `restore` does. With `may_stay` they need not have changed."""
         check_state(arrays, self.device)
         self._restored = [(array.shape, array.dtype) for array in arrays]
-        step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays)
+        step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays, may_stay)
         self.progress.step = self.progress.first = step
         self._saved_step = max(self._saved_step, step or -1)
         return step

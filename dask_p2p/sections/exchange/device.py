@@ -89,9 +89,9 @@ class Host:
         made: Array = np.array(array, dtype)
         return made
 
-    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
-        """Return an object that exchanges packed halos with other ranks."""
-        return HaloMessages(call, connections)
+    def halo_mover(self, calls: Sequence[ExchangeCall], connections: Connections) -> HaloMover:
+        """Return an object that exchanges packed halos with other ranks, of an array a call."""
+        return HaloMessages(calls, connections)
 
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""

@@ -50,17 +50,17 @@ class HaloArray:
         The local block: a view of `data`.
     """
 
-    def __init__(self, exchange: HaloExchange) -> None:  # fills the halo of arrays like this one
-        self.exchange = exchange
-        self.data: Array = exchange.device.zeros(exchange.halo.shape, exchange.dtype)
-        self.inner: Array = self.data[box_slices(exchange.halo.inner)]
-        self.fill_unread(unread_value(exchange.dtype))
+    def __init__(self, layout: HaloLayout) -> None:  # shared by arrays that are exchanged in turn
+        self.layout = layout
+        self.data: Array = layout.device.zeros(layout.halo.shape, layout.dtype)
+        self.inner: Array = self.data[box_slices(layout.halo.inner)]
+        self.fill_unread(unread_value(layout.dtype))
         self._parts: dict[Any, HaloPart] = {}  # each step needs the same ones
         self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
 
     def fill_unread(self, value: Any) -> None:
         """Set the corners that no exchange fills."""
-        for box in self.exchange.halo.unread:
+        for box in self.layout.halo.unread:
             self.data[box_slices(box)] = value
 
     @property
@@ -70,29 +70,29 @@ class HaloArray:
         It is a `HaloPart`. Its `data` is the part with its halo, `inner` the slices of the part in
         `data`, and `where` the slices of the part in the local block.
         """
-        return self.part(self.exchange.boxes[0])
+        return self.part(self.layout.boxes[0])
 
     @property
     def boundary_parts(self) -> list[HaloPart]:
         """The boundary: two parts for each divided axis, or the whole local block."""
-        return [self.part(box) for box in self.exchange.boxes[1:]]
+        return [self.part(box) for box in self.layout.boxes[1:]]
 
     def part(self, box: Box, depth: Sequence[tuple[int, int]] | None = None) -> HaloPart:
         """Return a box of the local block, with a halo that is no wider than `depth`."""
-        widths = self.exchange.halo.depth if depth is None else tuple(depth)
+        widths = self.layout.halo.depth if depth is None else tuple(depth)
         if (box, widths) not in self._parts:
             self._parts[box, widths] = self._part(box, widths)
         return self._parts[box, widths]
 
     def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> HaloPart:
-        halo, seen, own = self.exchange.halo, [], []
+        halo, seen, own = self.layout.halo, [], []
         of_axes = zip(box, halo.inner, halo.shape, widths, strict=True)
         for (start, stop), (first, _), size, (before, after) in of_axes:
             low = max(0, first + start - before)
             seen.append((low, min(size, first + stop + after)))
             own.append((first + start - low, first + stop - low))
         # Other parts are computed from the same elements later.
-        data = self.exchange.device.read_only(self.data[box_slices(tuple(seen))])
+        data = self.layout.device.read_only(self.data[box_slices(tuple(seen))])
         return HaloPart(data, box_slices(tuple(own)), box_slices(box))
 
 
@@ -104,8 +104,8 @@ class FirstCopy:
     """
 
     def __init__(self, halo_array: HaloArray, copy: Array) -> None:
-        self._device, self._data = halo_array.exchange.device, ref(halo_array.data)
-        own = box_slices(halo_array.exchange.halo.inner)
+        self._device, self._data = halo_array.layout.device, ref(halo_array.data)
+        own = box_slices(halo_array.layout.halo.inner)
         row_bytes = halo_array.inner.nbytes // max(1, *halo_array.inner.shape[:1])
         rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
         some = (rows,) * min(1, halo_array.inner.ndim)
@@ -140,20 +140,19 @@ class FirstCopy:
         return self._device.checksum(inner), self._device.checksum(self._copied)
 
 
-class HaloExchange:
-    """Fills the halos of local blocks, repeatedly."""
+class HaloLayout:
+    """Shape, dtype and boundary of halo arrays; fills the parts that need no other rank."""
 
     def __init__(
         self,
         halo: RankHalo,
         dtype: DType,
-        text: str,  # text of the call, the same on all ranks
-        connections: Connections,  # connections to other ranks
+        text: str,  # text of the exchange of one array, the same on all ranks
         order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
-        device: Host = HOST,  # of the local blocks
+        device: Host = HOST,  # of the arrays
     ) -> None:
         self.halo, self.dtype, self.device = halo, dtype, device
-        self._moved = device.halo_mover(ExchangeCall(text, dtype, halo, order), connections)
+        self.call = ExchangeCall(text, dtype, halo, order)
         self._copies = [(box_slices(src), box_slices(dst)) for src, dst in halo.local]
         # NumPy cannot assign a number to an item of raw bytes.
         is_bytes = dtype.kind == "V" and dtype.names is None
@@ -162,7 +161,9 @@ class HaloExchange:
             (box_slices(fill.dst), fill.value if nothing is None else nothing)
             for fill in halo.fills
         ]
-        self._pending: Pending | None = None
+        self.is_in_flight = False  # whether an exchange of such an array has begun
+        #: Exchanges of arrays, the first with this layout, by the texts of the others' calls.
+        self.exchanges: dict[tuple[str, ...], HaloExchange] = {}
 
     @cached_property
     def whole(self) -> Box:
@@ -172,49 +173,63 @@ class HaloExchange:
     @cached_property
     def boxes(self) -> list[Box]:
         """Boxes of the local block: the interior, then those that need halos of other ranks."""
-        return interior_and_boundary(self.halo)
+        return interior_and_boundary([self.halo])
 
-    @cached_property
-    def is_worth_hiding(self) -> bool:
-        """True if the interior should be computed while the halo is in flight."""
-        return self._moved.is_worth_hiding(box_size(self.halo.inner))
-
-    def begin(
-        self,
-        data: Array,  # the local block with its halo
-        in_background: bool = True,  # as for `HaloMessages.begin`
-        made: Callable[[], Array] | None = None,  # returns the result of `wait`; None: `data`
-    ) -> Pending:
-        """Begin to fill the halo of this rank's local block, from those of all ranks."""
-        if self._pending is not None:
-            raise InputError(
-                "expected wait() of the exchange that update_halo_begin() began, before the same "
-                "halo is exchanged again. Give other fields memory of their own: ctx.with_halo."
-            )
-        self._fill(data)  # before the halos for others are packed: they include these elements
-        end = self._moved.begin(data, in_background)
-        self._pending = Pending(self, data, end, made)
-        return self._pending
-
-    def can_put(self) -> bool:
-        """Return whether `put` can be used, after the first exchange, and prepare it."""
-        return self._moved.can_put()
-
-    def put(self, data: Array) -> None:
-        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
-        self._fill(data)
-        self._moved.put(data)
-
-    def _fill(self, data: Array) -> None:
+    def fill(self, data: Array) -> None:
         """Fill the part of the halo that needs no other rank."""
         for src, dst in self._copies:
             data[dst] = data[src]
         for dst, value in self._fills:
             data[dst] = value
 
-    def end(self) -> None:
-        """Record that the halo is filled."""
-        self._pending = None
+
+class HaloExchange:
+    """Fills the halos of one or several local blocks, repeatedly: one message a neighbour."""
+
+    def __init__(
+        self,
+        layouts: Sequence[HaloLayout],  # of the halo arrays
+        connections: Connections,  # connections to other ranks
+    ) -> None:
+        # Layouts have references to exchanges. One in return would delay the end of both.
+        calls, halos = [each.call for each in layouts], [each.halo for each in layouts]
+        self._moved = layouts[0].device.halo_mover(calls, connections)
+        self._elements = box_size(halos[0].inner)
+        self.boxes = interior_and_boundary(halos)
+
+    @cached_property
+    def is_worth_hiding(self) -> bool:
+        """True if the interior should be computed while the halos are in flight."""
+        return self._moved.is_worth_hiding(self._elements)
+
+    def begin(
+        self,
+        halo_arrays: Sequence[HaloArray],
+        in_background: bool = True,  # as for `HaloMover.begin`
+        made: Callable[[HaloArray], Array] | None = None,  # returns results of `wait`; None: `data`
+    ) -> Pending:
+        """Begin to fill the halos of this rank's local blocks, from those of all ranks."""
+        for each in halo_arrays:
+            if each.layout.is_in_flight:
+                raise InputError(
+                    "expected wait() of the exchange that update_halo_begin() began, before the "
+                    "same halo is exchanged again. Give other fields memory of their own: "
+                    "ctx.with_halo."
+                )
+            each.layout.is_in_flight = True
+            each.layout.fill(each.data)  # before halos for others are packed: they include this
+        end = self._moved.begin([each.data for each in halo_arrays], in_background)
+        return Pending(halo_arrays, end, made)
+
+    def can_put(self) -> bool:
+        """Return whether `put` can be used, after the first exchange, and prepare it."""
+        return self._moved.can_put()
+
+    def put(self, halo_arrays: Sequence[HaloArray]) -> None:
+        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
+        for each in halo_arrays:
+            each.layout.fill(each.data)
+        self._moved.put([each.data for each in halo_arrays])
 
 
 class Pending:
@@ -222,26 +237,32 @@ class Pending:
 
     def __init__(
         self,
-        exchange: HaloExchange,  # fills the halo
-        data: Array,  # the local block with its halo
-        end: Callable[[], Any] | None,  # waits until the halo is in place
-        made: Callable[[], Array] | None,  # returns the result of `wait`; None: `data`
+        halo_arrays: Sequence[HaloArray],
+        end: Callable[[], Any] | None,  # waits until the halos are in place
+        made: Callable[[HaloArray], Array] | None,  # returns results of `wait`; None: `data`
     ) -> None:
-        self._exchange: HaloExchange | None = exchange
-        self._result, self._end, self._made = data, end, made
+        self._halo_arrays, self._end, self._made = halo_arrays, end, made
+        self._results: list[Array] | None = None
 
-    def wait(self) -> Array:
-        """Wait until the halo is filled; return the local block with its halo.
+    def wait(self) -> Any:
+        """Wait until the halos are filled; return the local blocks with their halos.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray, or tuple of them
+            The local block with its halo; a tuple if the exchange has several.
 
         Raises
         ------
         SectionError
             If the ranks made different calls, or their halos differ.
         """
-        if self._exchange is not None:
+        if self._results is None:
             if self._end is not None:
                 self._end()
-            self._exchange.end()
-            self._exchange = None
-            self._result = self._result if self._made is None else self._made()
-        return self._result
+            made, results = self._made, []
+            for each in self._halo_arrays:
+                each.layout.is_in_flight = False
+                results.append(each.data if made is None else made(each))
+            self._results = results
+        return self._results[0] if len(self._results) == 1 else tuple(self._results)

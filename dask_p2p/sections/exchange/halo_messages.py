@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.geometry import Box, Layout, box_shape, box_slices
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
+from dask_p2p.sections.exchange.packed import Packed, receive_layouts, send_layouts, text_of
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -23,37 +22,15 @@ _LARGE_BYTES = 1 << 16  # size of a message between hosts that a socket may not 
 _LEAST_OVERLAPPED = 1 << 18
 
 
-class Packed:
-    """Packed regions of an array: one after the other in one buffer."""
-
-    def __init__(
-        self,
-        boxes: Sequence[Box],  # the regions, in indices of the array
-        whole: Array,  # one-dimensional buffer for all regions
-    ) -> None:
-        self.whole = whole
-        regions: list[Array] = Layout(map(box_shape, boxes)).views(whole, whole.dtype)
-        self.regions = [*zip(map(box_slices, boxes), regions, strict=True)]
-
-    def pack(self, array: Array) -> None:
-        """Copy the regions of an array into the buffer."""
-        for index, region in self.regions:
-            region[...] = array[index]
-
-    def unpack(self, array: Array) -> None:
-        """Copy the buffer into the regions of an array."""
-        for index, region in self.regions:
-            array[index] = region
-
-
 class HaloMessages(HaloMover):
     """Exchanges halos in host memory, in one packed message a neighbour."""
 
-    def __init__(self, call: ExchangeCall, connections: Connections) -> None:
-        self._call, self._connections = call, connections
-        receives, sends = (
-            {r: Packed(boxes, np.empty(elements_of(boxes), call.dtype)) for r, boxes in of.items()}
-            for of in (call.exchange.receives, call.exchange.sends)
+    def __init__(self, calls: Sequence[ExchangeCall], connections: Connections) -> None:
+        self._connections = connections
+        self._text, self._order = text_of(calls), calls[0].order
+        sends, receives = (
+            {r: Packed(layout, np.empty(layout.size_bytes, np.uint8)) for r, layout in of.items()}
+            for of in (send_layouts(calls), receive_layouts(calls))
         )
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
@@ -65,36 +42,32 @@ class HaloMessages(HaloMover):
 
     def begin(
         self,
-        data: Array,  # the local block with its halo
+        arrays: Sequence[Array],  # local blocks with their halos
         in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
-        """Begin an exchange; return a function that completes it and unpacks the halo."""
-        connections, order, text = self._connections, self._call.order, self._call.text
+        """Begin an exchange; return a function that completes it and unpacks the halos."""
+        connections = self._connections
         if connections.is_alone:
             return None
         for packed in self._outgoing:
-            packed.pack(data)
+            packed.pack(arrays)
         in_background = in_background and self._is_large
+        order, text = self._order, self._text
         end = begin_in_order(connections, order, text, self._sends, self._receives, in_background)
 
         def unpacked() -> None:
             end()
             for packed in self._incoming:
-                packed.unpack(data)
+                packed.unpack(arrays)
 
         return unpacked
 
     def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether a local block of this size should be computed during the exchange."""
+        """Return whether local blocks of this size should be computed during the exchange."""
         is_on_other_host = self._connections.is_on_other_host
         return elements >= _LEAST_OVERLAPPED and any(map(is_on_other_host, self._receives))
 
 
-def elements_of(boxes: Sequence[Box]) -> int:
-    """Count the elements in boxes."""
-    return sum(prod(box_shape(box)) for box in boxes)
-
-
 def _bytes_of(packed: Packed) -> memoryview:
-    whole: Any = packed.whole.view("u1")
+    whole: Any = packed.whole
     return memoryview(whole)

@@ -10,7 +10,7 @@ neighbour, in place of 1 µs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,25 +39,25 @@ class ExchangeCall:
 
 
 class HaloMover(ABC):
-    """Exchanges packed halos with other ranks, repeatedly."""
+    """Exchanges packed halos with other ranks, repeatedly: of one local block, or of several."""
 
     @abstractmethod
     def begin(
         self,
-        data: Array,  # the local block with its halo
+        arrays: Sequence[Array],  # local blocks with their halos
         in_background: bool,  # whether the caller computes during the exchange
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it, or None if it is complete."""
 
     @abstractmethod
     def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether a local block of this size should be computed during the exchange."""
+        """Return whether local blocks of this size should be computed during the exchange."""
 
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange, and prepare it."""
         return False
 
-    def put(self, data: Array) -> None:
+    def put(self, arrays: Sequence[Array]) -> None:
         """Enqueue a whole exchange on the GPU's stream, without any work of the host."""
         raise NotImplementedError
 

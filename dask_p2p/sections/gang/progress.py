@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_p2p.engine.context import TaskContext, recorded
-from dask_p2p.monitoring.records import REASON_CHARS, Record, Stage
+from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
@@ -47,7 +47,7 @@ class Watch:
         """Return a context for the function: see `dask_p2p.engine.context.recorded`."""
         return recorded(self.context, self.key, self._record, BaseException)
 
-    def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> Record:
+    def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
         """Return a record of the current state. Thread-safe.
 
         `error` is the reason why the function, or the attempt, has ended early. `nbytes` is the
@@ -55,7 +55,7 @@ class Watch:
         """
         ranks, progress, is_made = self.ranks, self.progress, not error
         assert self.context is not None
-        return Record(
+        return TaskRecord(
             key=self.key,
             start_s=self.start_s,
             stop_s=time.time(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,7 +60,8 @@ def run_rank(
             ctx = body.context(ranks, device=device_for(body.kind, options))
             watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
             with watch.recorded() as fields:
-                result = _called(body, ctx, arrays)
+                with _shown_to_users(rank):
+                    result = body(ctx, *arrays)
                 fields["nbytes"] = _size_bytes(result)
             return result
         return _run_in_gang(gang, rank, ranks, body, options, arrays)
@@ -160,8 +161,8 @@ def _attempt(
     try:
         rank_attempt.connections.reserve_files()
         rank_attempt.connections.open_channels(partial(_started, ucx))
-        with within_gang():
-            result = _called(body, ctx, arrays)
+        with within_gang(), _shown_to_users(ctx.rank):
+            result = body(ctx, *arrays)
         # Otherwise other ranks might wait for one whose function has returned.
         rank_attempt.connections.finish()
         ctx.device.let_go(is_orderly=True)
@@ -192,16 +193,17 @@ def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
     return sum(getattr(block, "nbytes", 0) for each in blocks for block in each)
 
 
-def _called(body: Callable[..., Any], ctx: Any, arrays: Sequence[Any]) -> Any:
-    """Call the function; exceptions with a meaning to Dask become a `SectionError`."""
+@contextmanager
+def _shown_to_users(rank: int) -> Iterator[None]:
+    """Raise a `SectionError` for exceptions that Dask does not pass to the user."""
     try:
-        return body(ctx, *arrays)
+        yield
     except BaseException as exc:
         if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
             raise
         # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
         # restart a task that raises Reschedule without end.
-        raise SectionError(f"the function raised {_described(exc)} on rank {ctx.rank}") from exc
+        raise SectionError(f"the function raised {_described(exc)} on rank {rank}") from exc
 
 
 def _taken_by_dask() -> tuple[type[Exception], ...]:

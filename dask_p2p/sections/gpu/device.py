@@ -227,8 +227,8 @@ class Gpu(Host):
         queue.synchronize()
         return made
 
-    def halo_mover(self, call: ExchangeCall, connections: Connections) -> HaloMover:
-        return HaloWindows(self, call, connections)
+    def halo_mover(self, calls: Sequence[ExchangeCall], connections: Connections) -> HaloMover:
+        return HaloWindows(self, calls, connections)
 
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         return GpuRegions(self, connections, reads_memory)

@@ -37,9 +37,15 @@ import numpy as np
 
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
-from dask_p2p.geometry import Box, box_shape
-from dask_p2p.sections.exchange.halo_messages import Packed, elements_of
+from dask_p2p.geometry import box_shape
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
+from dask_p2p.sections.exchange.packed import (
+    Packed,
+    PackedLayout,
+    receive_layouts,
+    send_layouts,
+    text_of,
+)
 from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.gpu.windows import SLOTS, DeviceBarrier, OwnWindow, PeerWindow, opened
 from dask_p2p.sections.wire.connection import Buffer
@@ -56,8 +62,9 @@ _LEAST_HIDING_BYTES = 2**28
 
 
 class _ByteRun(NamedTuple):
-    """A contiguous region of an array."""
+    """A contiguous region of one of the arrays."""
 
+    number: int  # of the array
     start_bytes: int  # offset in the array
     packed_bytes: int  # offset in the packed buffer
     size_bytes: int
@@ -66,16 +73,18 @@ class _ByteRun(NamedTuple):
 class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, call: ExchangeCall, connections: Connections) -> None:
-        self._gpu, self._call, self._connections = gpu, call, connections
-        self._dtype, self._halo = call.dtype, call.exchange
-        halo = self._halo
+    def __init__(self, gpu: Gpu, calls: Sequence[ExchangeCall], connections: Connections) -> None:
+        self._gpu, self._connections = gpu, connections
+        self._text, self._order = text_of(calls), calls[0].order
         self._exchanges = 0  # number of exchanges so far
+        self._sends, receives = send_layouts(calls), receive_layouts(calls)
+        shapes = [call.exchange.after for call in calls]
         self._sent, self._placed = (
-            {rank: _runs(boxes, halo.after, self._dtype.itemsize) for rank, boxes in of.items()}
-            for of in (halo.sends, halo.receives)
+            {rank: _runs(layout, shapes) for rank, layout in layouts.items()}
+            for layouts in (self._sends, receives)
         )
-        self._received = {rank: self._packed(boxes) for rank, boxes in halo.receives.items()}
+        self._received = {rank: self._packed(layout) for rank, layout in receives.items()}
+        self._item_bytes = sum(call.dtype.itemsize for call in calls)
         self._slots: list[dict[int, Packed]] = []  # by slot and rank; made at the first exchange
         self._own: OwnWindow | None = None
         self._windows: dict[int, PeerWindow] = {}  # by rank
@@ -88,16 +97,16 @@ class HaloWindows(HaloMover):
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a step takes a GPU longer than the host's three calls with overlap."""
-        return bool(self._received) and elements * self._dtype.itemsize >= _LEAST_HIDING_BYTES
+        return bool(self._received) and elements * self._item_bytes >= _LEAST_HIDING_BYTES
 
-    def begin(self, data: Array, in_background: bool) -> Callable[[], Any] | None:
+    def begin(self, arrays: Sequence[Array], in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""
         if self._connections.is_alone:
             return None
         if not self._slots:
             self._open()
         slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
-        self._pack(slot, data)
+        self._pack(slot, arrays)
         if self._own is not None:
             self._own.events[slot].record(self._gpu.stream)
         for packed, memory in self._down.values():
@@ -110,11 +119,11 @@ class HaloWindows(HaloMover):
         sends |= {rank: _buffer(memory) for rank, (_, memory) in self._down.items()}
         receives |= {rank: _buffer(memory) for rank, (_, memory) in self._up.items()}
         in_background = in_background and bool(self._down or self._up)  # else no large message
-        order, text = self._call.order, self._call.text
+        order, text = self._order, self._text
         end = begin_in_order(self._connections, order, text, sends, receives, in_background)
-        return partial(self._end, data, end, slot)
+        return partial(self._end, arrays, end, slot)
 
-    def put(self, data: Array) -> None:
+    def put(self, arrays: Sequence[Array]) -> None:
         """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
 
         It synchronizes by a device barrier, so all ranks must make the same calls of `put` in the
@@ -123,12 +132,12 @@ class HaloWindows(HaloMover):
         slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
         if self._barrier is None:
             return
-        self._pack(slot, data)
+        self._pack(slot, arrays)
         self._barrier.put()
         for rank, window in self._windows.items():
-            self._pull(rank, window.address(slot), data, self._gpu.stream)
+            self._pull(rank, window.address(slot), arrays, self._gpu.stream)
             if self._placed[rank] is None:
-                self._received[rank].unpack(data)
+                self._received[rank].unpack(arrays)
 
     def can_put(self) -> bool:
         """Prepare for `put` after the first exchange; return whether it can be used."""
@@ -136,17 +145,17 @@ class HaloWindows(HaloMover):
             self._barrier = DeviceBarrier(self._gpu, self._own, [*self._windows.values()])
         return not self._down and not self._up
 
-    def _pack(self, slot: int, data: Array) -> None:
+    def _pack(self, slot: int, arrays: Sequence[Array]) -> None:
         for rank, packed in self._slots[slot].items():
             runs = self._sent[rank]
             if runs is None:
-                packed.pack(data)
+                packed.pack(arrays)
             for run in runs or ():
                 to = packed.whole.data.ptr + run.packed_bytes
-                of = data.data.ptr + run.start_bytes
+                of = arrays[run.number].data.ptr + run.start_bytes
                 self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
 
-    def _end(self, data: Array, end: Callable[[], Any], slot: int) -> None:
+    def _end(self, arrays: Sequence[Array], end: Callable[[], Any], slot: int) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
         if self._own is not None:
@@ -156,7 +165,7 @@ class HaloWindows(HaloMover):
                 self._gpu.check_goes_on()
                 for rank, window in self._windows.items():
                     window.wait(copies, slot)
-                    self._pull(rank, window.address(slot), data, copies)
+                    self._pull(rank, window.address(slot), arrays, copies)
                     self._connections.count(rank, self._received[rank].whole.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
@@ -165,16 +174,16 @@ class HaloWindows(HaloMover):
                 self._copy(packed.whole, memory)
         for rank, packed in self._received.items():
             if rank in self._up or self._placed[rank] is None:
-                packed.unpack(data)
+                packed.unpack(arrays)
 
-    def _pull(self, rank: int, address: int, data: Array, stream: Any) -> None:
-        """Copy a peer's packed halo into the local block, or into a buffer to unpack."""
+    def _pull(self, rank: int, address: int, arrays: Sequence[Array], stream: Any) -> None:
+        """Copy a peer's packed halos into the local blocks, or into a buffer to unpack."""
         runs, into = self._placed[rank], self._received[rank].whole
         if runs is None:
             self._gpu.copy(into.data.ptr, address, into.nbytes, stream)
             return
         for run in runs:
-            to = data.data.ptr + run.start_bytes
+            to = arrays[run.number].data.ptr + run.start_bytes
             self._gpu.copy(to, address + run.packed_bytes, run.size_bytes, stream)
 
     def _copy(self, to: Any, of: Any) -> None:
@@ -183,21 +192,20 @@ class HaloWindows(HaloMover):
         )
         self._gpu.copy(to_ptr, of_ptr, of.nbytes, self._gpu.stream)
 
-    def _packed(self, boxes: Any) -> Packed:
-        return Packed(boxes, self._gpu.empty((elements_of(boxes),), self._dtype))
+    def _packed(self, layout: PackedLayout) -> Packed:
+        return Packed(layout, self._gpu.empty((layout.size_bytes,), np.uint8))
 
     # --- once
 
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
-        sends, receives = self._halo.sends, self._halo.receives
         self._open_windows()
         slots = [{} if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
-        for rank, boxes in sends.items():
+        for rank, layout in self._sends.items():
             if rank not in self._windows:
-                packed = self._packed(boxes)
+                packed = self._packed(layout)
                 self._down[rank] = packed, self._message_memory(rank, packed.whole)
-        for rank in receives.keys() - self._windows.keys():
+        for rank in self._received.keys() - self._windows.keys():
             packed = self._received[rank]
             self._up[rank] = packed, self._message_memory(rank, packed.whole)
         down = {rank: packed for rank, (packed, _) in self._down.items()}
@@ -206,24 +214,21 @@ class HaloWindows(HaloMover):
     def _message_memory(self, rank: int, whole: Array) -> Array:
         """Return the buffer for messages from or to a rank."""
         if self._connections.carries(rank, whole.nbytes):
-            return whole.view(np.uint8)
+            return whole
         return _host_memory(whole.nbytes)
 
     def _in_window(self, own: OwnWindow, slot: int) -> dict[int, Packed]:
-        return {
-            rank: Packed(self._halo.sends[rank], own.memory(rank, slot).view(self._dtype))
-            for rank in self._windows
-        }
+        return {rank: Packed(self._sends[rank], own.memory(rank, slot)) for rank in self._windows}
 
     def _open_windows(self) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
-        gpu, sends, item_bytes = self._gpu, self._halo.sends, self._dtype.itemsize
+        gpu, sends = self._gpu, self._sends
         own, self._windows = opened(
             gpu,
             self._connections,
-            self._call.text,
-            sends.keys() & self._halo.receives.keys(),
-            lambda near: OwnWindow(gpu, {r: elements_of(sends[r]) * item_bytes for r in near}),
+            self._text,
+            sends.keys() & self._received.keys(),
+            lambda near: OwnWindow(gpu, {rank: sends[rank].size_bytes for rank in near}),
             lambda rank, descriptor: PeerWindow(gpu, descriptor, self._received[rank].whole.nbytes),
         )
         if self._windows:
@@ -231,17 +236,19 @@ class HaloWindows(HaloMover):
             self._pulled = gpu.module.cuda.Event(disable_timing=True)
 
 
-def _runs(boxes: Sequence[Box], shape: Sequence[int], item_bytes: int) -> list[_ByteRun] | None:
-    """Return the runs of contiguous regions of an array in C order; None if one is scattered."""
-    strides = tuple(prod(shape[axis + 1 :]) * item_bytes for axis in range(len(shape)))
-    found, packed_bytes = [], 0
-    for box in boxes:
-        pitch = pitched(box_shape(box), strides, item_bytes)
-        if pitch is None or pitch.rows > 1:
-            return None
-        start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-        found.append(_ByteRun(start_bytes, packed_bytes, pitch.run_bytes))
-        packed_bytes += pitch.run_bytes
+def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_ByteRun] | None:
+    """Return the runs of contiguous regions of arrays in C order; None if one is scattered."""
+    found = []
+    of_arrays = zip(layout.boxes, layout.dtypes, shapes, layout.starts, strict=True)
+    for number, (boxes, dtype, shape, packed_bytes) in enumerate(of_arrays):
+        strides = tuple(prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
+        for box in boxes:
+            pitch = pitched(box_shape(box), strides, dtype.itemsize)
+            if pitch is None or pitch.rows > 1:
+                return None
+            start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+            found.append(_ByteRun(number, start_bytes, packed_bytes, pitch.run_bytes))
+            packed_bytes += pitch.run_bytes
     return found
 
 

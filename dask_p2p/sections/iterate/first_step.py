@@ -6,7 +6,7 @@ elements unset, writes into its fields, loses fractions, or reads corners that a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
-from dask_p2p.sections.iterate.step_function import StepFunction
+from dask_p2p.sections.iterate.binding import OUT, UNNAMED
+from dask_p2p.sections.iterate.phase import Outs, Phase, replace_block
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
@@ -25,38 +26,40 @@ _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
 class FirstStep:
-    """The first step of a local block.
+    """The first call of a phase, for a whole local block.
 
     Parameters
     ----------
-    step : StepFunction
+    phase : Phase
         Calls the user's function.
     device : Host
         Device of the local block.
     fields : sequence of HaloArray
         The fields that the function reads.
-    given : sequence
-        Its arguments: the data of the fields, then constants.
-    part : HaloPart
-        The data of the newest field, as the function receives it.
-    spare : HaloArray
-        Memory of the next field, which the step fills.
+    values : mapping
+        Its arguments by name: the data of the fields, constants and keywords.
+    parts : mapping of str to HaloPart
+        The data of the newest level of each field, as the function receives it.
+    spare : callable
+        Returns the memory of a field's next values, by its name.
     """
 
     def __init__(
         self,
-        step: StepFunction,
+        phase: Phase,
         device: Host,
         fields: Sequence[HaloArray],
-        given: Sequence[Any],
-        part: HaloPart,
-        spare: HaloArray,
+        values: Mapping[str, Any],
+        parts: Mapping[str, HaloPart],
+        spare: Callable[[str], HaloArray],
     ) -> None:
-        self._step, self._device, self._fields = step, device, fields
-        self._given, self._part, self._spare = given, part, spare
+        self._phase, self._device, self._fields = phase, device, fields
+        self._values, self._parts, self._spare = values, parts, spare
+        self._arrays = [*_arrays(values.values(), device.module.ndarray)]
+        self._names: list[str] = []  # of the fields that the function changes
 
-    def __call__(self) -> tuple[Any, ...]:
-        """Make the step; return the numbers for `until`.
+    def __call__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Call the function; return the names of changed fields, and the numbers for `until`.
 
         Raises
         ------
@@ -66,59 +69,84 @@ class FirstStep:
             If it writes into its fields, or reads corners that are not exchanged.
         """
         before = self._sums()
-        numbers = self._filled() if self._step.fills_out else self._made()
+        numbers = self._filled() if self._phase.fills_out else self._made()
         if self._sums() != before:
             raise InputError(
                 "expected a function that only reads its fields and constants, got one that writes "
                 "into them. Write into a copy, u = u.copy(), or into the parameter out."
             )
-        if self._spare.exchange.halo.unread:
+        if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
-        return numbers
+        return self._names, numbers
 
     def _made(self) -> tuple[Any, ...]:
-        return self._step(self._given, self._spare.inner, self._part)
+        """Call the function and keep the new blocks; return the numbers."""
+        if self._phase.fills_out:
+            return self._phase.numbers(self._phase.call(self._values, self._outs), self._outs)
+        blocks, numbers = self._phase.returned(self._phase.call(self._values, {}))
+        self._names = [*blocks]
+        for name, new in blocks.items():
+            replace_block(self._spare(name).inner, new, self._parts[name])
+        return numbers
 
     def _sums(self) -> list[int]:
         """Return checksums of the arguments that the function could write into."""
-        kinds = self._device.module.ndarray
-        arrays = [] if self._device.has_read_only else self._given
-        return [self._device.checksum(each) for each in arrays if isinstance(each, kinds)]
+        if self._device.has_read_only:
+            return []
+        return [self._device.checksum(array) for array in self._arrays]
+
+    @property
+    def _outs(self) -> dict[str, Array]:
+        return {name: self._spare(name).inner for name in self._names}
 
     def _filled(self) -> tuple[Any, ...]:
-        """Call the function, and check that it fills its whole parameter `out`."""
-        out = self._spare.inner
-        marks = marked(out, self._device)
-        returned = self._recorded(out)
-        if marks is not None and marks.is_left():
-            marks.put_others()  # data may equal the first marks
-            self._step.call(self._given, out)
-            marks.check()
-        return self._step.numbers(returned, out)
+        """Call the function, and check that it fills all memory of its parameter `out`."""
+        self._names = [*self._phase.fields]
+        outs = self._outs
+        marks = [marked(out, self._device, out_name(name)) for name, out in outs.items()]
+        returned = self._recorded(outs)
+        left = [each for each in marks if each is not None and each.is_left()]
+        if left:
+            for each in left:
+                each.put_others()  # data may equal the first marks
+            self._phase.call(self._values, outs)
+            for each in left:
+                each.check()
+        return self._phase.numbers(returned, outs)
 
     # --- numbers of the fields' kind
 
-    def _recorded(self, out: Array) -> Any:
-        """Call the function, if possible with a view of `out` that refuses lossy writes."""
-        recorder = self._device.recorder(out) if out.dtype.kind in "biuf" else None
-        if recorder is not None:
+    def _recorded(self, outs: Outs) -> Any:
+        """Call the function, if possible with views of `outs` that refuse lossy writes."""
+        recorders = {name: self._recorder(out) for name, out in outs.items()}
+        returned, is_recorded = None, any(each is not None for each in recorders.values())
+        if is_recorded:
+            mixed = {
+                name: out if recorders[name] is None else recorders[name]
+                for name, out in outs.items()
+            }
             try:
-                returned = self._step.call(self._given, recorder)
+                returned = self._phase.call(self._values, mixed)
             except (BlockMismatchError, InputError):
                 raise
             except Exception:  # a compiled function takes plain arrays only
-                recorder = None
-        if recorder is None or not recorder.was_written:
-            self._check_wider(out)
-        return self._step.call(self._given, out) if recorder is None else returned
+                is_recorded = False
+        for name in outs:
+            if not is_recorded or recorders[name] is None or not recorders[name].was_written:
+                self._check_wider(name, outs)
+        return returned if is_recorded else self._phase.call(self._values, outs)
 
-    def _check_wider(self, out: Array) -> None:
-        """Refuse a function that fills fractions into an array that can hold them."""
+    def _recorder(self, out: Array) -> Any:
+        return self._device.recorder(out) if out.dtype.kind in "biuf" else None
+
+    def _check_wider(self, name: str, outs: Outs) -> None:
+        """Refuse a function that fills fractions into an array that cannot hold them."""
+        out = outs[name]
         if out.dtype.kind not in "biu":
             return
         wide = self._device.zeros(out.shape, np.float64 if out.dtype.itemsize > 2 else np.float32)
         try:
-            self._step.call(self._given, wide)
+            self._phase.call(self._values, {**outs, name: wide})
         except Exception:  # it fills integers only
             return
         module = self._device.module
@@ -134,24 +162,50 @@ class FirstStep:
 
     def _check_corners(self) -> None:
         """Refuse a function whose results change with corners that are not exchanged."""
-        made, dtype = self._device.checksum(self._spare.data), self._spare.exchange.dtype
+        made = self._results()
+        of_dtypes = {field.layout.dtype: fillings(field.layout.dtype) for field in self._fields}
+        most = max(map(len, of_dtypes.values()))
+        tests = [
+            {t: found[n % len(found)] for t, found in of_dtypes.items() if found}
+            for n in range(most)
+        ]
         with np.errstate(all="ignore"):
-            has_changed = any(self._sum_with(value) != made for value in fillings(dtype))
+            has_changed = any(self._results_with(test) != made for test in tests)
         # Results that differ even for the same corners come from random numbers.
-        if has_changed and self._sum_with(unread_value(dtype)) == made:
+        if has_changed and self._results_with({}) == made:
             raise InputError(
                 "corners=False: expected a function that reads no corners of the halo, where two "
                 "axes' halos meet, got one whose results change with them. Leave corners=False out."
             )
-        for field in self._fields:
-            field.fill_unread(unread_value(dtype))
+        self._fill({})
 
-    def _sum_with(self, value: Any) -> int:
-        """Make the step with a value in all corners; return the checksum of its result."""
-        for field in self._fields:
-            field.fill_unread(value)
+    def _results_with(self, values: Mapping[DType, Any]) -> list[int]:
+        """Call the function with values in all corners, by dtype; return its results' checksums."""
+        self._fill(values)
         self._made()
-        return self._device.checksum(self._spare.data)
+        return self._results()
+
+    def _fill(self, values: Mapping[DType, Any]) -> None:
+        for field in self._fields:
+            dtype = field.layout.dtype
+            field.fill_unread(values.get(dtype, unread_value(dtype)))
+
+    def _results(self) -> list[int]:
+        return [self._device.checksum(self._spare(name).data) for name in self._names]
+
+
+def out_name(name: str) -> str:
+    """Return the expression for the memory of a field in a function."""
+    return OUT if name == UNNAMED else f"{OUT}.{name}"
+
+
+def _arrays(values: Iterable[Any], kind: Any) -> Iterator[Any]:
+    """Yield the arrays among values, and among the time levels of fields."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _arrays(value, kind)
 
 
 def fillings(dtype: DType) -> list[Any]:
@@ -168,8 +222,8 @@ def fillings(dtype: DType) -> list[Any]:
 class _Values:
     """Marks of unset elements: one value that no function writes by accident."""
 
-    def __init__(self, out: Array, device: Host) -> None:
-        self._out, self._device = out, device
+    def __init__(self, out: Array, device: Host, name: str) -> None:
+        self._out, self._device, self._name = out, device, name
         self._mark, self._other = (
             np.frombuffer(byte * out.dtype.itemsize, out.dtype)[0] for byte in _MARKS
         )
@@ -185,7 +239,7 @@ class _Values:
 
     def check(self) -> None:
         if left := self._count(self._left & (self._out == self._other)):
-            raise _unfilled(self._out, left)
+            raise _unfilled(self._name, self._out, left)
 
     def _count(self, chosen: Array) -> int:
         return int(self._device.module.count_nonzero(chosen))
@@ -197,8 +251,8 @@ class _Pattern:
     A function may write each of these values, but hardly the whole pattern.
     """
 
-    def __init__(self, out: Array, device: Host) -> None:
-        self._out, self._device = out, device
+    def __init__(self, out: Array, device: Host, name: str) -> None:
+        self._out, self._device, self._name = out, device, name
         self._corner = out[(slice(_CORNER),) * out.ndim]
         draw = np.random.default_rng(_SEED)
         self._marks = draw.integers(0, 2, self._corner.shape).astype(out.dtype)
@@ -213,21 +267,21 @@ class _Pattern:
 
     def check(self) -> None:
         if self.is_left():
-            raise _unfilled(self._out, self._corner.size)
+            raise _unfilled(self._name, self._out, self._corner.size)
 
 
-def marked(out: Array, device: Host) -> _Values | _Pattern | None:
+def marked(out: Array, device: Host, name: str = OUT) -> _Values | _Pattern | None:
     """Put marks into memory that the function must fill; None if its dtype or size allows none."""
     if out.dtype.kind not in "biufcmM":
         return None
     if out.dtype.itemsize >= 4:
-        return _Values(out, device)
+        return _Values(out, device, name)
     is_enough = np.prod([min(size, _CORNER) for size in out.shape]) >= _LEAST_MARKED
-    return _Pattern(out, device) if is_enough else None
+    return _Pattern(out, device, name) if is_enough else None
 
 
-def _unfilled(out: Array, left: int) -> BlockMismatchError:
+def _unfilled(name: str, out: Array, left: int) -> BlockMismatchError:
     return BlockMismatchError(
-        f"expected the function to fill its parameter out, of shape {out.shape}, but it left "
-        f"{left} of {out.size} elements as they were. Write to all of them, out[...] = ..."
+        f"expected the function to fill its parameter {name}, of shape {out.shape}, but it left "
+        f"{left} of {out.size} elements as they were. Write to all of them, {name}[...] = ..."
     )

@@ -1,37 +1,56 @@
-"""`iterate`: a stencil that is applied repeatedly, on all workers at the same time."""
+"""`iterate`: stencils that are applied repeatedly, on all workers at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, overload
 
-import numpy as np
-
-from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_flag
-from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.arguments import (
-    check_computed,
-    check_decompositions,
-    check_same_kind,
-    chosen_ranks,
-)
+from dask_p2p.sections.api.arguments import check_computed, chosen_ranks
 from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
+from dask_p2p.sections.iterate.arguments import named, phases_of, unnamed
 from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.stores import Checkpoint, Save, checked_stores
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 
 @overload
 def iterate(
-    func: Callable[..., Any],
-    x: Sequence[DaskArray],
+    func: Callable[..., Any] | Sequence[Any],
+    fields: Mapping[str, Any],
+    /,
+    depth: DepthLike | Mapping[str, Any],
+    steps: int,
+    *,
+    boundary: BoundaryLike | Mapping[str, Any] = ...,
+    constants: Mapping[str, Any] = ...,
+    corners: bool = ...,
+    overlap: bool | Literal["auto"] = ...,
+    exchange: str = ...,
+    record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
+    until: Callable[..., bool] | None = ...,
+    check_every: int = ...,
+    checkpoint_every: int | str | None = ...,
+    ranks: int | None = ...,
+    dtype: DTypeLike | None = ...,
+    capture: bool = ...,
+    **kwargs: Any,
+) -> dict[str, Any]: ...
+
+
+@overload
+def iterate(
+    func: Callable[..., Any] | Sequence[Any],
+    fields: Sequence[DaskArray],
     /,
     depth: DepthLike,
     steps: int,
@@ -41,6 +60,9 @@ def iterate(
     corners: bool = ...,
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
+    record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -53,8 +75,8 @@ def iterate(
 
 @overload
 def iterate(
-    func: Callable[..., Any],
-    x: DaskArray,
+    func: Callable[..., Any] | Sequence[Any],
+    fields: DaskArray,
     /,
     depth: DepthLike,
     steps: int,
@@ -64,6 +86,9 @@ def iterate(
     corners: bool = ...,
     overlap: bool | Literal["auto"] = ...,
     exchange: str = ...,
+    record: Mapping[str, Any] = ...,
+    save: Save | Sequence[Save] = ...,
+    checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
@@ -75,17 +100,20 @@ def iterate(
 
 
 def iterate(
-    func: Callable[..., Any],
-    x: DaskArray | Sequence[DaskArray],
+    func: Callable[..., Any] | Sequence[Any],
+    fields: DaskArray | Sequence[DaskArray] | Mapping[str, Any],
     /,
-    depth: DepthLike,
+    depth: Any,
     steps: int,
     *,
-    boundary: BoundaryLike = "periodic",
-    constants: Sequence[Any] = (),
+    boundary: Any = "periodic",
+    constants: Any = (),
     corners: bool = True,
     overlap: bool | Literal["auto"] = "auto",
     exchange: str = "auto",
+    record: Mapping[str, Any] = MappingProxyType({}),
+    save: Save | Sequence[Save] = (),
+    checkpoint: Checkpoint | None = None,
     until: Callable[..., bool] | None = None,
     check_every: int = 1,
     checkpoint_every: int | str | None = "30 s",
@@ -93,7 +121,7 @@ def iterate(
     dtype: DTypeLike | None = None,
     capture: bool = False,
     **kwargs: Any,
-) -> DaskArray | tuple[DaskArray, ...]:
+) -> Any:
     """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
 
     All steps are one layer of the graph. Each worker runs a rank, which has one contiguous local
@@ -101,29 +129,44 @@ def iterate(
 
     Parameters
     ----------
-    func : callable
-        ``func(*fields, *constants, out=out)`` fills `out`, a local block without a halo. Without a
-        parameter `out` it returns the new local block, with or without a halo, which allocates
-        memory in each step. Fields have a halo of width `depth`. Fields and constants are
+    func : callable or list
+        With one field, ``func(u, *constants, out=out)`` fills `out`, a local block without a halo.
+        Without a parameter `out` it returns the new local block, with or without a halo, which
+        allocates memory in each step. With a mapping of fields, the parameters are names of fields,
+        constants and keywords, in any order. The function returns the blocks that it changes,
+        ``{"u": ..., "v": ...}``, or fills ``out.u`` and ``out.v``. A list has the *phases* of a
+        step. Halos of changed fields are updated before the next phase. A pair
+        ``(function, ("u",))`` names the fields that a function with a parameter `out` fills; by
+        default all. A parameter `at` gets the position: ``at.step``, ``at.box``, ``at.shape``,
+        ``at.index`` and ``at.rank``. Fields have a halo of width `depth`. Fields and constants are
         read-only: write into `out`, or into a copy. The result must depend on the arguments alone.
         The first step checks the function, and calls it one or more times again for that.
-    x : dask.array.Array or sequence of them
-        The initial field. Several fields are time levels, the newest first: the result of `func`
-        becomes the newest, and the oldest is dropped. All have the same shape and chunks, in NumPy
-        or CuPy blocks. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is
-        the current one. It need not wait for work on that stream.
+    fields : dask.array.Array, mapping of str or sequence
+        The initial field, or a mapping of coupled fields by name. A value of the mapping is a Dask
+        array, a list of time levels, the newest first, or a `dask_p2p.Field` with options. The
+        function receives a tuple of time levels, and its result becomes the newest. A sequence of
+        arrays in place of the mapping has the time levels of one field, which are separate
+        arguments of the function. All arrays have the same shape and chunks, in NumPy or CuPy
+        blocks. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is the
+        current one. It need not wait for work on that stream.
     depth : int, tuple, dict or list
-        Width of the halo, as for `dask_p2p.map_overlap`; in a list one for each field. A halo may
+        Width of the halo, as for `dask_p2p.map_overlap`; in a list one for each time level, and in
+        a mapping by names of fields one for each field, where "*" stands for all others. A halo may
         be wider than a local block.
     steps : int
         Largest number of applications of `func`. With 0 the fields are returned unchanged.
     boundary : str, scalar, tuple or dict, optional
         Values beyond the ends of the array, as for `dask_p2p.map_overlap`: by default "periodic".
-        With "none" local blocks at the ends have no halo there.
-    constants : sequence, optional
-        Further arguments, which `func` reads in each step. A Dask array must have the shape of
-        the fields. Each rank receives its local block, without a halo. Other values are passed
-        unchanged. All arrays are of the fields' kind, NumPy or CuPy.
+        With "none" local blocks at the ends have no halo there. A pair in a dict by axis,
+        ``{0: ("nearest", 0.0)}``, has the values before and after the array. A mapping by names of
+        fields has one for each field, where "*" stands for all others.
+    constants : sequence or mapping, optional
+        Further arguments, which `func` reads in each step: in a mapping if the fields are in one. A
+        Dask array must have the shape of the fields. Each rank receives its local block, without a
+        halo. Other values are passed unchanged. In a mapping, NumPy and CuPy arrays are divided as
+        well, by the rules of broadcasting: an array of the last axes has one block for all indices
+        of the others. ``dask_p2p.Field(c, depth=1)`` is a constant with a halo, and
+        ``dask_p2p.Whole(a)`` is not divided. All arrays are of the fields' kind, NumPy or CuPy.
     corners : bool, optional
         If True, the default, the halo includes corners: right for all stencils. A star-shaped
         stencil does not read corners. With False they are not exchanged where several axes are
@@ -136,9 +179,19 @@ def iterate(
         at least 2**18 elements. For CuPy blocks it overlaps if local blocks have at least 256 MiB.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
+    record : mapping, optional
+        Functions of fields, constants and `at` by name, or `dask_p2p.Record` objects. Each returns
+        the number of one local block after a step. The numbers of all ranks are combined, and the
+        result has the series of each name. Only for a mapping of fields.
+    save : Save or sequence of Save, optional
+        Zarr groups in which frames of the fields are written. Only for a mapping of fields.
+    checkpoint : Checkpoint, optional
+        Folder of checkpoints in files, from the newest of which a later run resumes. Only for a
+        mapping of fields.
     until : callable, optional
-        ``until(*numbers)`` returns whether to stop. `func` returns the numbers, in a tuple after
-        the new local block if it returns one. They are summed over all ranks.
+        ``until(last)`` returns whether to stop, from a dict of the newest records. Without names of
+        fields it is ``until(*numbers)``: `func` returns the numbers, in a tuple after the new local
+        block if it returns one, and they are summed over all ranks.
     check_every : int, optional
         Number of steps between calls of `until`, by default 1.
     checkpoint_every : int, str or None, optional
@@ -151,8 +204,9 @@ def iterate(
         without a cluster, with an asynchronous client, or in the function of another section. There
         it cannot be larger.
     dtype : dtype, optional
-        Dtype of the fields and the result, by default that of the first field. Give it if the
-        fields are integers and the function makes fractions: ``dtype=float``.
+        Dtype of the fields and the result, by default that of the first field, or of each field of
+        a mapping. Give it if the fields are integers and the function makes fractions:
+        ``dtype=float``.
     capture : bool, optional
         If True, steps are captured as a CUDA graph and replayed, so that a step costs the host next
         to nothing. This helps with small local blocks, where the host takes most of the time.
@@ -166,23 +220,28 @@ def iterate(
 
     Returns
     -------
-    dask.array.Array, or tuple of them
-        One array for each field, the newest first, with the chunks of `x`.
+    dask.array.Array, dict or tuple
+        One array for each field, with the chunks of the fields: a dict if the fields are in a
+        mapping, with a list for a list of time levels; a tuple for a sequence. With `record` the
+        dict also has an array for each series, and "steps", the number of steps done.
 
     Raises
     ------
     InputError
         If `func` cannot be called, a number is too small, or `depth` or `boundary` is invalid. Also
-        if a constant or a keyword is lazy; only constants may be Dask arrays. When it runs, if
-        `func` writes into its fields or constants, or reads corners with ``corners=False``. Also if
-        `capture` is set, and `func` cannot be captured or then gives other values.
+        if a parameter of `func` is no known name, or a constant or a keyword is lazy; only
+        constants may be Dask arrays. When it runs, if `func` writes into its fields or constants,
+        or reads corners with ``corners=False``. Also if `capture` is set, and `func` cannot be
+        captured or then gives other values.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
+    FileError
+        When it runs, if a store cannot be written, or is not seen by all workers.
     BlockMismatchError
-        When it runs, if `func` returns other values than one array and the numbers for `until`.
+        When it runs, if `func` returns other values than its blocks and the numbers for `until`.
         Also if it leaves elements of `out` unset, or makes numbers that the fields' dtype cannot
         hold.
     SectionError
@@ -197,17 +256,17 @@ def iterate(
     >>> x = da.arange(6, chunks=3, dtype=float)
     >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
     array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
+
+    Coupled fields:
+
+    >>> def turn(u, v):
+    ...     return {"u": u + 0.5 * v, "v": v - 0.5 * u}
+    >>> made = iterate(turn, {"u": x, "v": x * 0}, depth=0, steps=2)
+    >>> made["v"].compute(scheduler="sync")
+    array([ 0., -1., -2., -3., -4., -5.])
     """
-    check_function(func, "fields with a halo", "iterate(func, x, depth, steps)")
-    count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (x, constants))
-    check_names(func, count, iterate, locals())
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
-    if isinstance(boundary, list):
-        raise InputError(
-            f"boundary: expected one for all fields, which are time levels of one field, got "
-            f"{boundary!r}. Give one boundary instead of a list."
-        )
     if depth is None:
         raise InputError(
             "depth: expected the number of elements around a point that the function reads, got "
@@ -215,20 +274,37 @@ def iterate(
         )
     if overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
-    fields = _checked_fields(x, dtype)
-    first, shapes = fields[0], [field.shape for field in fields]
-    given, arrays = _checked_constants(constants, first)
-    check_computed(*(value for _, value in given), *kwargs.values())
+    corners = checked_flag("corners", corners)
+    functions = [each[0] if isinstance(each, tuple) and each else each for each in phases_of(func)]
+    count = 0  # of the function's leading parameters, which receive fields and constants
+    if not isinstance(fields, Mapping):
+        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
+    for each in functions:
+        check_function(each, "fields with a halo", "iterate(func, fields, depth, steps)")
+        check_names(each, count, iterate, locals())
+    given: tuple[Any, ...] = constants, depth, boundary, corners, dtype, kwargs, until, record
+    if isinstance(fields, Mapping):
+        arguments = named(func, fields, *given)
+    else:
+        arguments = unnamed(func, fields, *given)
+    check_computed(*(each.value for each in arguments.constants), *kwargs.values())
+    first = arguments.arrays[0]
+    stores = checked_stores(save, checkpoint, arguments.results, first.chunks)
+    if stores and not isinstance(fields, Mapping):
+        raise InputError(
+            "save, checkpoint: expected fields by name, got fields without names. Give the field "
+            "by name, iterate(func, {'u': u}, ...)."
+        )
     iteration = Iteration(
-        function=func,
-        depths=tuple(checked_depths(depth, shapes)),
+        phases=arguments.phases,
+        fields=arguments.fields,
+        constants=arguments.constants,
+        series=arguments.series,
+        stores=stores,
+        shape=first.shape,
         steps=checked_count("steps", 0, steps=steps),
-        dtype=first.dtype,
-        boundary=checked_boundaries(boundary, shapes, first.dtype)[0],
-        corners=checked_flag("corners", corners),
         overlap=overlap,
         exchange=checked_order(exchange),
-        constants=given,
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checked_period(checkpoint_every),
@@ -240,56 +316,10 @@ def iterate(
     made = section_arrays(
         "p2p-iterate",
         iteration,
-        [*fields, *arrays],
+        arguments.arrays,
         chosen_ranks(first, ranks, None),
-        [first.dtype] * len(fields),
+        [spec.dtype for spec in arguments.results for _ in spec.depths],
         options,
+        arguments.value_specs(iteration.steps),
     )
-    return made[0] if is_dask_array(x) else made
-
-
-def _checked_fields(x: Any, dtype: DTypeLike | None) -> list[Any]:
-    """Return the fields, converted to their common dtype."""
-    fields = list(x) if isinstance(x, (list, tuple)) else [x]
-    check_decompositions(fields)
-    kind = np.dtype(fields[0].dtype if dtype is None else dtype)
-    if kind.hasobject:
-        raise UnsupportedArrayError(
-            f"expected fields without Python objects, which ranks cannot exchange, got {kind}. "
-            f"Convert them, x.astype(...)."
-        )
-    for field in fields if dtype is None else ():
-        if not np.can_cast(field.dtype, kind, "same_kind"):
-            raise InputError(
-                f"expected fields that become {kind}, like the first one, got one of "
-                f"{field.dtype}. Give a dtype for all fields, "
-                f"dtype={str(np.result_type(*fields))!r}."
-            )
-    return [field.astype(kind) for field in fields]
-
-
-def _checked_constants(
-    constants: Any, field: DaskArray
-) -> tuple[tuple[tuple[bool, Any], ...], list[DaskArray]]:
-    """Return whether each constant is divided, with its value if not; and the divided arrays."""
-    if not isinstance(constants, (list, tuple)):
-        raise InputError(
-            f"constants: expected a tuple of arguments for the function, got "
-            f"{type(constants).__name__}. Give one as (constant,)."
-        )
-    backend = backend_for(field._meta)
-    for constant in constants:
-        check_same_kind(backend, getattr(constant, "_meta", constant), "a constant")
-    given = tuple((True, None) if is_dask_array(c) else (False, c) for c in constants)
-    return given, [_aligned(each, field) for each in constants if is_dask_array(each)]
-
-
-def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
-    if constant.shape != field.shape:
-        raise ChunksError(
-            f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
-            f"shape {constant.shape}. Compute it first if each rank needs the whole array."
-        )
-    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
-    check_decompositions([aligned])
-    return aligned
+    return arguments.sorted(made)

@@ -12,15 +12,14 @@ without data for each other exchange no message.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.interprocess.messenger import NAP_S, Messenger
+from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.connection import (
@@ -31,10 +30,9 @@ from dask_p2p.sections.wire.connection import (
     RankAddress,
 )
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.endpoint import Reach, host_of, is_lost, uses_ucx
-from dask_p2p.sections.wire.in_process import Stream
+from dask_p2p.sections.wire.endpoint import Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 
-_LOOKS = 4  # checks for lost connections within one timeout
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
 # where each rank of the host has a core. Otherwise it would take a core from the others.
 _SPIN_S = 50e-6
@@ -53,8 +51,9 @@ class Connections:
         self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
         self._background: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
-        self._timeout_s, self._look_s = reach.timeout_s, 0.0  # time of the next check
+        self._timeout_s = reach.timeout_s
         self._setup = ConnectionSetup(reach)
+        self._polling = Polling(self._setup, reach.timeout_s)
         self.endpoint = self._setup.endpoint
         self._is_woken = self._is_finishing = False
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
@@ -267,56 +266,18 @@ class Connections:
 
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
-        connections = {
-            rank: self._connections[rank] for rank in self._waiting & self._connections.keys()
-        }
-        sockets, others, most_s = dict[int, int](), list[int](), self._timeout_s / _LOOKS
-        poll = select.poll()
-        poll.register(self._setup.bell, select.POLLIN)
-        for rank, connection in connections.items():
-            if not isinstance(connection.socket, Stream):
-                sockets[connection.socket.fileno()] = rank
-                poll.register(connection.socket, connection.events)
-            elif connection.socket.is_ready(connection.events):
-                most_s = 0.0
-            if isinstance(connection.socket, Stream) or connection.uses_channel:
-                others.append(rank)
-        missing = self._waiting - connections.keys()
+        waiting = self._waiting & self._connections.keys()
+        missing = self._waiting - waiting
         meets = self._is_finishing or bool(missing)
-        if meets:
-            most_s = min(most_s, self._setup.register(poll, missing))
-        ready = self._polled(poll, most_s, sockets)
-        found = {*others, *(sockets[number] for number in ready & sockets.keys())}
-        return [*found, *(self._called(ready) if meets else [])]
-
-    def _polled(self, poll: select.poll, most_s: float, sockets: Mapping[int, int]) -> set[int]:
-        """Poll for `most_s` at most; return the descriptors that are ready.
-
-        `sockets` has ranks by descriptor.
-        """
-        uses_channel = self.use_ucx and any(
-            self._connections[r].uses_channel for r in sockets.values()
-        )
-        polled = poll.poll(0 if uses_channel else most_s * 1000)
-        for number, event in polled:
-            if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
-                raise self._broken(sockets[number], "closed by the peer")
-        if not polled and uses_channel:
-            time.sleep(NAP_S)
-        if not polled and time.monotonic() >= self._look_s:
-            self._check_connections(sockets.values())
-        self._setup.bell.hush()
+        connections = {rank: self._connections[rank] for rank in waiting}
+        try:
+            found, ready = self._polling.wait(connections, missing if meets else None)
+        except LostConnectionError as exc:
+            raise self._broken(exc.rank, exc.why) from None
         if self._is_woken:
             self._setup.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
-        return {number for number, _ in polled}
-
-    def _check_connections(self, ranks: Iterable[int]) -> None:
-        """Raise `AttemptEndedError` if a connection to another host is lost."""
-        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
-        for rank in ranks:
-            if is_lost(self._connections[rank].socket, self._timeout_s):
-                raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
+        return [*found, *(self._called(ready) if meets else [])]
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"

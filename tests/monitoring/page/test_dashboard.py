@@ -25,15 +25,13 @@ from tests.support import in_process, own_client
 from tests.transports.loopback import wait_until
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
-IN_PROCESS = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
+CLUSTER = {
+    "n_workers": 1,
+    "threads_per_worker": 1,
+    "processes": False,
+    "dashboard_address": "127.0.0.1:0",
+}
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": ":0"}
-
-
-@pytest.fixture(scope="module")
-def client():
-    with own_client(**IN_PROCESS) as client:
-        dask_p2p.register(client)
-        yield client
 
 
 def get(client, path):
@@ -49,7 +47,7 @@ def get(client, path):
 def test_by_preload(prefix):
     with (
         dask.config.set({"distributed.scheduler.preload": ["dask_p2p.preload"]}),
-        own_client(**IN_PROCESS, scheduler_kwargs={"http_prefix": prefix}) as client,
+        own_client(**CLUSTER, scheduler_kwargs={"http_prefix": prefix}) as client,
     ):
         check_pages(client, prefix)
 
@@ -214,7 +212,10 @@ def log(caplog):
 def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert not add_pages(SimpleNamespace(), lambda: None)
-    assert set(log.messages) == {"dask_p2p: no page /p2p on the dashboard, which needs bokeh"}
+    (message,) = set(log.messages)
+    assert message.startswith(
+        "dask_p2p: no page /p2p on the dashboard, which needs bokeh. Run: pip"
+    )
 
 
 def test_without_a_dashboard_nothing_is_logged(log):

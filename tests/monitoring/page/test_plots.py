@@ -19,13 +19,19 @@ from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.tables import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.monitoring.support import record
-from tests.support import import_path, own_client, persisted
+from tests.support import import_path, persisted
 
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
+CLUSTER = {
+    "n_workers": 2,
+    "threads_per_worker": 1,
+    "dashboard_address": "127.0.0.1:0",
+    "env": {"PYTHONPATH": import_path()},
+}
 IN_RUNS = """
     const data = Bokeh.documents[0].get_model_by_name("p2p-runs").data;
     const row = Array.from(data.name).indexOf(arguments[0]);
@@ -49,13 +55,6 @@ WHEN_DRAWN = """
 def driver(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("chromium")) as driver:
         yield driver
-
-
-@pytest.fixture(scope="module")
-def client():
-    with own_client(dashboard_address="127.0.0.1:0", env={"PYTHONPATH": import_path()}) as client:
-        dask_p2p.register(client)
-        yield client
 
 
 @pytest.fixture

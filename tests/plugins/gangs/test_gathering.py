@@ -9,7 +9,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Nanny, SpecCluster, wait
+from distributed import Nanny, SpecCluster, wait
 from distributed import Scheduler as DaskScheduler
 
 from dask_p2p import iterate, spmd
@@ -208,16 +208,16 @@ def test_ranks_stay_where_nothing_is_gained(case):
 
 
 @pytest.fixture(scope="module")
-def client():
+def cluster():
     units = ({"GPU": 1}, {"GPU": 1}, {})
     workers = {
         number: {"cls": Nanny, "options": {"nthreads": 2, "resources": each}}
         for number, each in enumerate(units)
     }
     scheduler = {"cls": DaskScheduler, "options": {"dashboard_address": ":0"}}
-    with SpecCluster(scheduler=scheduler, workers=workers) as cluster, Client(cluster) as client:
-        client.wait_for_workers(3, timeout=60)
-        yield client
+    with SpecCluster(scheduler=scheduler, workers=workers) as cluster:
+        cluster.wait_for_workers(3, timeout=60)
+        yield cluster
 
 
 def addresses(client):

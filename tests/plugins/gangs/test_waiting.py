@@ -17,6 +17,7 @@ from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
 from tests.support import in_process
+from tests.transports.loopback import true_later
 
 AFTER_S = 1.0
 
@@ -182,8 +183,7 @@ def test_clients_see_it_as_a_warning():
         x = da.ones((2, 2), chunks=(1, 2))
         async with in_process(1, threads_per_worker=4) as (_, client):
             futures = [client.compute(spmd(holding, x, ranks=2, number=n)) for n in range(2)]
-            while not seen:
-                await asyncio.sleep(0.02)
+            await true_later(lambda: seen)
             is_over.set()
             for future in futures:
                 assert (await future == 3).all()

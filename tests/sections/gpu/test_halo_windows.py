@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -225,3 +226,52 @@ def test_windows_are_freed_when_no_rank_reads_them(gpu):
         check(gpu, heat(gpu))
         gc.collect()
         assert gpu.live_bytes == before
+
+
+# --- several fields in one exchange
+
+
+def crossed(u, v, out):
+    """A stencil of two fields, with other weights at each side."""
+    out.u[...] = u[1:-1, 1:-1] + 0.1 * v[:-2, 1:-1] + 0.2 * v[1:-1, 2:]
+    out.v[...] = v[1:-1, 1:-1] - 0.3 * u[2:, 1:-1] - 0.4 * u[1:-1, :-2]
+
+
+def crossed_on(gpu):
+    """The same on the device."""
+
+    def run(u, v, out):
+        host = SimpleNamespace(u=out.u.values, v=out.v.values)
+        gpu.run(
+            gpu.current[-1].name, "the function", lambda: crossed(u.values, v.values, host),
+            reads=[u, v], writes=[out.u, out.v],
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, ((3, 4, 5), (10,))], ids=["scattered", "contiguous"])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "has_windows"), pairwise([1, 2, 3, 6], [True, False]), ids=str
+)  # fmt: skip
+def test_several_fields_share_a_window(gpu, opened, ranks, has_windows, options, chunks):
+    inputs = [X, X[::-1] * 2]
+    fields = {
+        name: on_gpu(gpu, da.from_array(x, chunks=chunks))
+        for name, x in zip("uv", inputs, strict=True)
+    }
+    y = iterate(crossed_on(gpu), fields, 1, 9, ranks=ranks, boundary="periodic", **options)
+    found = run_section(gpu, y["u"], inputs, device=partial(Gpu, has_windows=has_windows))
+    u, v = inputs
+    for _ in range(9):
+        new = SimpleNamespace(u=np.empty_like(u), v=np.empty_like(v))
+        crossed(np.pad(u, 1, "wrap"), np.pad(v, 1, "wrap"), new)
+        u, v = new.u, new.v
+    assert np.array_equal(found[0], u)
+    assert np.array_equal(found[1], v)
+    gc.collect()
+    gpu.check()
+    size = len(opened)
+    assert size <= 6, "one exchange for both fields on each rank"
+    assert all(opened) if has_windows and size else not any(opened)

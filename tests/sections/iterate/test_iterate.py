@@ -16,7 +16,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections.api.graph import LocalBlocks
+from dask_p2p.sections.api.rank_body import InputSpec, LocalBlocks
 from dask_p2p.sections.exchange import halo_messages
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gangs import run_gang
@@ -302,7 +302,7 @@ def test_wrong_arguments_are_refused():
         iterate(func, array(), 1, 2, exchange="ring")
     with pytest.raises(InputError, match="overlap: expected True, False or 'auto', got 'yes'"):
         iterate(func, array(), 1, 2, overlap="yes")
-    with pytest.raises(InputError, match="boundary: expected one for all fields"):
+    with pytest.raises(InputError, match="boundary: expected one for all time levels"):
         iterate(func, array(), 1, 2, boundary=["none"])
     with pytest.raises(InputError, match="number of steps, at least 1, got check_every=0"):
         iterate(func, array(), 1, 2, check_every=0)
@@ -331,7 +331,9 @@ def test_by_default_large_local_blocks_are_done_in_parts_where_halos_come_from_o
     ranks = body.ranks
 
     def run(ctx):
-        local_blocks = LocalBlocks(ranks, ctx.rank, [[x[box_slices(ctx.box)]]], [x.dtype])
+        local_blocks = LocalBlocks(
+            ranks, ctx.rank, [[x[box_slices(ctx.box)]]], [InputSpec(x.dtype)]
+        )
         return body.function(ctx, local_blocks)[0]
 
     assert np.array_equal(

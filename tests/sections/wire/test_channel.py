@@ -11,7 +11,7 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections.wire import channel as module
-from dask_p2p.sections.wire import connections as connections_module
+from dask_p2p.sections.wire import polling
 from dask_p2p.sections.wire.channel import LEAST_BYTES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
@@ -149,7 +149,7 @@ def test_an_interrupted_connection_is_noticed_before_a_header_has_come(impatient
     """No part is due yet, so only the socket shows it."""
     monkeypatch.setattr(module.Channel, "send", lambda *_: None)
     monkeypatch.setattr(module.Channel, "expect", lambda _: None)
-    monkeypatch.setattr(connections_module, "is_lost", lambda *_: True)
+    monkeypatch.setattr(polling, "is_lost", lambda *_: True)
     for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2)):
         assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 

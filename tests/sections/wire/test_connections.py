@@ -438,8 +438,8 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
 def test_ranks_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
     looks = []
-    poll = module.select.poll
-    monkeypatch.setattr(module.select, "poll", lambda: looks.append(1) or poll())
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", lambda: looks.append(1) or poll())
     monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
 
     def exchange(rank, connections):

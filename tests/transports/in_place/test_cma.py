@@ -27,9 +27,10 @@ from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.probe import PROBE_BYTES
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import EventLoop, LoopbackHost, linked, wait_until
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
 
+TRANSPORT = CmaTransport
 F8 = np.dtype("f8")
 
 
@@ -78,11 +79,9 @@ def test_the_holder_of_a_block_is_killed_while_it_is_read(loop, tmp_path):
 
 
 @pytest.fixture
-def setup(loop, tmp_path, monkeypatch):
+def _one_process(monkeypatch):
+    """The hosts may read each other's memory, though both are in this process."""
     monkeypatch.setattr(same_host, "separation", lambda here, there: None)
-    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
-    with linked(CmaTransport, loop, tmp_path, chosen) as setup:
-        yield setup
 
 
 def described(setup, monkeypatch, **changes):
@@ -99,6 +98,7 @@ def _no_sweep(monkeypatch):
     monkeypatch.setattr(same_host, "_EXPIRE_S", 3600.0)
 
 
+@pytest.mark.usefixtures("_one_process")
 class TestCma(Conformance):
     is_eager = True
 

@@ -34,10 +34,11 @@ from dask_p2p.transports.in_place.reading import Descriptor, DirectoryOptions
 from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.support import with_section
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import linked, wait_until
+from tests.transports.loopback import wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
 
+TRANSPORT = IpcTransport
 MIB = 2**20
 
 
@@ -89,12 +90,11 @@ def device(monkeypatch):
 
 
 @pytest.fixture
-def setup(device, loop, tmp_path):
-    chosen = with_section(options(), DirectoryOptions, retain_s=60.0)
-    with linked(IpcTransport, loop, tmp_path, chosen) as setup:
-        setup.kind, setup.device = "cupy", device
-        setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
-        yield setup
+def setup(device, setup):
+    """The hosts, once they have the device."""
+    setup.kind, setup.device = "cupy", device
+    setup.put = lambda key, array: setup.host.blocks.update({key: array.copy(order="K")})
+    return setup
 
 
 def nothing_is_kept(setup, key):

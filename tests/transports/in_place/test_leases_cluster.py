@@ -8,13 +8,13 @@ import warnings
 
 import dask.array as da
 import numpy as np
-import pytest
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import own_client, persisted, used
 from tests.transports.loopback import wait_until
 
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 NO_FOLDERS = """
 import errno, tempfile
 
@@ -64,21 +64,15 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         wait_until(lambda: [str(warning.message) for warning in caught] == [text])
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with own_client() as client:
-        yield client
+def test_more_blocks_than_a_worker_may_open_files(client):
+    limits = client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
+    client.run(resource.setrlimit, resource.RLIMIT_NOFILE, (128, max(limits.values())[1]))
+    assert transposed(client, (300, 8), (1, 8)) == {"cma"}
+    assert not warned(client)
+    client.run(resource.setrlimit, resource.RLIMIT_NOFILE, max(limits.values()))
 
 
-def test_more_blocks_than_a_worker_may_open_files(pair):
-    limits = pair.run(resource.getrlimit, resource.RLIMIT_NOFILE)
-    pair.run(resource.setrlimit, resource.RLIMIT_NOFILE, (128, max(limits.values())[1]))
-    assert transposed(pair, (300, 8), (1, 8)) == {"cma"}
-    assert not warned(pair)
-    pair.run(resource.setrlimit, resource.RLIMIT_NOFILE, max(limits.values()))
-
-
-def test_blocks_whose_descriptors_are_too_long_are_sent_by_messages(pair):
-    assert transposed(pair, (40, 12), (10, 12), "x" * 3000) == {"comm"}
-    assert transposed(pair, (40, 12), (10, 12)) == {"cma"}, "others as before"
-    assert not warned(pair)
+def test_blocks_whose_descriptors_are_too_long_are_sent_by_messages(client):
+    assert transposed(client, (40, 12), (10, 12), "x" * 3000) == {"comm"}
+    assert transposed(client, (40, 12), (10, 12)) == {"cma"}, "others as before"
+    assert not warned(client)

@@ -16,7 +16,6 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.faults.faulty import flipped
 from tests.support import with_section
-from tests.transports.loopback import linked
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
 
@@ -39,40 +38,34 @@ def transport(request):
 class TestWithSums(PackedConformance):
     options = replace(options(), checksum=True)
 
-    @pytest.fixture
-    def setup(self, transport, loop, tmp_path):
-        with linked(transport, loop, tmp_path, options()) as setup:
-            yield setup
-
 
 @pytest.fixture
-def link(transport, loop, tmp_path, monkeypatch):
+def link(transport, setup, monkeypatch):
     """A reader and a holder; `link.change` is done to all data on their way."""
-    with linked(transport, loop, tmp_path, options()) as setup:
-        there = setup.host
-        there.blocks[KEY] = BLOCK
-        link = SimpleNamespace(
-            name=transport.name, reader=setup.reader, holder=there, change=lambda array: array
+    there = setup.host
+    there.blocks[KEY] = BLOCK
+    link = SimpleNamespace(
+        name=transport.name, reader=setup.reader, holder=there, change=lambda array: array
+    )
+    if link.name == "comm":
+        serve = there.handlers["p2p_comm_read"]
+
+        async def changed(**kwargs):
+            reply = await serve(**kwargs)
+            for answer in reply.get("parts", ()):
+                if answer["status"] == "ok":
+                    answer["data"] = to_serialize(link.change(answer["data"].data))
+            return reply
+
+        there.handlers["p2p_comm_read"] = changed
+    else:
+        send = Messenger.send
+        monkeypatch.setattr(
+            Messenger,
+            "send",
+            lambda self, address, array, tag, **_: send(self, address, link.change(array), tag),
         )
-        if link.name == "comm":
-            serve = there.handlers["p2p_comm_read"]
-
-            async def changed(**kwargs):
-                reply = await serve(**kwargs)
-                for answer in reply.get("parts", ()):
-                    if answer["status"] == "ok":
-                        answer["data"] = to_serialize(link.change(answer["data"].data))
-                return reply
-
-            there.handlers["p2p_comm_read"] = changed
-        else:
-            send = Messenger.send
-            monkeypatch.setattr(
-                Messenger,
-                "send",
-                lambda self, address, array, tag, **_: send(self, address, link.change(array), tag),
-            )
-        yield link
+    return link
 
 
 def read(link, checksum, boxes=(BOX,), part_bytes=2**24):

@@ -1,4 +1,4 @@
-"""The function of `iterate`: calls it, and checks the values that it returns."""
+"""The functions of `iterate`: calls them, and checks the values that they return."""
 
 from __future__ import annotations
 
@@ -6,66 +6,87 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
-from dask.utils import has_keyword
-
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.sections.api.graph import shape_of
+from dask_p2p.sections.api.rank_body import shape_of
 from dask_p2p.sections.exchange.halo import HaloPart
 from dask_p2p.sections.exchange.recorder import check_kept
+from dask_p2p.sections.iterate.binding import OUT, UNNAMED, VALUES, Binding
 from dask_p2p.types import Array
+
+Outs = Mapping[str, Array]  # by name of a field: memory for its next values
 
 
 @dataclass(frozen=True)
-class StepFunction:
-    """The user's function, called with parts of the fields and constants of one step."""
+class Phase:
+    """One function of a step."""
 
     function: Callable[..., Any]
-    kwargs: Mapping[str, Any]
-    has_until: bool  # whether the function also returns numbers
+    binding: Binding
+    fields: tuple[str, ...]  # names of the fields that it may change
+    has_until: bool = False  # whether the function also returns numbers
 
     @cached_property
     def fills_out(self) -> bool:
         """True if the function fills a parameter named `out`."""
-        return bool(has_keyword(self.function, "out"))
+        return self.binding.fills_out
 
-    def __call__(
-        self,
-        given: Sequence[Any],  # parts of fields, then constants
-        out: Array,  # memory for the result
-        part: HaloPart,  # part of the newest field
-    ) -> tuple[Any, ...]:
-        """Fill `out`; return the numbers for `until`.
+    @cached_property
+    def is_named(self) -> bool:
+        """True if fields have names: the function returns them in a mapping."""
+        return self.fields != (UNNAMED,)
 
-        Raises
-        ------
-        BlockMismatchError
-            If the function returns other values than one array and numbers.
-        InputError
-            If the function writes into its fields or constants.
+    def bound(self, values: Mapping[str, Any], outs: Outs) -> Callable[[], Any]:
+        """Return the function with its arguments; the memory to fill is one of them."""
+        if not self.fills_out:
+            return self.binding.bound(self.function, values)
+        out = SimpleNamespace(**outs) if self.is_named else outs[UNNAMED]
+        return self.binding.bound(self.function, {**values, VALUES[OUT]: out})
+
+    def call(self, values: Mapping[str, Any], outs: Outs) -> Any:
+        """Call the function; return the value that it returns.
+
+        Raises `InputError` if the function writes into its fields or constants.
         """
-        if self.fills_out:
-            return self.numbers(self.call(given, out), out)
         with explained_writes():
-            returned = self.function(*given, **self.kwargs)
-        new, *numbers = returned if isinstance(returned, tuple) and returned else (returned,)
-        _check_numbers(numbers, self.has_until)
-        _replace(out, new, part)
-        return tuple(numbers)
+            return self.bound(values, outs)()
 
-    def call(self, given: Sequence[Any], out: Array) -> Any:
-        """Call a function that fills an array; return the value that it returns."""
-        with explained_writes():
-            return self.function(*given, out=out, **self.kwargs)
+    def returned(self, value: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Return the new blocks by name of the field, and the numbers for `until`.
 
-    def numbers(self, returned: Any, out: Array) -> tuple[Any, ...]:
-        """Return the numbers among the values of a function that has filled `out`.
+        Raises `BlockMismatchError` for other values than blocks of its fields and numbers.
+        """
+        if not self.is_named:
+            new, *numbers = value if isinstance(value, tuple) and value else (value,)
+            _check_numbers(numbers, self.has_until)
+            return {UNNAMED: new}, tuple(numbers)
+        if len(self.fields) == 1 and hasattr(value, "shape"):
+            return {self.fields[0]: value}, ()
+        if not isinstance(value, Mapping) or not value or not {*value} <= {*self.fields}:
+            found = list(value) if isinstance(value, Mapping) else type(value).__name__
+            raise BlockMismatchError(
+                f"expected a mapping of new blocks from the function, with some of the fields "
+                f"{list(self.fields)}, got {found}. Return {{{self.fields[0]!r}: ...}}."
+            )
+        return dict(value), ()
 
-        The first value may be `out` itself, or None.
+    def numbers(self, returned: Any, outs: Outs) -> tuple[Any, ...]:
+        """Return the numbers among the values of a function that has filled `outs`.
+
+        The first value may be the memory itself, or None.
         """
         values = returned if isinstance(returned, tuple) else (returned,)
-        if values and (values[0] is None or _is_same_memory(values[0], out)):
+        if self.is_named:
+            if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
+                raise BlockMismatchError(
+                    f"expected a function that fills its parameter out, out.{self.fields[0]}[...] "
+                    f"= ..., and returns None, got {type(values[0]).__name__}. Return nothing, or "
+                    f"leave out the parameter out."
+                )
+            return ()
+        if values and (values[0] is None or _is_same_memory(values[0], outs[UNNAMED])):
             values = values[1:]
         _check_numbers(values, self.has_until)
         return values
@@ -105,9 +126,8 @@ def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
             shape = getattr(value, "shape", (len(value),))
             raise BlockMismatchError(
                 f"expected one new array from the function, and numbers for until=, got another "
-                f"array of shape {shape}. Several fields are time levels: the new array becomes "
-                f"the newest field. Stack coupled fields along an axis of their own, "
-                f"x = da.stack([u, v]).rechunk({{0: -1}}), and return one array."
+                f"array of shape {shape}. Give coupled fields by name, iterate(func, {{'u': u, "
+                f"'v': v}}, ...), and return {{'u': ..., 'v': ...}}."
             )
         if value is not None and not _is_number(value):
             raise BlockMismatchError(
@@ -132,7 +152,7 @@ def _is_number(value: Any) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") in set("biufc")
 
 
-def _replace(
+def replace_block(
     out: Array,  # memory for the new local block, or a part of it
     new: Any,  # the returned array
     part: HaloPart,  # part of the newest field that was passed to the function

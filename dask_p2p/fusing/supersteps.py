@@ -1,8 +1,8 @@
-"""The phase of each task: the number of the exchange that precedes it.
+"""The superstep of each task: the number of the exchange that precedes it.
 
-A task that reads a value of another rank is in a later phase than this value. No task is in an
-earlier phase than the layers before its own, depth first. So branches of a graph run one after the
-other, and hold as little memory as in the order of layers.
+A task that reads a value of another rank is in a later superstep than this value. No task is in an
+earlier superstep than the layers before its own, depth first. So branches of a graph run one after
+the other, and hold as little memory as in the order of layers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dask_p2p.fusing.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
 
-def phases_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the phase of each task, by key."""
-    phases: dict[Key, int] = {}
+def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the superstep of each task, by key."""
+    supersteps: dict[Key, int] = {}
     current = 0
     for key in _by_layer(tasks):
         if key not in owners:
@@ -25,9 +25,9 @@ def phases_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
         owner = owners[key]
         for each in tasks.reads[key]:
             if each in owners:
-                current = max(current, phases.get(each, 0) + (owners[each] != owner))
-        phases[key] = current
-    return phases
+                current = max(current, supersteps.get(each, 0) + (owners[each] != owner))
+        supersteps[key] = current
+    return supersteps
 
 
 def _by_layer(tasks: FusedTasks) -> Iterable[Key]:

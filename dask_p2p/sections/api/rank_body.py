@@ -1,0 +1,243 @@
+"""The work of one rank: it joins blocks, calls the function, and splits the results into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends import as_array
+from dask_p2p.backends.declared import checked_block
+from dask_p2p.engine.memory import in_memory_bytes
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
+from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
+from dask_p2p.types import Array, DType, Kind
+
+
+class InputSpec(NamedTuple):
+    """Dtype of an input, and the axes along which all ranks have its only element."""
+
+    dtype: DType
+    repeated: tuple[int, ...] = ()
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a local block, from that of the first input."""
+        return tuple(1 if axis in self.repeated else n for axis, n in enumerate(shape))
+
+    def size_bytes(self, shape: Sequence[int]) -> int:
+        """Return the size of a local block, from the shape of that of the first input."""
+        return prod(self.shape(shape)) * self.dtype.itemsize
+
+
+class ValueSpec(NamedTuple):
+    """Shape and dtype of a value that each rank returns in addition to its arrays."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+class LocalBlocks:
+    """A rank's local blocks of the arrays, not yet joined from Dask's blocks."""
+
+    def __init__(
+        self,
+        ranks: RankGrid,  # decomposition of the arrays
+        rank: int,  # this rank
+        arrays: Sequence[Sequence[Array]],  # by array: the Dask blocks of this rank
+        inputs: Sequence[InputSpec],  # one for each array
+        device: Host = HOST,  # of the blocks
+    ) -> None:
+        self._ranks, self._rank, self._device = ranks, rank, device
+        self._arrays, self._inputs = arrays, inputs
+        self.boxes = [box_slices(box) for _, box in ranks.blocks(rank)]
+        self.shape = ranks.shape(rank)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def copy_into(self, number: int, local_block: Array) -> None:
+        """Copy the local block of one array into `local_block`."""
+        of = self._inputs[number]
+        places = self._ranks.blocks(self._rank, of.repeated)
+        for (index, box), block in zip(places, self._arrays[number], strict=True):
+            slices = box_slices(box)
+            key, shape = (f"input {number}", *index), local_block[slices].shape
+            given = checked_block(as_array(block), key, shape, of.dtype)
+            check_kind(self._device, f"block {key}", given)
+            local_block[slices] = given
+
+    def copy(self, number: int) -> Array:
+        """Return a new array with the local block of one array."""
+        of = self._inputs[number]
+        local_block = self._device.empty(of.shape(self.shape), of.dtype)
+        self.copy_into(number, local_block)
+        return local_block
+
+
+@dataclass(frozen=True)
+class RankBody:
+    """The work of a rank: joins its blocks, calls the function, and splits the result."""
+
+    function: Callable[..., Any]
+    ranks: RankGrid
+    inputs: tuple[InputSpec, ...]
+    dtypes: tuple[DType, ...]  # of the arrays that are made
+    per_rank: tuple[ValueSpec, ...] = ()
+    kind: Kind = "numpy"
+    converts: bool = True
+
+    @property
+    def arrays(self) -> int:
+        """Number of arrays that are made."""
+        return self.outputs + len(self.per_rank)
+
+    @property
+    def outputs(self) -> int:
+        """Number of arrays with the local block's shape."""
+        return len(self.dtypes)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the first array."""
+        return (*self.dtypes, *(each.dtype for each in self.inputs))[0]
+
+    @staticmethod
+    def context(*given: Any, **options: Any) -> Context:
+        """Return the context of a rank: see `Context`."""
+        return Context(*given, **options)
+
+    def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
+        given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
+        check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
+        with ctx.device.running([block for blocks in arrays for block in blocks]):
+            local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
+            returned = own_copy(self.function)(ctx, local_blocks)
+            return self._blocks(ctx, local_blocks, returned)
+
+    def _blocks(self, ctx: Any, local_blocks: LocalBlocks, returned: Any) -> list[list[Any]]:
+        """Return the results of the function as blocks, by array."""
+        values = self._values(ctx, returned) if self.per_rank else []
+        returned = returned[: self.outputs] if self.per_rank else returned
+        self._check(ctx, local_blocks.shape, returned)
+        block = ctx.device.block
+        made = [
+            [block(each[box], dtype) for box in local_blocks.boxes]
+            for each, dtype in zip(returned, self.dtypes, strict=True)
+        ]
+        return made + [[value] for value in values]
+
+    def _values(self, ctx: Any, returned: Any) -> list[Array]:
+        """Return the blocks of the values that a rank returns in addition to its arrays."""
+        found, rank = [], ctx.rank
+        count = len(returned) if isinstance(returned, (tuple, list)) else 1
+        if count != self.arrays:
+            raise BlockMismatchError(
+                f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
+                f"{len(self.per_rank)} per_rank from the function on rank {rank}, got "
+                f"{count} in all. Return all of them in one tuple."
+            )
+        for value, spec in zip(returned[self.outputs :], self.per_rank, strict=True):
+            check_not_masked("per_rank", value)
+            own = _as_numbers(ctx.device.to_host(value))
+            if own.shape != spec.shape or not _holds(spec.dtype, own):
+                raise BlockMismatchError(
+                    f"expected a per_rank value of shape {spec.shape} that becomes {spec.dtype} "
+                    f"from the function on rank {rank}, got {own.shape} {own.dtype}."
+                )
+            found.append(own.astype(spec.dtype)[np.newaxis])
+        return found
+
+    def estimate(self) -> SectionEstimate:
+        """Return the estimate of the rank that needs most memory."""
+        each = map(self._estimate, range(self.ranks.size))
+        return max(each, key=lambda found: found.total_bytes)
+
+    def _estimate(self, rank: int) -> SectionEstimate:
+        shape, size = self.ranks.shape(rank), self.ranks.size
+        inputs_bytes = [each.size_bytes(shape) for each in self.inputs]
+        made = sum(prod(shape) * each.itemsize for each in self.dtypes)
+        given = sum(inputs_bytes)
+        found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
+        more: Any = getattr(self.function, "estimate", None)
+        return found if more is None else more(found, self.ranks, rank, inputs_bytes)
+
+    def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
+        rank, kind = ctx.rank, ctx.device.module.ndarray
+        each = returned if isinstance(returned, (tuple, list, kind)) else (returned,)
+        found = [shape_of(array, kind) for array in each[: self.outputs + 1]]
+        if found != [shape] * self.outputs:
+            raise BlockMismatchError(
+                f"expected {self.outputs} array{'s' * (self.outputs > 1)} of shape {shape} from "
+                f"the function on rank {rank}, got {found}. Return arrays of the local block's "
+                f"shape, in a tuple if outputs is not 1."
+            )
+        for number, (array, dtype) in enumerate(zip(each, self.dtypes, strict=True)):
+            if not self._becomes(array.dtype, dtype):
+                named = ", ".join(repr(str(array.dtype)) for array in each)
+                named = named if self.outputs == 1 else f"({named})"
+                raise BlockMismatchError(
+                    f"expected an array that becomes {dtype} from the function on rank {rank} "
+                    f"as output {number}, got {array.dtype}. Give dtype={named}, or convert it, "
+                    f"astype(...)."
+                )
+
+    def _becomes(self, found: DType, dtype: DType) -> bool:
+        """Return whether a returned dtype may be converted to the declared one.
+
+        Without a dtype from the caller, floats may only change their precision.
+        """
+        if self.converts or found.kind == dtype.kind in "fc":
+            return np.can_cast(found, dtype, "same_kind")
+        return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
+
+
+def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
+    """Return the shape of a returned value, or its type if it is no plain array."""
+    is_plain = isinstance(array, (kind, np.generic)) and not np.ma.isMaskedArray(array)
+    if is_plain:
+        shape: tuple[int, ...] = array.shape
+        return shape
+    module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
+    return f"{module}{type(array).__name__}"
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy, as a rank in a process of its own would have it.
+
+    Without copies, ranks of one process would change the same lists and dicts, and a rank that runs
+    again would find them changed. An object that cannot be copied, such as a lock, is shared.
+    """
+    try:
+        return deepcopy(value)
+    except Exception:
+        if is_dataclass(value) and not isinstance(value, type):
+            own = {each.name: own_copy(getattr(value, each.name)) for each in fields(value)}
+            return replace(value, **own)
+        if type(value) is dict:
+            return {key: own_copy(each) for key, each in value.items()}
+        if type(value) in (list, tuple, set):
+            return type(value)(map(own_copy, value))
+        return value
+
+
+def _holds(dtype: DType, own: Array) -> bool:
+    """Return whether a dtype holds the values of an array, apart from the precision of floats."""
+    if not np.can_cast(own.dtype, dtype, "same_kind"):
+        return False
+    return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
+
+
+def _as_numbers(value: Any) -> Array:
+    """Return a value as a NumPy array, which holds an object if the value is ragged."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)

@@ -1,0 +1,162 @@
+"""Arguments of `iterate`, in the form with names of fields and in the form without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.api.rank_body import ValueSpec
+from dask_p2p.sections.iterate.binding import (
+    UNNAMED,
+    Binding,
+    bound_by_name,
+    bound_by_position,
+)
+from dask_p2p.sections.iterate.fields import (
+    ConstantSpec,
+    Field,
+    FieldSpec,
+    check_name,
+    constants_by_position,
+    field_spec,
+    named_constants,
+    named_fields,
+)
+from dask_p2p.sections.iterate.phase import Phase
+from dask_p2p.sections.iterate.series import STEPS, STEPS_SPEC, SeriesSpec, checked_series
+from dask_p2p.types import DaskArray
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checked arguments of `iterate`."""
+
+    phases: tuple[Phase, ...]
+    fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
+    constants: tuple[ConstantSpec, ...]
+    arrays: list[DaskArray]  # levels of all fields, then the divided constants
+    series: tuple[SeriesSpec, ...] = ()
+
+    @property
+    def results(self) -> list[FieldSpec]:
+        """The fields that `iterate` returns."""
+        return [spec for spec in self.fields if not spec.is_constant]
+
+    def value_specs(self, steps: int) -> list[ValueSpec]:
+        """Return the specs of the values that each rank returns after its arrays."""
+        found = [spec.value_spec(steps) for spec in self.series]
+        return [*found, STEPS_SPEC] if found else []
+
+    def sorted(self, made: Sequence[DaskArray]) -> Any:
+        """Return the results in the form of the fields."""
+        rest = iter(made)
+        found: dict[str, Any] = {}
+        for spec in self.results:
+            levels = [next(rest) for _ in spec.depths]
+            found[spec.name] = levels if spec.is_list else levels[0]
+        if UNNAMED not in found:
+            names = [*(spec.name for spec in self.series), STEPS] if self.series else []
+            return found | {name: next(rest)[0] for name in names}  # the same on all ranks
+        own = found[UNNAMED]
+        return tuple(own) if isinstance(own, list) else own
+
+
+def phases_of(func: Any) -> list[Any]:
+    """Return the functions of a step, or pairs of a function and its fields."""
+    return list(func) if isinstance(func, list) else [func]
+
+
+def unnamed(
+    func: Any,
+    x: Any,
+    constants: Any,
+    depth: Any,
+    boundary: Any,
+    corners: bool,
+    dtype: Any,
+    kwargs: Mapping[str, Any],
+    until: Any,
+    record: Any,
+) -> Arguments:
+    """Return the arguments for one array, or for its time levels."""
+    if record:
+        raise InputError(
+            "record: expected fields by name, whose result is a dict with the series, got fields "
+            "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
+        )
+    spec, levels = field_spec(UNNAMED, Field(x, depth, boundary, dtype, corners))
+    specs, arrays = constants_by_position(constants, levels[0])
+    names = [constant.name for constant in specs]
+
+    def bound(function: Callable[..., Any]) -> Binding:
+        return bound_by_position(function, len(levels), names, kwargs)
+
+    phases = _phases(func, [UNNAMED], bound, until)
+    return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
+
+
+def named(
+    func: Any,
+    fields: Mapping[str, Any],
+    constants: Any,
+    depth: Any,
+    boundary: Any,
+    corners: bool,
+    dtype: Any,
+    kwargs: Mapping[str, Any],
+    until: Any,
+    record: Any,
+) -> Arguments:
+    """Return the arguments for a mapping of fields."""
+    if until is not None and not record:
+        raise InputError(
+            "until: expected records for it to read, as the fields have names, got none. Give "
+            "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
+        )
+    specs, levels = named_fields(fields, depth, boundary, corners, dtype)
+    plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
+    names = [*(each.name for each in (*specs, *with_halo)), *(each.name for each in plain)]
+    known = [*names, *kwargs]
+    twice = sorted({name for name in known if known.count(name) > 1})
+    if twice:
+        raise InputError(
+            f"expected different names of fields, constants and keywords, got {twice[0]!r} twice. "
+            f"Rename one of them."
+        )
+    for name in kwargs:
+        check_name(name, "a keyword")
+    phases = _phases(
+        func, [spec.name for spec in specs], lambda function: bound_by_name(function, known), None
+    )
+    series = checked_series(record, [spec.name for spec in specs], known)
+    bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
+    used = set().union(*(binding.names for binding in bindings))
+    if unused := [name for name in kwargs if name not in used]:
+        raise InputError(
+            f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
+            f"it, or add a parameter of that name."
+        )
+    all_arrays = [*levels, *halo_arrays, *arrays]
+    return Arguments(phases, (*specs, *with_halo), tuple(plain), all_arrays, series)
+
+
+def _phases(
+    func: Any, names: Sequence[str], bound: Callable[[Any], Binding], until: Any
+) -> tuple[Phase, ...]:
+    """Return the phases of a step; only the last one returns the numbers of `until`."""
+    given, found = phases_of(func), []
+    if not given:
+        raise InputError("expected at least one function, got an empty list.")
+    for number, each in enumerate(given):
+        function, changed = each if isinstance(each, tuple) else (each, names)
+        own = (changed,) if isinstance(changed, str) else tuple(changed)
+        if not own or not {*own} <= {*names}:
+            raise InputError(
+                f"expected a function, or a pair of a function and names out of {list(names)}, got "
+                f"{each!r:.120}. Name the fields that the function fills: (func, ('u',))."
+            )
+        is_last = number == len(given) - 1
+        found.append(Phase(function, bound(function), own, until is not None and is_last))
+    return tuple(found)

@@ -1,0 +1,306 @@
+"""Fields and constants of `iterate`: checks of the user's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dask.array as da
+import numpy as np
+
+from dask_p2p.backends import backend_for
+from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.ops.arguments import check_array, is_dask_array
+from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
+from dask_p2p.sections.iterate.binding import AT, OUT
+from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
+
+_OTHERS = "*"  # in a mapping by names of fields: all fields that it does not name
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of `iterate` with options of its own.
+
+    Parameters
+    ----------
+    value : dask.array.Array or list of them
+        The initial field, or its time levels, the newest first.
+    depth : int, tuple, dict or list, optional
+        Width of its halo; in a list one for each time level. By default that of `iterate`.
+    boundary : str, scalar, tuple or dict, optional
+        Values beyond the ends of the array. By default those of `iterate`.
+    dtype : dtype, optional
+        Dtype of the field and of the result. By default that of the array.
+    corners : bool, optional
+        Whether the halo includes corners. By default as in `iterate`.
+    """
+
+    value: Any
+    depth: DepthLike | None = None
+    boundary: BoundaryLike | None = None
+    dtype: DTypeLike | None = None
+    corners: bool | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A constant of `iterate` that each rank receives as a whole.
+
+    Parameters
+    ----------
+    value : object
+        Any computed value, such as a NumPy array with a table of coefficients.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One field: its halo, and its number of time levels."""
+
+    name: str
+    depths: tuple[tuple[tuple[int, int], ...], ...]  # of each time level
+    boundary: tuple[Any, ...]
+    corners: bool
+    dtype: DType
+    is_list: bool  # whether the result is a list of time levels
+    is_constant: bool = False  # a constant with a halo
+
+    @property
+    def widest(self) -> tuple[tuple[int, int], ...]:
+        """Width of all halos: a level gets its halo when it is the newest, and keeps it."""
+        by_axis = zip(*self.depths, strict=True)
+        return tuple((max(b for b, _ in sides), max(a for _, a in sides)) for sides in by_axis)
+
+
+@dataclass(frozen=True)
+class ConstantSpec:
+    """One constant: a value, or an array that is divided between ranks like the fields."""
+
+    name: str
+    value: Any = None  # unless it is divided
+    #: Number of dimensions of a divided array. It has the last axes of the fields.
+    ndim: int | None = None
+
+
+def named_fields(
+    fields: Mapping[str, Any],
+    depth: Any,
+    boundary: Any,
+    corners: bool,
+    dtype: DTypeLike | None,
+) -> tuple[list[FieldSpec], list[DaskArray]]:
+    """Return the specs of fields, and their arrays: the time levels of each.
+
+    Raises
+    ------
+    InputError
+        If a name, a depth or a boundary is invalid.
+    ChunksError, UnsupportedArrayError
+        If an array cannot be divided between ranks.
+    """
+    if not fields:
+        raise InputError("expected at least one field, {'u': u}, got an empty mapping.")
+    for name in fields:
+        check_name(name, "a field")
+    _check_other_names("depth", depth, fields)
+    _check_other_names("boundary", boundary, fields)
+    specs, arrays = [], []
+    for name, given in fields.items():
+        own = given if isinstance(given, Field) else Field(given)
+        options = replace(
+            own,
+            depth=_of_field(depth, name, 0) if own.depth is None else own.depth,
+            boundary=_of_field(boundary, name, "none") if own.boundary is None else own.boundary,
+            dtype=dtype if own.dtype is None else own.dtype,
+            corners=corners if own.corners is None else own.corners,
+        )
+        spec, levels = field_spec(name, options)
+        specs.append(spec)
+        arrays += levels
+    check_decompositions(arrays)
+    return specs, arrays
+
+
+def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
+    """Return the spec of a field, and its time levels, converted to one dtype."""
+    is_list = isinstance(field.value, (list, tuple))
+    levels = checked_levels(field.value, field.dtype)
+    shapes = [level.shape for level in levels]
+    if isinstance(field.boundary, list):
+        raise InputError(
+            f"boundary: expected one for all time levels of a field, got {field.boundary!r}. Give "
+            f"one boundary instead of a list."
+        )
+    spec = FieldSpec(
+        name=name,
+        depths=tuple(checked_depths(field.depth, shapes)),
+        boundary=checked_boundaries(field.boundary, shapes, levels[0].dtype, has_sides=True)[0],
+        corners=bool(field.corners),
+        dtype=levels[0].dtype,
+        is_list=is_list,
+    )
+    return spec, levels
+
+
+def checked_levels(given: Any, dtype: DTypeLike | None) -> list[DaskArray]:
+    """Return the time levels of a field, converted to their common dtype."""
+    levels = list(given) if isinstance(given, (list, tuple)) else [given]
+    check_decompositions(levels)
+    kind = np.dtype(levels[0].dtype if dtype is None else dtype)
+    if kind.hasobject:
+        raise UnsupportedArrayError(
+            f"expected fields without Python objects, which ranks cannot exchange, got {kind}. "
+            f"Convert them, x.astype(...)."
+        )
+    for level in levels if dtype is None else ():
+        if not np.can_cast(level.dtype, kind, "same_kind"):
+            raise InputError(
+                f"expected fields that become {kind}, like the first one, got one of "
+                f"{level.dtype}. Give a dtype for all fields, "
+                f"dtype={str(np.result_type(*levels))!r}."
+            )
+    return [level.astype(kind) for level in levels]
+
+
+def check_name(name: Any, title: str) -> None:
+    """Raise `InputError` unless a function can have a parameter of this name."""
+    if not isinstance(name, str) or not name.isidentifier() or name in (OUT, AT):
+        raise InputError(
+            f"expected the name of a parameter for {title}, got {name!r}. Use letters, digits and "
+            f"underscores, but neither {OUT!r} nor {AT!r}."
+        )
+
+
+def _of_field(given: Any, name: str, default: Any) -> Any:
+    """Return the option of one field, from one for all or a mapping by names of fields."""
+    if not _is_by_name(given):
+        return given
+    return given.get(name, given.get(_OTHERS, default))
+
+
+def _is_by_name(given: Any) -> bool:
+    return isinstance(given, Mapping) and any(isinstance(key, str) for key in given)
+
+
+def _check_other_names(title: str, given: Any, fields: Mapping[str, Any]) -> None:
+    if _is_by_name(given) and (others := [key for key in given if key not in (*fields, _OTHERS)]):
+        raise InputError(
+            f"{title}: expected names of fields, {[*fields]}, or {_OTHERS!r} for all others, got "
+            f"{others[0]!r}. Rename it."
+        )
+
+
+# --- constants
+
+
+def constants_by_position(
+    constants: Any, field: DaskArray
+) -> tuple[list[ConstantSpec], list[DaskArray]]:
+    """Return the specs of constants, and the arrays of those that are divided."""
+    if not isinstance(constants, (list, tuple)):
+        raise InputError(
+            f"constants: expected a tuple of arguments for the function, got "
+            f"{type(constants).__name__}. Give one as (constant,)."
+        )
+    specs, arrays = [], []
+    for number, constant in enumerate(constants):
+        check_kind_of(constant, field)
+        name = f"constants[{number}]"
+        if not is_dask_array(constant):
+            specs.append(ConstantSpec(name, constant))
+            continue
+        if constant.shape != field.shape:
+            raise ChunksError(
+                f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
+                f"shape {constant.shape}. Compute it first if each rank needs the whole array."
+            )
+        specs.append(ConstantSpec(name, ndim=constant.ndim))
+        arrays.append(_aligned(constant, field))
+    return specs, arrays
+
+
+def named_constants(
+    constants: Any, field: DaskArray
+) -> tuple[list[ConstantSpec], list[DaskArray], list[FieldSpec], list[DaskArray]]:
+    """Return the specs of constants without a halo, their divided arrays; the same with a halo.
+
+    NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
+    """
+    if not isinstance(constants, Mapping) and constants != ():
+        raise InputError(
+            f"constants: expected a mapping of names, as the fields have, got "
+            f"{type(constants).__name__}. Give {{'name': value}}."
+        )
+    specs: list[ConstantSpec] = []
+    with_halo: list[FieldSpec] = []
+    arrays: list[DaskArray] = []
+    halo_arrays: list[DaskArray] = []
+    for name, given in dict(constants).items():
+        check_name(name, "a constant")
+        own = given if isinstance(given, Field) else Field(given)
+        check_kind_of(own.value, field)
+        if isinstance(own.value, Whole) or not len(getattr(own.value, "shape", ())):
+            value = own.value.value if isinstance(own.value, Whole) else own.value
+            specs.append(ConstantSpec(name, value))
+            continue
+        array = _divided(name, own.value, field)
+        if own is given:
+            own = replace(own, value=_whole_array(name, array, field))
+            boundary = "none" if own.boundary is None else own.boundary
+            own = replace(own, depth=own.depth or 0, boundary=boundary)
+            spec, levels = field_spec(name, replace(own, corners=own.corners is not False))
+            with_halo.append(replace(spec, is_constant=True))
+            halo_arrays += levels
+        else:
+            specs.append(ConstantSpec(name, ndim=array.ndim))
+            arrays.append(array[(None,) * (field.ndim - array.ndim)])
+    return specs, arrays, with_halo, halo_arrays
+
+
+def check_kind_of(constant: Any, field: DaskArray) -> None:
+    """Refuse a constant of another array library than the fields': `UnsupportedArrayError`."""
+    value = constant.value if isinstance(constant, Whole) else constant
+    check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
+
+
+def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
+    """Return a constant as a Dask array with the chunks of the field's last axes."""
+    array = given
+    if not is_dask_array(given):
+        array = da.from_array(given, chunks=-1, asarray=False)
+    check_array(array)
+    lengths = field.shape[field.ndim - array.ndim :] if array.ndim <= field.ndim else ()
+    if len(lengths) != array.ndim or any(
+        own not in (1, length) for own, length in zip(array.shape, lengths, strict=True)
+    ):
+        raise ChunksError(
+            f"constants: expected arrays whose shape broadcasts to that of the fields, "
+            f"{field.shape}, got {name!r} of shape {array.shape}. Give each rank the whole array "
+            f"by dask_p2p.Whole(...)."
+        )
+    chunks = field.chunks[field.ndim - array.ndim :]
+    wanted = tuple(
+        (1,) if own == 1 else sizes for own, sizes in zip(array.shape, chunks, strict=True)
+    )
+    return array if array.chunks == wanted else rechunk(array, wanted)
+
+
+def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
+    if array.shape != field.shape:
+        raise ChunksError(
+            f"constants: expected an array of the fields' shape, {field.shape}, for a constant "
+            f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
+        )
+    return array
+
+
+def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
+    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
+    check_decompositions([aligned])
+    return aligned

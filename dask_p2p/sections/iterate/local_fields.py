@@ -1,0 +1,172 @@
+"""The fields and constants of one rank, and the values that its functions receive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
+from dask_p2p.sections.iterate.binding import AT, VALUES
+from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
+from dask_p2p.types import Array
+
+
+class LocalField:
+    """The time levels of a field with their halos, the newest first."""
+
+    def __init__(self, spec: FieldSpec, levels: Sequence[HaloArray]) -> None:
+        self.spec, self.levels = spec, list(levels)
+        self.has_halo = any(map(any, spec.widest))
+        self._spare: HaloArray | None = None
+
+    @property
+    def newest(self) -> HaloArray:
+        """The newest level."""
+        return self.levels[0]
+
+    @property
+    def layout(self) -> HaloLayout:
+        """Layout of all levels."""
+        return self.newest.layout
+
+    @property
+    def spare(self) -> HaloArray:
+        """Memory for the next level."""
+        if self._spare is None:
+            self._spare = HaloArray(self.layout)
+        return self._spare
+
+    def turn(self) -> None:
+        """Make the filled memory the newest level, and reuse that of the oldest for the next."""
+        self.levels, self._spare = [self.spare, *self.levels[:-1]], self.levels[-1]
+
+    def parts(self, box: Box) -> list[HaloPart]:
+        """Return the part of each level for a box of the local block."""
+        of_levels = zip(self.levels, self.spec.depths, strict=True)
+        return [level.part(box, depth) for level, depth in of_levels]
+
+
+class At:
+    """The position of a step: parameter `at` of a function of `iterate`.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that calls the function.
+    shape : tuple of int
+        Shape of the whole array.
+    box : tuple of tuple of int
+        Position of the new block in the whole array: (start, stop) of each axis.
+    """
+
+    def __init__(
+        self, ctx: Context, shape: tuple[int, ...], box: Box, step: int, is_captured: bool
+    ) -> None:
+        self.rank, self.shape, self.box = ctx.rank, shape, box
+        self._module, self._is_captured, self._step = ctx.device.module, is_captured, step
+
+    def set_step(self, step: int) -> None:
+        """Set the number of the step."""
+        self._step = step
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0.
+
+        Raises `InputError` with ``capture=True``, since all replayed steps have the same number.
+        """
+        if self._is_captured:
+            raise InputError(
+                "at.step: expected a function that does the same in each step, because of "
+                "capture=True. Leave out capture=True."
+            )
+        return self._step
+
+    @cached_property
+    def index(self) -> tuple[Array, ...]:
+        """Indices of the new block's elements in the whole array, as by `numpy.ogrid`."""
+        ndim, found = len(self.box), []
+        for axis, (start, stop) in enumerate(self.box):
+            along = self._module.arange(start, stop)
+            found.append(along.reshape((-1,) + (1,) * (ndim - axis - 1)))
+        return tuple(found)
+
+
+class LocalFields:
+    """All fields and constants of one rank."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        shape: tuple[int, ...],  # of the whole array
+        local_blocks: LocalBlocks,  # levels of all fields, then the divided constants
+        specs: Sequence[FieldSpec],
+        constants: Sequence[ConstantSpec],
+        exchange: str,  # order of the messages of halo updates
+        is_captured: bool,  # whether steps are replayed
+    ) -> None:
+        self._is_captured = is_captured
+        self._ctx, self.shape = ctx, shape
+        self._numbers = iter(range(len(local_blocks)))
+        self.fields: dict[str, LocalField] = {}
+        for spec in specs:
+            self.fields[spec.name] = self._field(spec, local_blocks, exchange)
+        self._constants: dict[str, tuple[Any, int | None]] = {}
+        for constant in constants:
+            value = self._constant(constant, local_blocks)
+            if isinstance(value, ctx.device.module.ndarray):
+                value = ctx.device.read_only(value)
+            self._constants[constant.name] = value, constant.ndim
+
+    def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
+        options = spec.widest, spec.boundary, spec.corners, spec.dtype
+        first = self._ctx.with_halo(None, *options, exchange=exchange)
+        levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
+        for level in levels:
+            local_blocks.copy_into(next(self._numbers), level.inner)
+        return LocalField(spec, levels)
+
+    def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
+        if spec.ndim is None:
+            return spec.value
+        block = local_blocks.copy(next(self._numbers))
+        return block.reshape(block.shape[block.ndim - spec.ndim :])
+
+    @property
+    def state(self) -> tuple[Array, ...]:
+        """The local blocks of all levels, of the fields that are no constants."""
+        own = [each for each in self.fields.values() if not each.spec.is_constant]
+        return tuple(level.inner for each in own for level in each.levels)
+
+    def values(self, names: Iterable[str], box: Box, at: At) -> dict[str, Any]:
+        """Return the values of some names for a box of the local block."""
+        found: dict[str, Any] = {}
+        for name in names:
+            if name in self.fields:
+                field = self.fields[name]
+                data = tuple(part.data for part in field.parts(box))
+                is_one = bool(name) and not field.spec.is_list
+                found[name] = data[0] if is_one else data
+            elif name in self._constants:
+                found[name] = self._of_box(*self._constants[name], box)
+            elif name == VALUES[AT]:
+                found[name] = at
+        return found
+
+    @staticmethod
+    def _of_box(value: Any, ndim: int | None, box: Box) -> Any:
+        if ndim is None:
+            return value
+        along = zip(value.shape, box[len(box) - ndim :], strict=True)
+        return value[tuple(slice(*(0, 1) if size == 1 else rows) for size, rows in along)]
+
+    def at(self, box: Box, step: int) -> At:
+        """Return the position of a box of the local block at a step."""
+        pairs = zip(self._ctx.box, box, strict=True)
+        whole = tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
+        return At(self._ctx, self.shape, whole, step, self._is_captured)

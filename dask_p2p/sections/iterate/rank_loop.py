@@ -1,0 +1,344 @@
+"""The loop of one rank of `iterate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.geometry import Box, box_size
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
+from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.windows import SLOTS
+from dask_p2p.sections.iterate.binding import Binding
+from dask_p2p.sections.iterate.captured import Captured
+from dask_p2p.sections.iterate.first_step import FirstStep
+from dask_p2p.sections.iterate.local_fields import At, LocalFields
+from dask_p2p.sections.iterate.phase import Phase, explained_writes, replace_block
+from dask_p2p.sections.iterate.series import Series
+from dask_p2p.sections.iterate.store_writer import Stores
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.iteration import Iteration
+
+
+class RankLoop:
+    """All steps of one rank.
+
+    After some steps, a *cycle*, each time level is in the same memory again. So the arrays of a
+    call are found once for each position in the cycle.
+    """
+
+    def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
+        self._of, self._ctx = of, ctx
+        given = of.shape, local_blocks, of.fields, of.constants, of.exchange, of.capture
+        self._local = LocalFields(ctx, *given)
+        self._fields = self._local.fields
+        self._whole = next(iter(self._fields.values())).layout.whole
+        self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
+        self._first = 0  # the first step of this attempt
+        self._stale = {name for name, field in self._fields.items() if field.has_halo}
+        self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
+        self._calls: dict[tuple[int, int], _Call] = {}  # by position in the cycle, and phase
+        self._series = Series(of.series, of.steps, ctx)
+        self._stores = Stores(of.stores, ctx, self._local, self._series, of.steps)
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Make all steps; return the local blocks of all fields, and the series."""
+        of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
+        first = ctx.restore_state(self._state, may_stay=True)
+        self._series.load(ctx.device, first)
+        step = first = self._first = self._stores.begin(first)
+        ctx.progress.step = ctx.progress.first = first
+        ctx.progress.steps = of.steps
+        if step < of.steps:
+            self._update_lasting()
+        graph: Captured | None = None
+        while step < of.steps:
+            if of.capture and step == first + cycle and step + 2 * cycle < of.steps:
+                graph = self._captured(step)
+            if graph is not None and step == first + 2 * cycle:
+                graph.check(self._levels)
+            is_ready = graph is not None and step >= first + 2 * cycle
+            if graph is not None and is_ready and self._is_free(step):
+                graph()
+                step += cycle
+                self._stale = self._stale_before(0)
+            else:
+                numbers = self._first_step() if step == first else self._step(step)
+                step += 1
+                if self._is_done(step, numbers):
+                    ctx.progress.step = step
+                    self._stores.write(step)
+                    break
+            ctx.progress.step = step
+            ctx.device.keep_up(step)
+            self._stores.write(step)
+            if step < of.steps and ctx.is_due(period, step):
+                self._series.save(ctx.device)
+                ctx.checkpoint(step, *self._state)
+        return (*self._local.state, *self._series.results(step))
+
+    @property
+    def _state(self) -> tuple[Array, ...]:
+        """The arrays of a checkpoint."""
+        return (*self._local.state, *self._series.state(self._ctx.device))
+
+    # --- the first step
+
+    def _update_lasting(self) -> None:
+        """Update the halos that no step updates: those of constants and of older levels."""
+        with_halo = [field for field in self._fields.values() if field.has_halo]
+        constants = [field for field in with_halo if field.spec.is_constant]
+        self._updated([field.newest for field in constants])
+        self._stale.difference_update(field.spec.name for field in constants)
+        for number in range(1, max(len(field.levels) for field in self._fields.values())):
+            fields = [field for field in with_halo if number < len(field.levels)]
+            self._updated([field.levels[number] for field in fields])
+
+    def _updated(self, halo_arrays: Sequence[HaloArray]) -> None:
+        if halo_arrays:
+            self._ctx.update_halo(*halo_arrays, copy=False)
+
+    def _first_step(self) -> Sequence[Any]:
+        """Make the first step, and check the functions; return the numbers of the last one."""
+        numbers: Sequence[Any] = ()
+        for phase in self._of.phases:
+            self._updated(self._stale_of(phase.binding.names))
+            names, numbers = self._checked(phase)
+            self._changed.append(names)
+            self._turn(names)
+        return numbers
+
+    def _checked(self, phase: Phase) -> tuple[list[str], Sequence[Any]]:
+        """Fill the whole next local blocks and check the function; return names and numbers."""
+        at = self._local.at(self._whole, self._first)
+        values = self._values(phase.binding, self._whole, at)
+        read = [
+            level
+            for name, field in self._fields.items()
+            for level in field.levels
+            if name in phase.binding.names
+        ]
+        parts = {name: self._fields[name].parts(self._whole)[0] for name in phase.fields}
+
+        def spare(name: str) -> HaloArray:
+            return self._fields[name].spare
+
+        return FirstStep(phase, self._ctx.device, read, values, parts, spare)()
+
+    # --- later steps
+
+    def _step(self, step: int) -> Sequence[Any]:
+        """Make a step; return the numbers of its last function."""
+        numbers: Sequence[Any] = ()
+        overlap = self._of.overlap
+        if overlap and self._is_asked(step + 1):  # numbers are of a whole local block
+            overlap = False
+        for call in self._calls_of(step):
+            if overlap == "auto":
+                is_overlapped = not self._of.capture and call.is_worth_hiding
+            else:
+                is_overlapped = bool(overlap)
+            for box in self._boxes(call, is_overlapped):
+                numbers = self._apply(call, box, step)
+            self._turn(call.changed)
+        return numbers
+
+    def _boxes(self, call: _Call, is_overlapped: bool) -> Iterator[Box]:
+        """Update halos; yield boxes of the local block when they can be computed."""
+        exchange, halo_arrays = call.exchange, call.halo_arrays
+        if not call.reads <= self._stale:  # a record has read some of them since
+            halo_arrays = self._stale_of(call.phase.binding.names)
+            exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
+        self._stale -= call.reads
+        if exchange is None:
+            yield self._whole
+            return
+        pending = exchange.begin(halo_arrays, is_overlapped)
+        if not is_overlapped:
+            pending.wait()
+            yield self._whole
+            return
+        interior, *boundary_parts = exchange.boxes
+        if box_size(interior):
+            yield interior
+        pending.wait()
+        yield from boundary_parts
+
+    def _calls_of(self, step: int) -> Iterator[_Call]:
+        """Yield the calls of a step; each turns its fields before the next one."""
+        position = (step - self._first) % self._cycle
+        for number, phase in enumerate(self._of.phases):
+            key = position, number
+            if key not in self._calls:
+                reads = frozenset(self._stale_before(number) & phase.binding.names)
+                halo_arrays = [self._fields[name].newest for name in self._fields if name in reads]
+                exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
+                changed = self._changed[number]
+                self._calls[key] = _Call(phase, changed, reads, halo_arrays, exchange)
+            yield self._calls[key]
+
+    def _stale_before(self, number: int) -> set[str]:
+        """Return the names of fields whose halos are out of date before a phase of a later step."""
+        phases, found = self._of.phases, set()
+        for name in (name for name, field in self._fields.items() if field.has_halo):
+            for back in range(1, len(phases) + 1):
+                earlier = (number - back) % len(phases)
+                if name in self._changed[earlier]:
+                    found.add(name)
+                    break
+                if name in phases[earlier].binding.names:
+                    break
+        return found
+
+    def _apply(self, call: _Call, box: Box, step: int) -> Sequence[Any]:
+        """Fill a box of the next local blocks; return the numbers of the function."""
+        if box not in call.arrays:
+            call.arrays[box] = self._arrays(call, box)
+        phase, arrays = call.phase, call.arrays[box]
+        arrays.at.set_step(step)
+        with explained_writes():
+            returned = arrays.function()
+        if phase.fills_out:
+            return phase.numbers(returned, arrays.outs)
+        blocks, numbers = phase.returned(returned)
+        if blocks.keys() != arrays.outs.keys():
+            raise BlockMismatchError(
+                f"expected new blocks of the same fields in each step, {call.changed}, got "
+                f"{[*blocks]}. Return the same names each time."
+            )
+        for name, new in blocks.items():
+            replace_block(arrays.outs[name], new, arrays.parts[name])
+        return numbers
+
+    def _arrays(self, call: _Call, box: Box) -> _Arrays:
+        at = self._local.at(box, self._first)
+        parts = {name: self._fields[name].parts(box)[0] for name in call.changed}
+        outs = {name: self._fields[name].spare.inner[part.where] for name, part in parts.items()}
+        function = call.phase.bound(self._values(call.phase.binding, box, at), outs)
+        return _Arrays(function, outs, parts, at)
+
+    def _values(self, binding: Binding, box: Box, at: At) -> dict[str, Any]:
+        return {**self._local.values(binding.names, box, at), **self._of.kwargs}
+
+    def _stale_of(self, names: Collection[str]) -> list[HaloArray]:
+        """Return the newest levels of these names whose halos are out of date; they are updated."""
+        stale = [name for name in self._fields if name in self._stale and name in names]
+        self._stale.difference_update(stale)
+        return [self._fields[name].newest for name in stale]
+
+    def _turn(self, changed: Sequence[str]) -> None:
+        for name in changed:
+            field = self._fields[name]
+            field.turn()
+            if field.has_halo:
+                self._stale.add(name)
+
+    # --- records and until
+
+    def _is_asked(self, step: int) -> bool:
+        """Return whether `until` is called after a step, with numbers of the function."""
+        of = self._of
+        return of.until is not None and not of.series and step % of.check_every == 0
+
+    def _is_done(self, step: int, numbers: Sequence[Any]) -> bool:
+        """Record numbers after a step; return whether `until` ends the loop."""
+        until = self._of.until
+        if self._series.is_due(step):
+            self._record(step)
+            if until is not None:
+                self._series.combine()
+                return bool(until(dict(self._series.last)))
+        if until is None or not self._is_asked(step):
+            return False
+        if not numbers or any(number is None for number in numbers):
+            raise BlockMismatchError(
+                "expected numbers for until= from the function, got none. Return them, after the "
+                "array if it returns one."
+            )
+        return bool(until(*map(self._ctx.allreduce, numbers)))
+
+    def _record(self, step: int) -> None:
+        """Record numbers of fields with halos after a step."""
+        names = self._series.names | self._of.phases[0].binding.names
+        self._updated(self._stale_of(names))  # also for the next step, in one message
+
+        def values(binding: Binding) -> dict[str, Any]:
+            return self._values(binding, self._whole, self._local.at(self._whole, step - 1))
+
+        self._series.record(step, values)
+
+    # --- captured steps
+
+    @property
+    def _levels(self) -> list[HaloArray]:
+        return [level for field in self._fields.values() for level in field.levels]
+
+    def _captured(self, step: int) -> Captured | None:
+        """Return a graph that replays a cycle of steps; None if ranks need messages."""
+        ctx, calls = self._ctx, self._calls.values()
+        answers = [call.exchange.can_put() for call in calls if call.exchange is not None]
+        if not ctx.allreduce(np.array(all(answers)), "min") or not isinstance(ctx.device, Gpu):
+            return None
+
+        def steps() -> None:
+            for number in range(step, step + self._cycle):
+                for call in self._calls_of(number):
+                    if call.exchange is not None:
+                        call.exchange.put(call.halo_arrays)
+                    self._apply(call, self._whole, number)
+                    self._turn(call.changed)
+
+        return Captured(ctx.device, self._levels, steps)
+
+    def _is_free(self, step: int) -> bool:
+        """Return whether a cycle without work for the host can begin after a step."""
+        of, last = self._of, step + self._cycle
+        if (step - self._first) % self._cycle or last >= of.steps:
+            return False
+        if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
+            return False  # a checkpoint is due before its last step
+        if any(map(self._stores.is_due, range(step + 1, last))):
+            return False
+        later = range(step + 1, last + 1)
+        return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Arrays of one call of a function, for a box of the local block."""
+
+    function: Callable[[], Any]  # the user's function with its arguments
+    outs: dict[str, Array]  # memory for new blocks, by field
+    parts: dict[str, HaloPart]  # of the newest level of each changed field
+    at: At
+
+
+class _Call:
+    """A phase at one position in the cycle."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        changed: list[str],  # names of the fields that it changes
+        reads: frozenset[str],  # names of the fields whose halos are updated before
+        halo_arrays: list[HaloArray],  # of these fields
+        exchange: HaloExchange | None,  # updates them
+    ) -> None:
+        self.phase, self.changed, self.reads = phase, changed, reads
+        self.halo_arrays, self.exchange = halo_arrays, exchange
+        self.arrays: dict[Box, _Arrays] = {}
+
+    @property
+    def is_worth_hiding(self) -> bool:
+        """True if the interior should be computed while halos are in flight."""
+        return self.exchange is not None and self.exchange.is_worth_hiding

@@ -1,0 +1,199 @@
+"""Series of numbers that `iterate` records while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_function
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.rank_body import ValueSpec
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.fields import check_name
+from dask_p2p.types import Array, DTypeLike
+
+#: Name of the series with the numbers of the recorded steps.
+STEPS = "steps"
+STEPS_SPEC = ValueSpec((), np.dtype(int))
+_OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+_BATCH = 64  # values of a rank that one message combines
+
+
+@dataclass(frozen=True)
+class Record:
+    """A number, or an array of numbers, that `iterate` records while it runs.
+
+    Parameters
+    ----------
+    function : callable
+        Returns the number of one local block. Its parameters are names of fields, constants and
+        keywords, and `at`, as for the function of a step. Fields have their halos.
+    every : int, optional
+        Number of steps between records, by default 1.
+    op : {"sum", "prod", "min", "max"}, optional
+        The operation that combines the numbers of all ranks, by default "sum".
+    shape : tuple of int, optional
+        Shape of the value, by default that of a number.
+    dtype : dtype, optional
+        Dtype of the value, by default float. An end by `until` leaves NaN in the rest of a series,
+        or 0 if the dtype has no NaN.
+    """
+
+    function: Callable[..., Any]
+    every: int = 1
+    op: str = "sum"
+    shape: tuple[int, ...] = ()
+    dtype: DTypeLike = float
+
+
+@dataclass(frozen=True)
+class SeriesSpec:
+    """One series: the record that makes it, and the parameters of its function."""
+
+    name: str
+    record: Record
+    binding: Binding
+
+    def value_spec(self, steps: int) -> ValueSpec:
+        """Return the shape and dtype of the series after a number of steps."""
+        record = self.record
+        return ValueSpec((steps // record.every, *record.shape), np.dtype(record.dtype))
+
+
+def checked_series(
+    record: Any, fields: Collection[str], names: Collection[str]
+) -> tuple[SeriesSpec, ...]:
+    """Return the specs of a mapping of records; `names` are those of all values.
+
+    Raises `InputError` for anything else than records whose parameters are such names.
+    """
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f"record: expected a mapping of functions by name, got {type(record).__name__}. Give "
+            f"{{'mass': lambda u: u.sum()}}."
+        )
+    found = []
+    for name, given in record.items():
+        check_name(name, "a record")
+        if name in (*fields, STEPS):
+            raise InputError(
+                f"record: expected names that no field has, nor {STEPS!r}, got {name!r}. Rename it."
+            )
+        own = given if isinstance(given, Record) else Record(given)
+        check_function(own.function, "fields", "record={'mass': lambda u: u.sum()}")
+        checked_count("steps between records", every=own.every)
+        binding = bound_by_name(own.function, names)
+        if own.op not in _OPS or VALUES[OUT] in binding.names:
+            raise InputError(
+                f"record: expected a function without a parameter {OUT}, and op out of "
+                f"{', '.join(_OPS)}, got {name!r} with op={own.op!r}. Change it."
+            )
+        found.append(SeriesSpec(name, own, binding))
+    return tuple(found)
+
+
+class Series:
+    """All series of one rank."""
+
+    def __init__(self, specs: Sequence[SeriesSpec], steps: int, ctx: Context) -> None:
+        self._specs, self._ctx = specs, ctx
+        self.last: dict[str, Any] = {}  # the newest values, of all ranks
+        self._values = [_unset(spec.value_spec(steps)) for spec in specs]
+        self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
+        self._counts = [0] * len(specs)  # values that are combined
+        self._on_device: list[Array] = []
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all values that the functions read."""
+        return set().union(*(spec.binding.names for spec in self._specs))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether any value is recorded after a number of steps."""
+        return any(step % spec.record.every == 0 for spec in self._specs)
+
+    def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
+        """Call the functions that are due; `values` returns the arguments of one of them."""
+        for spec, own in zip(self._specs, self._own, strict=True):
+            if step % spec.record.every == 0:
+                function = spec.binding.bound(spec.record.function, values(spec.binding))
+                own.append(self._checked(spec, function()))
+        if any(len(own) >= _BATCH for own in self._own):
+            self.combine()
+
+    def _checked(self, spec: SeriesSpec, value: Any) -> Array:
+        own: Array = np.asarray(self._ctx.device.to_host(value))
+        shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
+        if own.shape != shape or not np.can_cast(own.dtype, dtype, "same_kind"):
+            raise BlockMismatchError(
+                f"expected a value of shape {shape} that becomes {dtype} from the record "
+                f"{spec.name!r}, got {own.shape} {own.dtype}. Give its shape and dtype, "
+                f"Record(function, shape=..., dtype=...)."
+            )
+        return own.astype(dtype)
+
+    def combine(self) -> None:
+        """Combine the values that ranks have recorded since the last call."""
+        for number, spec in enumerate(self._specs):
+            if own := self._own[number]:
+                found = self._ctx.allreduce(np.stack(own), spec.record.op)
+                first = self._counts[number]
+                self._counts[number] = first + len(own)
+                self._values[number][first : self._counts[number]] = found
+                self.last[spec.name] = found[-1]
+                self._own[number] = []
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """The combined values of each series."""
+        return {spec.name: own for spec, own in zip(self._specs, self._values, strict=True)}
+
+    def resume(self, values: Mapping[str, Array], step: int) -> None:
+        """Take over the series of an earlier run, which has made a number of steps."""
+        for number, spec in enumerate(self._specs):
+            if spec.name in values:
+                own = values[spec.name][: step // spec.record.every]
+                self._values[number][: len(own)] = own
+            self._set_count(number, step)
+
+    def _set_count(self, number: int, step: int) -> None:
+        self._counts[number] = count = step // self._specs[number].record.every
+        if count:
+            self.last[self._specs[number].name] = self._values[number][count - 1]
+
+    # --- checkpoints in memory: arrays of the fields' kind
+
+    def state(self, device: Host) -> list[Array]:
+        """Return the series as arrays of a device, for `save` and `load`."""
+        if not self._on_device:
+            self._on_device = [device.zeros(each.shape, each.dtype) for each in self._values]
+        return self._on_device
+
+    def save(self, device: Host) -> None:
+        """Copy the combined values into the arrays of `state`."""
+        self.combine()
+        for array, values in zip(self.state(device), self._values, strict=True):
+            device.copy_from_host(array, values)
+
+    def load(self, device: Host, step: int) -> None:
+        """Copy the arrays of `state`, after a number of steps, into the series."""
+        for number, (spec, array) in enumerate(zip(self._specs, self.state(device), strict=True)):
+            count = step // spec.record.every
+            self._values[number][:count] = device.to_host(array)[:count]
+            self._set_count(number, step)
+
+    def results(self, step: int) -> tuple[Any, ...]:
+        """Return all series, and the number of steps."""
+        self.combine()
+        return (*self._values, step) if self._specs else ()
+
+
+def _unset(spec: ValueSpec) -> Array:
+    fill = np.nan if spec.dtype.kind in "fc" else 0
+    return np.full(spec.shape, fill, spec.dtype)

@@ -1,0 +1,145 @@
+"""Programs of several fields with CuPy blocks, against the same programs in NumPy."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p.errors import BlockMismatchError, InputError
+from tests.gpu.support import on_gpu
+from tests.gpu.test_sections import UNEVEN, X, check, way
+from tests.sections.iterate.test_coupled import both, inner, laplacian, padded, pressure, velocities
+
+__all__ = ["way"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+    pytest.mark.gpu(2),
+]
+V, P = X[::-1] / 3, X.T.reshape(X.shape) / 2
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"capture": True}], ids=str
+)  # fmt: skip
+
+
+def react(u, v):
+    rate = inner(u) * inner(v) * inner(v)
+    return {"u": inner(u) + 0.1 * laplacian(u) - 1e-4 * rate, "v": inner(v) + 0.05 * laplacian(v)}
+
+
+def react_into(u, v, out):
+    new = react(u, v)
+    out.u[...], out.v[...] = new["u"], new["v"]
+
+
+@OPTIONS
+@pytest.mark.parametrize("function", [react, react_into])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_two_fields(client, way, ranks, function, options):
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
+    made = iterate(function, fields, 1, 30, ranks=ranks, **options)
+    wanted = both({"u": X, "v": V}, 1, 30, [(react, "uv")])
+    for name, y in made.items():
+        check(y, wanted[name])
+
+
+@OPTIONS
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_phases(client, way, ranks, options):
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN), "p": on_gpu(P, UNEVEN)}
+    boundary = {"p": "nearest", "*": 0.0}
+    made = iterate([velocities, pressure], fields, 1, 30, boundary=boundary, ranks=ranks, **options)
+    phases = [(velocities, "puv"), (pressure, "uvp")]
+    wanted = both({"u": X, "v": V, "p": P}, 1, 30, phases, boundary)
+    for name, y in made.items():
+        check(y, wanted[name])
+
+
+@OPTIONS
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_levels_constants_and_position(client, way, ranks, options):
+    import cupy
+
+    def leap(w, mask, column, at):
+        now, before = w
+        new = 2 * inner(now) - before + 0.1 * laplacian(now) * column
+        return {"w": new * mask + 1e-3 * (at.index[0] % 3)}
+
+    mask, column = (X[0] > -0.5).astype(float), np.linspace(0, 1, len(X))[:, None]
+    constants = {"mask": cupy.asarray(mask), "column": cupy.asarray(column)}
+    fields = {"w": Field([on_gpu(X, UNEVEN), on_gpu(V, UNEVEN)], depth=[1, 0])}
+    made = iterate(leap, fields, 5, 30, boundary=0.0, constants=constants, ranks=ranks, **options)
+    now, before, rows = X, V, np.arange(len(X))[:, None]
+    for _ in range(30):
+        new = 2 * now - before + 0.1 * laplacian(padded(now, 1, 0.0)) * column
+        now, before = new * mask + 1e-3 * (rows % 3), now
+    check(made["w"][0], now)
+    check(made["w"][1], before)
+
+
+@OPTIONS
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_series(client, way, ranks, options):
+    record = {
+        "mass": lambda u: inner(u).sum(),
+        "rough": Record(lambda v: abs(laplacian(v)).max(), every=7, op="max"),
+    }
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
+    made = iterate(react, fields, 1, 40, record=record, ranks=ranks, **options)
+    fields, mass, rough = {"u": X, "v": V}, [], []
+    for step in range(1, 41):
+        fields = both(fields, 1, 1, [(react, "uv")])
+        mass.append(fields["u"].sum())
+        if step % 7 == 0:
+            rough.append(abs(laplacian(np.pad(fields["v"], 1, "wrap"))).max())
+    np.testing.assert_allclose(made["mass"].compute(), mass, rtol=1e-9)
+    np.testing.assert_allclose(made["rough"].compute(), rough, rtol=1e-9)
+    check(made["u"], fields["u"])
+
+
+@OPTIONS
+def test_stores(client, tmp_path, options):
+    import zarr
+
+    fields = {"u": on_gpu(X, 10), "v": on_gpu(V, 10)}
+    store = {
+        "save": Save(tmp_path / "frames", 10),
+        "checkpoint": Checkpoint(tmp_path / "states", every=20),
+    }
+    iterate(react, fields, 1, 30, **store, **options)["u"].compute()
+    group = zarr.open(tmp_path / "frames", mode="r")
+    wanted = both({"u": X, "v": V}, 1, 30, [(react, "uv")])
+    np.testing.assert_allclose(group["v"][2], wanted["v"], rtol=1e-9)
+    store["save"] = Save(tmp_path / "others", 10)
+    made = iterate(react, fields, 1, 50, ranks=1, **store, **options)
+    check(made["u"], both({"u": X, "v": V}, 1, 50, [(react, "uv")])["u"])
+    assert zarr.open(tmp_path / "others", mode="r").attrs["frames"] == 5
+
+
+def test_mistakes_are_named(client):
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
+
+    def writes(u, v):
+        v[0] = 0
+        return {"u": inner(u)}
+
+    def forgets(u, v, out):
+        out.u[...] = inner(u)
+
+    def counts(u, v, at):
+        return {"u": inner(u) + at.step}
+
+    for function, error, message in (
+        (writes, InputError, "only reads its fields"),
+        (forgets, BlockMismatchError, r"parameter out\.v"),
+        (lambda u, v: (u, v), BlockMismatchError, "got tuple"),
+    ):
+        with pytest.raises(error, match=message):
+            iterate(function, fields, 1, 3)["u"].compute()
+    with pytest.raises(InputError, match=r"at\.step: .* Leave out capture=True"):
+        iterate(counts, fields, 1, 30, capture=True)["u"].compute()
+    with pytest.raises(Exception, match=r"of one kind|expected CuPy blocks"):
+        iterate(react, {**fields, "v": da.from_array(V, chunks=UNEVEN)}, 1, 3)

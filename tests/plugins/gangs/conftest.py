@@ -1,1 +1,0 @@
-from tests.sections.conftest import client as client

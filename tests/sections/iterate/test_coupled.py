@@ -1,0 +1,390 @@
+"""Programs of several fields, as one first writes them, against the same programs in NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Field, Whole, iterate
+from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+RNG = np.random.default_rng(0)
+U, V, P = (RNG.normal(size=(24, 20)) for _ in range(3))
+CHUNKS = ((7, 5, 12), (9, 11))
+MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
+RANKS = [1, 2, 3, 4]
+
+
+def array(x, chunks=CHUNKS):
+    return da.from_array(x, chunks=chunks)
+
+
+def padded(x, depth=1, boundary="periodic"):
+    """Pad a whole array axis by axis, with a boundary for each axis or each side of one."""
+    kinds = boundary if isinstance(boundary, list) else [boundary] * x.ndim
+    for axis, kind in enumerate(kinds):
+        for side, one in enumerate(kind if isinstance(kind, tuple) else (kind, kind)):
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (depth, 0) if side == 0 else (0, depth)
+            if one == "periodic":  # of the array without the other side's halo
+                widths[axis] = (depth, depth)
+            mode = MODES.get(one, "constant")
+            more = {"constant_values": one} if mode == "constant" else {}
+            x = np.pad(x, widths, mode, **more)
+            if one == "periodic":
+                break
+    return x
+
+
+def inner(a):
+    return a[1:-1, 1:-1]
+
+
+def laplacian(a):
+    near = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
+    far = a[:-2, :-2] + a[:-2, 2:] + a[2:, :-2] + a[2:, 2:]
+    return 0.2 * near + 0.05 * far - inner(a)
+
+
+def react(u, v, feed=0.03, kill=0.06):
+    """Reaction and diffusion of two substances, with nine points."""
+    rate = inner(u) * inner(v) ** 2
+    return {
+        "u": inner(u) + 0.16 * laplacian(u) - rate + feed * (1 - inner(u)),
+        "v": inner(v) + 0.08 * laplacian(v) + rate - (feed + kill) * inner(v),
+    }
+
+
+def react_into(v, u, out, feed=0.03, kill=0.06):
+    new = react(u, v, feed, kill)
+    out.v[...] = new["v"]
+    out.u[...] = new["u"]
+
+
+def both(fields, depth, steps, phases, boundary="periodic", **more):
+    """Run phases by NumPy, on whole arrays."""
+    of = boundary if isinstance(boundary, dict) else {}
+    fields = dict(fields)
+    for _ in range(steps):
+        for phase, names in phases:
+            given = {n: padded(fields[n], depth, of.get(n, of.get("*", boundary))) for n in names}
+            fields |= phase(**given, **more)
+    return fields
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("function", [react, react_into])
+def test_two_fields(client, function, ranks, overlap):
+    u, v = abs(U) / 4, abs(V) / 4
+    options = {"ranks": ranks, "overlap": overlap}
+    made = iterate(function, {"u": array(u), "v": array(v)}, 1, 9, feed=0.04, **options)
+    assert [*made] == ["u", "v"]
+    assert made["u"].chunks == CHUNKS
+    wanted = both({"u": u, "v": v}, 1, 9, [(partial(react, feed=0.04), "uv")])
+    for name, found in dask.compute(made)[0].items():
+        assert np.array_equal(found, wanted[name])
+
+
+def test_an_exchange_is_of_both_fields_and_one_message(client):
+    """A swap in each step: a field exchanged twice or not at all would show."""
+
+    def swap(u, v):
+        return {"v": inner(u) + u[2:, 2:], "u": inner(v) - v[:-2, 1:-1]}
+
+    made = dask.compute(iterate(swap, {"u": array(U), "v": array(V)}, 1, 5, ranks=4))[0]
+    wanted = both({"u": U, "v": V}, 1, 5, [(swap, "uv")])
+    assert all(np.array_equal(made[name], wanted[name]) for name in "uv")
+
+
+def velocities(p, u, v):
+    return {
+        "u": inner(u) - 0.1 * (p[2:, 1:-1] - p[:-2, 1:-1]),
+        "v": inner(v) - 0.1 * (p[1:-1, 2:] - p[1:-1, :-2]),
+    }
+
+
+def pressure(u, v, p):
+    return {"p": inner(p) - 0.1 * (u[2:, 1:-1] - u[:-2, 1:-1] + v[1:-1, 2:] - v[1:-1, :-2])}
+
+
+BOUNDARIES = [
+    "periodic",
+    0.0,
+    {"p": "nearest", "*": 0.0},
+    {"u": {0: ("nearest", 0.5), 1: "reflect"}, "v": {0: 2.0, 1: (0.0, "reflect")}, "p": "periodic"},
+]
+
+
+def by_axis(boundary):
+    """Return boundaries by axis in place of those in a dict."""
+    if not isinstance(boundary, dict):
+        return boundary
+    return {
+        n: [kind[0], kind[1]] if isinstance(kind, dict) else kind for n, kind in boundary.items()
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_phases_see_fresh_halos(client, boundary, ranks, overlap):
+    fields = {"u": array(U), "v": array(V), "p": array(P)}
+    options = {"boundary": boundary, "ranks": ranks, "overlap": overlap}
+    made = iterate([velocities, pressure], fields, 1, 6, **options)
+    phases = [(velocities, "puv"), (pressure, "uvp")]
+    wanted = both({"u": U, "v": V, "p": P}, 1, 6, phases, by_axis(boundary))
+    for name, found in dask.compute(made)[0].items():
+        assert np.array_equal(found, wanted[name]), name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_phases_that_fill_some_of_the_fields(client, ranks):
+    def first(p, u, v, out):
+        new = velocities(p, u, v)
+        out.u[...], out.v[...] = new["u"], new["v"]
+
+    def second(u, v, p, out):
+        out.p[...] = pressure(u, v, p)["p"]
+
+    fields = {"u": array(U), "v": array(V), "p": array(P)}
+    made = iterate([(first, ("u", "v")), (second, "p")], fields, 1, 6, ranks=ranks)
+    wanted = both({"u": U, "v": V, "p": P}, 1, 6, [(velocities, "puv"), (pressure, "uvp")])
+    for name, found in dask.compute(made)[0].items():
+        assert np.array_equal(found, wanted[name]), name
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_time_levels(client, ranks, overlap):
+    def leap(w, c2):
+        now, before = w
+        return {"w": 2 * inner(now) - before + c2 * laplacian(now)}
+
+    fields = {"w": Field([array(U), array(V)], depth=[1, 0])}
+    options = {"boundary": 0.0, "ranks": ranks, "overlap": overlap}
+    made = iterate(leap, fields, 5, 7, constants={"c2": abs(P[0]) / 9}, **options)
+    now, before = U, V
+    for _ in range(7):
+        now, before = 2 * now - before + abs(P[0]) / 9 * laplacian(padded(now, 1, 0.0)), now
+    newest, older = dask.compute(*made["w"])
+    assert np.array_equal(newest, now)
+    assert np.array_equal(older, before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
+    """A mask of the plane for a field of nine populations, and a column."""
+    f, solid = RNG.random((9, 24, 20)), RNG.random((24, 20)) > 0.7
+    column, table = RNG.random((24, 1)), RNG.random(9)
+
+    def stream(f, solid, column, table, lazy):
+        assert solid.shape == f.shape[1:] == lazy.shape
+        new = np.stack([np.roll(f[i], (i % 3 - 1, i // 3 - 1), (0, 1)) for i in range(9)])
+        return {"f": np.where(solid, f[::-1], new) * column * table[:, None, None] + lazy}
+
+    def local(f, solid, column, table, lazy):
+        grown = np.empty((9, f.shape[1] - 2, f.shape[2] - 2))
+        for i in range(9):
+            dy, dx = i % 3 - 1, i // 3 - 1
+            rows = slice(1 - dy, f.shape[1] - 1 - dy)
+            grown[i] = f[i, rows, 1 - dx : f.shape[2] - 1 - dx]
+        own = f[::-1, 1:-1, 1:-1]
+        assert column.shape == (own.shape[1], 1)
+        assert lazy.shape == own.shape[1:]
+        return {"f": np.where(solid, own, grown) * column * table[:, None, None] + lazy}
+
+    lazy = RNG.random((24, 20))
+    constants = {
+        "solid": solid,
+        "column": column,
+        "table": Whole(table),
+        "lazy": da.from_array(lazy, chunks=5),
+    }
+    fields = {"f": da.from_array(f, chunks=(9, *CHUNKS))}
+    options = {"constants": constants, "ranks": ranks, "overlap": overlap}
+    made = iterate(local, fields, {1: 1, 2: 1}, 4, **options)["f"].compute()
+    for _ in range(4):
+        f = stream(f, solid, column, table, lazy)["f"]
+    assert np.array_equal(made, f)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_constant_with_a_halo(client, ranks):
+    def carried(c, u):
+        flux = np.where(u > 0, c, np.roll(c, -1, 0)) * u
+        return {"c": inner(c) - 0.1 * (flux[1:-1, 1:-1] - flux[:-2, 1:-1])}
+
+    constants = {"u": Field(array(U), depth=1, boundary="nearest")}
+    made = iterate(carried, {"c": array(P)}, 1, 5, constants=constants, ranks=ranks)
+    assert [*made] == ["c"]
+    c, speed = P, padded(U, 1, "nearest")
+    for _ in range(5):
+        c = carried(padded(c), speed)["c"]
+    assert np.array_equal(made["c"].compute(), c)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_position_of_a_block(client, ranks, overlap):
+    """A checkerboard: half of the points in each phase; and a source that depends on the step."""
+
+    def half(s, parity, at):
+        assert at.shape == (24, 20)
+        assert tuple(stop - start for start, stop in at.box) == inner(s).shape
+        is_even = sum(at.index) % 2 == parity
+        near = s[:-2, 1:-1] + s[2:, 1:-1] + s[1:-1, :-2] + s[1:-1, 2:]
+        return {"s": np.where(is_even, near / 4 + np.cos(at.step), inner(s))}
+
+    phases = [partial(half, parity=0), partial(half, parity=1)]
+    made = iterate(phases, {"s": array(U)}, 1, 5, ranks=ranks, overlap=overlap)["s"].compute()
+    s, index = U, np.ogrid[:24, :20]
+    for step in range(5):
+        for parity in (0, 1):
+            a = padded(s)
+            near = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
+            s = np.where(sum(index) % 2 == parity, near / 4 + np.cos(step), s)
+    assert np.array_equal(made, s)
+
+
+def test_the_position_without_names(client):
+    def add_row(u, at):
+        return u + at.index[0] * (at.step + 1)
+
+    made = iterate(add_row, array(U), 0, 3, ranks=4).compute()
+    assert np.array_equal(made, U + np.arange(24)[:, None] + np.arange(24)[:, None] * 2
+                          + np.arange(24)[:, None] * 3)  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_each_field_keeps_its_dtype(client, ranks):
+    counts, bits = RNG.integers(0, 9, U.shape), RNG.integers(0, 2, U.shape, dtype=bool)
+
+    def step(x, counts, bits):
+        return {"x": x + counts, "counts": counts + bits, "bits": ~bits}
+
+    fields = {"x": array(U.astype("f4")), "counts": array(counts), "bits": array(bits)}
+    made = dask.compute(iterate(step, fields, 0, 3, ranks=ranks))[0]
+    x = U.astype("f4")
+    for _ in range(3):
+        x, counts, bits = (x + counts).astype("f4"), counts + bits, ~bits
+    for name, wanted in {"x": x, "counts": counts, "bits": bits}.items():
+        assert made[name].dtype == wanted.dtype
+        assert np.array_equal(made[name], wanted)
+
+
+def test_one_field_by_name_may_be_returned_alone(client):
+    made = iterate(lambda u: inner(u) + 1, {"u": array(U)}, 1, 3, ranks=2)
+    assert np.allclose(made["u"].compute(), U + 3)
+
+
+def test_fields_that_stay_and_other_parameters(client):
+    def step(v, u, scale=2, **others):
+        assert others == {"w": 3}
+        return {"v": v + u * scale}
+
+    made = dask.compute(iterate(step, {"u": array(U), "v": array(V)}, 0, 2, ranks=2, w=3))[0]
+    assert np.array_equal(made["u"], U)
+    assert np.array_equal(made["v"], V + U * 2 + U * 2)
+
+
+def test_without_steps_fields_come_back(client):
+    made = iterate(react, {"u": array(U), "v": array(V)}, 1, 0, ranks=4)
+    assert np.array_equal(made["v"].compute(), V)
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda u, v: (u, v), r"expected a mapping of new blocks .*'u', 'v'.*got tuple"),
+        (lambda u, v: {"w": u}, r"got \['w'\]"),
+        (lambda u, v: {}, r"got \[\]"),
+        (lambda u, v: u, "got ndarray"),
+        (lambda u, v: None, "got NoneType"),
+        (lambda u, v: {"u": u[1:]}, "expected an array of shape"),
+        (lambda u, v: {"u": u * 1j}, "without loss"),
+    ],
+)
+def test_wrong_results_are_named(client, returned, message):
+    y = iterate(returned, {"u": array(U), "v": array(V)}, 0, 2, ranks=2)
+    with pytest.raises(BlockMismatchError, match=message):
+        y["u"].compute()
+
+
+def test_other_names_in_a_later_step_are_refused(client):
+    def changes(u, v, at):
+        return {"u": u} if at.step < 2 else {"v": v}
+
+    y = iterate(changes, {"u": array(U), "v": array(V)}, 0, 5, ranks=2)
+    with pytest.raises(BlockMismatchError, match=r"the same fields in each step, \['u'\], got"):
+        y["u"].compute()
+
+
+def test_a_field_left_unset_is_refused(client):
+    def forgets(u, v, out):
+        out.u[...] = u
+
+    y = iterate(forgets, {"u": array(U), "v": array(V)}, 0, 2, ranks=2)
+    with pytest.raises(
+        BlockMismatchError,
+        match=r"parameter out\.v, .* elements as they were. Write to all of them, out\.v",
+    ):
+        y["u"].compute()
+
+
+def test_writes_into_fields_are_refused(client):
+    def writes(u, v):
+        v[0] = 0
+        return {"u": u}
+
+    y = iterate(writes, {"u": array(U), "v": array(V)}, 0, 2, ranks=2)
+    with pytest.raises(InputError, match="only reads its fields"):
+        y["u"].compute()
+
+
+def test_corners_that_are_read_are_refused(client):
+    fields = {"u": array(U), "v": Field(array(V), corners=False)}
+    y = iterate(react, fields, 1, 2, ranks=4)
+    with pytest.raises(InputError, match="corners=False"):
+        y["u"].compute()
+    fields = {"u": array(U), "v": array(V), "p": array(P)}
+    star = iterate(pressure, fields, 1, 2, corners=False, ranks=4)
+    wanted = both({"u": U, "v": V, "p": P}, 1, 2, [(pressure, "uvp")])
+    assert np.array_equal(star["p"].compute(), wanted["p"])
+
+
+def test_wrong_arguments_are_refused():
+    u, v = array(U), array(V)
+    fields = {"u": u, "v": v}
+
+    def refused(message, *args, error=InputError, **kwargs):
+        with pytest.raises(error, match=message):
+            iterate(*args, **kwargs)
+
+    refused("at least one field", react, {}, 1, 2)
+    refused("parameters with the names .*got 'w'", lambda u, w: {}, fields, 1, 2)
+    refused("neither 'out' nor 'at'", react, {"at": u}, 1, 2)
+    refused("name of a parameter for a field, got 3", react, {3: u}, 1, 2)
+    refused("different names .*'u' twice", react, fields, 1, 2, constants={"u": 3})
+    refused("got 'speed', which no function has", react, fields, 1, 2, speed=3)
+    refused("a mapping of names", react, fields, 1, 2, constants=(3,))
+    refused("depth: expected names of fields, .*'w'", react, fields, {"w": 1}, 2)
+    refused("boundary: expected names", react, fields, 1, 2, boundary={"w": 0.0})
+    refused("until: expected records", react, fields, 1, 2, until=lambda: True)
+    refused("'periodic' at both ends", react, fields, 1, 2, boundary={0: ("periodic", 1.0)})
+    refused("pair of a function and names", [(react, ("w",))], fields, 1, 2)
+    refused("at least one function", [], fields, 1, 2)
+    refused("whose parameters Python cannot list", max, fields, 1, 2)
+    refused("first one's shape", react, {"u": u, "v": array(V[:5], 5)}, 1, 2, error=ChunksError)
+    refused("broadcasts to", react, fields, 1, 2, constants={"c": V[:5]}, error=ChunksError)
+    refused("with a halo", react, fields, 1, 2, constants={"c": Field(V[0], 1)}, error=ChunksError)
+    refused("Dask array", react, {"u": U, "v": v}, 1, 2, error=UnsupportedArrayError)

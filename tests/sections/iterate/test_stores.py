@@ -1,0 +1,243 @@
+"""Frames and checkpoints that `iterate` writes to files while it runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import zarr
+
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p.errors import FileError, InputError
+from tests.sections.iterate.test_coupled import U, V, array, both, inner, react
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+A, B = abs(U) / 4, abs(V) / 4
+MASS = {"mass": lambda u: inner(u).sum(), "top": Record(lambda v: v.max(), every=3, op="max")}
+
+
+def fields(chunks=((8, 8, 8), (10, 10))):
+    return {"u": array(A, chunks), "v": array(B, chunks)}
+
+
+def states(steps):
+    """Return the fields after each step."""
+    found = [{"u": A, "v": B}]
+    for _ in range(steps):
+        found.append(both(found[-1], 1, 1, [(react, "uv")]))
+    return found
+
+
+@pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_frames(client, tmp_path, ranks, chunks):
+    save = [Save(tmp_path / "all", 3), Save(tmp_path / "v", 5, ["v"])]
+    made = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
+    (found,) = dask.compute(made)
+    wanted = states(11)
+    assert np.array_equal(found["u"], wanted[11]["u"])
+    group = zarr.open(tmp_path / "all", mode="r")
+    assert {name: array.shape for name, array in group.arrays()} == dict.fromkeys("uv", (3, 24, 20))
+    assert (group.attrs["frames"], group.attrs["steps"]) == (3, 9)
+    for name in "uv":
+        for frame, step in enumerate((3, 6, 9)):
+            assert np.array_equal(group[name][frame], wanted[step][name])
+    only = zarr.open(tmp_path / "v", mode="r")
+    assert [name for name, _ in only.arrays()] == ["v"]
+    assert np.array_equal(only["v"][1], wanted[10]["v"])
+
+
+def test_a_run_goes_on_with_other_ranks_and_chunks(client, tmp_path):
+    checkpoint = Checkpoint(tmp_path / "states", every=4)
+    wanted, before = states(25), 0
+    for ranks, chunks, steps in (
+        (4, ((8, 8, 8), (10, 10)), 9),
+        (2, ((12, 12), (20,)), 18),
+        (3, ((6, 6, 6, 6), (5, 5, 5, 5)), 25),
+    ):
+        seen = tmp_path / f"seen-{steps}"
+        seen.mkdir()
+        noted = partial(noting, folder=seen)
+        options = {"checkpoint": checkpoint, "ranks": ranks, "record": MASS}
+        (found,) = dask.compute(iterate(noted, fields(chunks), 1, steps, **options))
+        for name in "uv":
+            assert np.array_equal(found[name], wanted[steps][name])
+        mass = [state["u"].sum() for state in wanted[1 : steps + 1]]
+        np.testing.assert_allclose(found["mass"], mass, rtol=1e-13)
+        top = [wanted[step]["v"].max() for step in range(3, steps + 1, 3)]
+        assert np.array_equal(found["top"], top)
+        assert min(int(path.name) for path in seen.iterdir()) == before
+        before = steps // 4 * 4
+        kept = sorted(path.name for path in (tmp_path / "states").glob("*[0-9]"))
+        assert kept == [f"step-{step:012}" for step in (before - 4, before)]
+
+
+def noting(u, v, at, folder):
+    (folder / str(at.step)).touch()
+    return react(u, v)
+
+
+def test_levels_and_dtypes_come_back(client, tmp_path):
+    def step(w, count):
+        now, before = w
+        return {"w": 2 * inner(now) - inner(before) * 0.9, "count": inner(count) + 1}
+
+    given = {
+        "w": [array(A.astype("c8")), array(B.astype("c8"))],
+        "count": Field(array(np.zeros((24, 20), "i2")), depth=1),
+    }
+    whole = dask.compute(iterate(step, given, 1, 12, ranks=2))[0]
+    for steps in (7, 12):
+        options = {"checkpoint": Checkpoint(tmp_path, every=3), "ranks": 4}
+        found = dask.compute(iterate(step, given, 1, steps, **options))[0]
+    assert np.array_equal(found["count"], whole["count"])
+    assert found["count"].dtype == "i2"
+    assert all(map(np.array_equal, found["w"], whole["w"]))
+
+
+def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path):
+    def kills(u, v, at, folder):
+        if at.step == 10 and at.rank == 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return react(u, v)
+
+    options = {
+        "save": Save(tmp_path / "frames", 2),
+        "checkpoint": Checkpoint(tmp_path / "states", every=4),
+        "ranks": 2,
+        "folder": tmp_path,
+    }
+    made = iterate(kills, fields(), 1, 15, **options)
+    future = client.compute(made["u"])
+    wanted = states(15)
+    assert np.array_equal(result_of(client, future), wanted[15]["u"])
+    assert (tmp_path / "killed").exists()
+    group = zarr.open(tmp_path / "frames", mode="r")
+    assert group.attrs["frames"] == 7
+    for frame in range(7):
+        assert np.array_equal(group["v"][frame], wanted[2 * frame + 2]["v"])
+    del future
+    nothing_is_left(client)
+
+
+PROGRAM = """
+import sys
+import dask
+from dask_p2p import Checkpoint, Save, iterate
+from tests.sections.iterate.test_stores import MASS, fields, react
+
+path, steps = sys.argv[1], int(sys.argv[2])
+options = {"save": Save(path + "/frames", 50), "checkpoint": Checkpoint(path + "/states", every=20)}
+made = iterate(react, fields(), 1, steps, record=MASS, ranks=1, **options)
+with dask.config.set(scheduler="sync"):
+    found, = dask.compute(made)
+print("done", found["u"].sum().hex(), found["mass"].sum().hex(), flush=True)
+"""
+
+
+def test_killed_processes_lose_no_frame(tmp_path):
+    """The whole process is killed at random moments, also in the middle of writes."""
+    draw, steps = random.Random(0), 400
+    for _ in range(6):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(steps)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and not (tmp_path / "states").exists():
+                pass
+            for _ in range(draw.randrange(60)):  # some time: each look takes as long as it takes
+                sum(1 for _ in tmp_path.rglob("*"))
+            process.kill()
+        if (tmp_path / "frames" / "zarr.json").exists():
+            group = zarr.open(tmp_path / "frames", mode="r")  # it always opens
+            assert group.attrs.get("frames", 0) <= steps // 50
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    fields_, mass = {"u": A, "v": B}, []
+    group = zarr.open(tmp_path / "frames", mode="r")
+    for step in range(1, steps + 1):
+        fields_ = both(fields_, 1, 1, [(react, "uv")])
+        mass.append(fields_["u"].sum())
+        if step % 50 == 0:
+            assert np.array_equal(group["u"][step // 50 - 1], fields_["u"])
+    assert done == ["done", fields_["u"].sum().hex(), np.array(mass).sum().hex()]
+    assert group.attrs["frames"] == steps // 50
+
+
+# --- refused
+
+
+def test_stores_of_other_programs_are_refused(tmp_path):
+    def run(steps=4, given=None, **options):
+        made = iterate(react, given or fields(), 1, steps, ranks=1, **options)
+        return dask.compute(made, scheduler="sync")
+
+    frames, kept = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
+    run(save=frames, checkpoint=kept)
+    run(save=frames)  # the same program writes the same frames
+    with pytest.raises(InputError, match=r"frames of the same fields and steps.*every 2 in place"):
+        run(save=Save(tmp_path / "frames", 1))
+    with pytest.raises(InputError, match="in place of"):
+        run(steps=6, save=frames)
+    with pytest.raises(InputError, match="because of resume=False"):
+        run(checkpoint=Checkpoint(tmp_path / "states", every=2, resume=False))
+    with pytest.raises(InputError, match="at least 4 steps"):
+        run(steps=3, checkpoint=kept)
+    other = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
+    with pytest.raises(InputError, match="a checkpoint of the same fields"):
+        run(steps=6, given=other, checkpoint=kept)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises((InputError, FileError), match="other"):
+        run(save=Save(tmp_path / "other", 2))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"Make room, or give another path"):
+        run(save=Save(tmp_path / "file", 2))
+
+
+def test_a_full_disk_ends_the_run_by_name(tmp_path):
+    """Files may not grow: as on a full disk, a write raises an error."""
+    x = da.from_array(np.random.default_rng(0).normal(size=(200, 200)), chunks=(100, 200))
+    made = iterate(lambda u: u + 1, {"u": x}, 0, 4, save=Save(tmp_path / "frames", 2), ranks=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(FileError, match=r"Make room, or give another path"):
+            dask.compute(made, scheduler="sync")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 0
+
+
+def test_wrong_arguments_are_refused():
+    def refused(message, given=None, **options):
+        given = {"u": array(A, 8)} if given is None else given
+        with pytest.raises(InputError, match=message):
+            iterate(lambda u: u, given, 0, 2, **options)
+
+    refused("expected Save objects", save=["frames.zarr"])
+    refused("expected names of fields", save=Save("frames", 2, ["w"]))
+    refused("steps between frames", save=Save("frames", 0))
+    refused("expected a Checkpoint object", checkpoint="states")
+    refused("another path for each store", save=[Save("a", 1)], checkpoint=Checkpoint("a"))
+    refused("the path of a folder", save=Save("s3://bucket/frames", 2))
+    refused("fields by name", array(A, 8), save=Save("frames", 2))
+    refused("which Zarr needs", {"u": array(A, ((7, 5, 12), (3, 8, 9)))}, save=Save("frames", 2))
+
+
+def test_paths_are_those_of_the_client(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 2, save=Save("frames", 1), ranks=1)
+    monkeypatch.chdir(Path(__file__).parent)
+    dask.compute(made, scheduler="sync")
+    assert np.array_equal(zarr.open(tmp_path / "frames", mode="r")["u"][1], A + 1 + 1)

@@ -1,0 +1,166 @@
+"""Scripts as newcomers write them, without and with `if __name__ == "__main__":`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import BOUND_S, import_path
+
+pytestmark = pytest.mark.programs
+
+UNGUARDED = """
+import dask_p2p
+from distributed import Client
+
+print("imported as", __name__)
+cluster = dask_p2p.local_cluster(2, gpus=False)
+client = Client(cluster)
+print(client.submit(sum, [1, 2]).result())
+client.close()
+cluster.close()
+"""
+CONTEXTS = """
+import dask_p2p
+from distributed import Client
+
+def main():
+    with dask_p2p.local_cluster(2, gpus=False) as cluster, Client(cluster) as client:
+        print(client.submit(sum, [1, 2]).result())
+
+main()
+"""
+ASYNCHRONOUS = """
+import asyncio
+import dask_p2p
+from distributed import Client
+
+async def main():
+    async with (
+        dask_p2p.local_cluster(1, gpus=False, asynchronous=True) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        print(await client.submit(sum, [1, 2]))
+
+asyncio.run(main())
+"""
+SCRIPTS = {"statements": UNGUARDED, "function": CONTEXTS, "asynchronous": ASYNCHRONOUS}
+
+
+def guarded(script):
+    """The script with all but its imports and functions below the line that workers need."""
+    *before, last = script.rstrip().split("\n\n")
+    below = "\n".join("    " + line for line in last.splitlines())
+    return "\n\n".join(before) + f'\n\nif __name__ == "__main__":\n{below}\n'
+
+
+def ran(*arguments, **options):
+    env = {**os.environ, "PYTHONPATH": import_path()}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=BOUND_S,
+        **options,
+    )
+
+
+def written(folder, text, name="first.py"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def refused(done, *words):
+    """The only error is a StartError with these words; returns its line."""
+    assert done.returncode == 1
+    error = done.stderr.strip().splitlines()[-1]
+    assert error.startswith("dask_p2p.errors.StartError: expected a ")
+    assert all(word in error for word in words), error
+    return error
+
+
+REMEDY = 'Start it below `if __name__ == "__main__":`.'
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_scripts_without_the_line(tmp_path, kind):
+    script = written(tmp_path, SCRIPTS[kind])
+    done = ran(script)
+    refused(done, f"but {script} then starts a cluster", REMEDY)
+    assert done.stderr.count("Traceback") == 1
+    assert "distributed" not in done.stderr
+    # A single process has imported it, not each worker.
+    assert done.stdout.count("imported as __mp_main__") == (kind == "statements")
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_scripts_with_the_line(tmp_path, kind):
+    done = ran(written(tmp_path, guarded(SCRIPTS[kind])))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "3"
+
+
+def test_another_check_is_fine(tmp_path):
+    """It works with LocalCluster, too."""
+    check = (
+        "import multiprocessing as mp\nif mp.current_process().name == 'MainProcess':\n    main()"
+    )
+    done = ran(written(tmp_path, CONTEXTS.replace("\nmain()", f"\n{check}")))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+def test_programs_without_a_module_that_workers_import(tmp_path):
+    assert ran("-c", CONTEXTS).stdout == "3\n"
+    package = tmp_path / "package"
+    package.mkdir()
+    written(package, CONTEXTS, "__main__.py")
+    assert ran("-m", "package", cwd=tmp_path).stdout == "3\n"
+
+
+def test_a_module_as_the_main_program(tmp_path):
+    script = written(tmp_path, CONTEXTS)
+    refused(ran("-m", "first", cwd=tmp_path), f"but {script} then", REMEDY)
+
+
+def test_a_cluster_of_another_module(tmp_path):
+    written(tmp_path, UNGUARDED, "helper.py")
+    script = written(tmp_path, "import helper\nprint(1)")
+    refused(ran(script), f"but {script} then", REMEDY)
+
+
+def test_a_cluster_of_threads(tmp_path):
+    script = written(tmp_path, CONTEXTS.replace("gpus=False", "gpus=False, processes=False"))
+    assert ran(script).stdout == "3\n"
+
+
+def test_a_program_that_fails_when_it_is_imported(tmp_path):
+    failing = CONTEXTS.replace("\nmain()", "\n1 / (__name__ == '__main__')\nmain()")
+    done = ran(written(tmp_path, failing))
+    refused(done, "failed with the error above")
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_program_from_a_pipe():
+    refused(ran(input=guarded(CONTEXTS)), "Save it in a file, and run that.")
+
+
+def test_another_process_that_imports_the_program(tmp_path):
+    """The program has the line, but starts a cluster in front of it, except as a main program."""
+    text = (
+        "import multiprocessing\n"
+        "import dask_p2p\n"
+        'if __name__ != "__main__":\n'
+        "    dask_p2p.local_cluster(1, gpus=False)\n"
+        "else:\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    raise SystemExit(process.exitcode)\n"
+    )
+    script = written(tmp_path, text)
+    refused(ran(script), f"but {script} then", REMEDY)

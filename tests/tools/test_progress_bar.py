@@ -1,0 +1,99 @@
+"""The line that shows the steps of a running section."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import time
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_p2p import iterate, last_runs, progress, spmd
+from dask_p2p.errors import InputError
+from tests.support import BOUND_S
+
+X = np.arange(40.0).reshape(8, 5)
+
+
+def slow(u):
+    time.sleep(0.02)
+    return u + 1
+
+
+def shown(text):
+    """Return the numbers of steps in the lines, in order."""
+    return [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) steps", text)]
+
+
+def test_it_moves_until_the_result_is_there(client):
+    file = io.StringIO()
+    y = iterate(slow, {"u": da.from_array(X, chunks=4)}, 0, 150, ranks=2)["u"].persist()
+    progress(y, file=file)
+    text = file.getvalue()
+    assert y.__dask_graph__()
+    numbers = shown(text)
+    assert {total for _, total in numbers} == {150}
+    done = [number for number, _ in numbers]
+    assert done == sorted(done)
+    assert len({*done}) > 2, "it was shown while it ran"
+    assert done[-1] == 150
+    assert re.search(r"p2p-iterate \[#+ +\] \d+ of 150 steps, [\d.]+/s, .+ left, \d+% waited", text)
+    assert text.endswith("\n")
+    assert np.array_equal(y.compute(), X + 150)
+
+
+def test_runs_under_way_are_listed(client):
+    future = client.compute(iterate(slow, {"u": da.from_array(X, chunks=4)}, 0, 150, ranks=2)["u"])
+    deadline_s = time.monotonic() + BOUND_S
+    while not (found := [run for run in last_runs(client) if run.under_way and run.steps > 3]):
+        assert time.monotonic() < deadline_s
+        assert not future.done()
+        time.sleep(0.02)
+    assert found[0].all_steps == 150
+    assert found[0].steps < 150
+    future.result(timeout=BOUND_S)
+    newest = last_runs(client)[0]
+    assert (newest.steps, newest.under_way) == (150, ())
+
+
+def test_a_failure_ends_the_line(client):
+    def fails(ctx, x):
+        for step in ctx.steps(100):
+            time.sleep(0.02)
+            if step == 60:
+                raise ValueError("at step 60")
+
+    file = io.StringIO()
+    future = client.compute(spmd(fails, da.from_array(X, chunks=4), ranks=2))
+    progress(future, file=file)
+    assert shown(file.getvalue())[-1][0] <= 60
+    with pytest.raises(ValueError, match="at step 60"):
+        future.result()
+
+
+def test_without_sections_nothing_is_shown(client):
+    file = io.StringIO()
+    progress(client.submit(abs, -3), file=file)
+    assert file.getvalue() == ""
+
+
+def test_wrong_arguments_are_refused(client):
+    with pytest.raises(InputError, match=r"Persist it, x = x\.persist\(\)"):
+        progress(da.from_array(X, chunks=4))
+    with pytest.raises(InputError, match="expected futures"):
+        progress()
+    with pytest.raises(InputError, match=r"distributed\.Client"):
+        progress(client.submit(abs, -3), client=3)
+
+
+def test_an_asynchronous_client_is_refused(cluster):
+    async def ask():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            with pytest.raises(InputError, match="synchronous client"):
+                progress(client.submit(abs, -3), client=client)
+
+    asyncio.run(ask())

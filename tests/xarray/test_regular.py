@@ -1,0 +1,97 @@
+"""`to_zarr`: stores of arrays whose blocks have several sizes."""
+
+from __future__ import annotations
+
+import re
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p.errors import ChunksError
+
+xr = pytest.importorskip("xarray")
+pytest.importorskip("zarr")
+
+import dask_p2p.xarray  # noqa: E402, F401
+
+VALUES = np.arange(70.0).reshape(10, 7)
+UNEVEN = ((3, 3, 2, 2), (2, 5))
+
+
+def array(chunks=UNEVEN, **encoding):
+    a = xr.DataArray(da.from_array(VALUES, chunks), dims=("x", "y"), name="a", attrs={"units": "m"})
+    a.encoding = encoding
+    return a
+
+
+def written(given, path, **options):
+    given.p2p.to_zarr(path, consolidated=False, **options)
+    return xr.open_zarr(path, consolidated=False)
+
+
+def test_one_exchange_makes_chunks_of_one_size(tmp_path):
+    found = written(array(), tmp_path / "a.zarr").a
+    assert found.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
+    np.testing.assert_array_equal(found, VALUES)
+    assert found.attrs == {"units": "m"}
+    lazy = array().p2p.to_zarr(tmp_path / "b.zarr", compute=False, consolidated=False)
+    keys = " ".join(map(str, lazy.__dask_graph__()))
+    assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
+
+
+def test_regular_blocks_do_not_move(tmp_path):
+    lazy = array(((4, 4, 2), (7,))).p2p.to_zarr(
+        tmp_path / "a.zarr", compute=False, consolidated=False
+    )
+    assert not [key for key in lazy.__dask_graph__() if "p2p" in str(key)]
+
+
+def test_chunks_by_dimension(tmp_path):
+    assert written(array(), tmp_path / "a.zarr", chunks={"x": 5}).a.chunks[0] == (5, 5)
+    assert written(array(), tmp_path / "b.zarr", chunks=-1).a.chunks == ((10,), (7,))
+    assert written(array(), tmp_path / "c.zarr", chunks={"y": "auto"}).a.chunks[1] == (7,)
+    memory = xr.DataArray(VALUES, dims=("x", "y"), name="a")
+    assert written(memory, tmp_path / "d.zarr", chunks={"x": 4}).a.chunks == ((4, 4, 2), (7,))
+    assert written(memory, tmp_path / "e.zarr").a.shape == (10, 7)
+
+
+def test_chunks_that_zarr_has_not(tmp_path):
+    with pytest.raises(ChunksError, match=r"'a'.*one size along 'x'.*\(4, 6\).*chunks=\{'x': 6\}"):
+        array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
+    memory = xr.DataArray(VALUES, dims=("x", "y"), name="a")
+    with pytest.raises(ChunksError, match="one size along 'x'"):
+        memory.p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
+    with pytest.raises(ChunksError, match="dimensions"):
+        array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"z": 3})
+    unknown = array().data[array().data[:, 0] > 8]
+    with pytest.raises(ChunksError, match="compute_chunk_sizes"):
+        xr.DataArray(unknown, dims=("x", "y")).p2p.to_zarr(tmp_path / "a.zarr")
+    assert not (tmp_path / "a.zarr").exists()
+
+
+def test_chunks_of_the_file_that_was_read(tmp_path):
+    """xarray's own `chunk` keeps them, and they may not fit the blocks."""
+    read = written(array(((5, 5), (7,))), tmp_path / "a.zarr").a
+    assert read.encoding["chunks"] == (5, 7)
+    assert written(read.chunk(x=10), tmp_path / "b.zarr").a.encoding["chunks"] == (5, 7)
+    other = read.chunk(x=4)
+    with pytest.raises(ValueError, match="would overlap"):
+        other.to_zarr(tmp_path / "c.zarr", consolidated=False)
+    assert written(other, tmp_path / "d.zarr").a.encoding["chunks"] == (4, 7)
+
+
+def test_datasets_and_their_coordinates(tmp_path):
+    ds = array().to_dataset().assign(of_x=("x", da.from_array(VALUES[:, 0], ((7, 3),))))
+    ds = ds.assign_coords(lat=(("x",), da.from_array(VALUES[:, 1], ((2, 8),))), z=3.0)
+    found = written(ds, tmp_path / "a.zarr")
+    xr.testing.assert_identical(found.compute(), ds.compute())
+    assert found.a.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
+
+
+def test_slabs_on_a_cluster(client, tmp_path):
+    """As a slab transpose leaves them: uneven rows on every worker."""
+    slabs = array(((10,), (2, 2, 2, 1))).p2p.transpose("y", "x", chunks={"y": (3, 4)})
+    found = written(slabs, tmp_path / "a.zarr").a
+    assert found.dims == ("y", "x")
+    np.testing.assert_array_equal(found, VALUES.T)
