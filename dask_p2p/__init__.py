@@ -16,6 +16,7 @@ from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
+    from dask_p2p.fusing.fused import fused as fused
     from dask_p2p.monitoring.runs import last_runs as last_runs
     from dask_p2p.on_gpu.map_on_gpu import map_on_gpu as map_on_gpu
     from dask_p2p.ops.estimate import MemoryEstimate as MemoryEstimate
@@ -50,6 +51,7 @@ _FUNCTIONS = {
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",
+    "fused": "dask_p2p.fusing.fused",
     "install": "dask_p2p.tools.dropin",
     "iterate": "dask_p2p.sections.iterate.iterate",
     "last_runs": "dask_p2p.monitoring.runs",

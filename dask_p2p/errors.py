@@ -51,6 +51,10 @@ class UnsupportedArrayError(InputError):
     """Copies of the array's bytes would not keep its values."""
 
 
+class FuseError(InputError):
+    """A graph cannot run as one gang."""
+
+
 class VersionError(InputError):
     """Another version of the package wrote a value that this one cannot read."""
 

@@ -137,6 +137,26 @@ def check_sections(ranks=1):
     assert len(gangs) == 1, "both are made by the same members"
 
 
+def check_fused(ranks):
+    """On one worker, or on several."""
+    array = indexed((16, 12)).astype(float)
+    x = da.from_array(array, chunks=(4, 6))
+    y = dask_p2p.map_overlap(doubled, x, depth=1, boundary="periodic", dtype=x.dtype)
+    y = dask_p2p.transpose(y) - y.sum() / 8
+    both = dask_p2p.fused(y, (y.rechunk((3, 16)) + 1)[2:], ranks=ranks)
+    expected = 2 * array.T - 2 * array.sum() / 8
+    for z, wanted in zip(both, (expected, expected[2:] + 1), strict=True):
+        assert type(z) is da.Array
+        assert {key[0] for key in z.__dask_graph__() if "p2p-fused-ranks" in str(key)}
+        for result, values in ((z, wanted), (z[:3], wanted[:3]), (z.T + 1, wanted.T + 1)):
+            np.testing.assert_array_equal(result.compute(), values)
+        np.testing.assert_array_equal(dask_p2p.rechunk(z, (-1, 5)).compute(), wanted)
+    for z, wanted in zip(dask.compute(*both), (expected, expected[2:] + 1), strict=True):
+        np.testing.assert_array_equal(z, wanted)
+    again = dask_p2p.fused(x.persist() * 2 + 1, ranks=ranks)
+    np.testing.assert_array_equal(again.persist().compute(), 2 * array + 1)
+
+
 def check_groups_and_passes():
     array = indexed((64, 48))
     for options in ({"p2p.groups": 3}, {"p2p.passes": 2}, {"p2p.groups": 3, "p2p.passes": 2}):
@@ -266,6 +286,7 @@ def check_cluster():
             np.testing.assert_array_equal(abs(persisted(client, lazy)).compute(), array)
             assert used(client, lazy), "whole blocks were moved in place of regions"
         check_sections(ranks=2)
+        check_fused(ranks=2)
         check_installed(client)
         check_files(client.cluster, array)
 
@@ -285,6 +306,7 @@ if __name__ == "__main__":
     check_rechunk_and_map_overlap()
     check_map_on_gpu()
     check_sections()
+    check_fused(ranks=1)
     check_groups_and_passes()
     check_only_what_is_needed_runs()
     check_computed_after_uninstalling()

@@ -162,6 +162,8 @@ def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
     dask_p2p.spmd(func, x).compute()
     assert_type(dask_p2p.spmd(func, x, x, outputs=2), tuple[da.Array, ...])
     assert_type(dask_p2p.spmd(func, x, per_rank=[0.0]), tuple[da.Array, ...])
+    assert_type(dask_p2p.fused(x), da.Array)
+    assert_type(dask_p2p.fused(x, x, ranks=2), tuple[da.Array, ...])
     dask_p2p.spmd(func, x, outputs=0, per_rank=[0.0]).compute()
     u, norms = dask_p2p.spmd(func, x, outputs=n)
 """

@@ -53,12 +53,18 @@ def no_checkpoints(rank, connections, device):
 
 
 def run_gang(
-    ranks, function, device=lambda connections: HOST, checkpoints=no_checkpoints, **kwargs
+    ranks,
+    function,
+    device=lambda connections: HOST,
+    checkpoints=no_checkpoints,
+    context=Context,
+    **kwargs,
 ):
     """Call a function of a context on each rank; return the results, or raise a rank's error.
 
     `device` returns the device of a rank's local blocks, from its connections. `checkpoints`
     returns the object that keeps a rank's states, from the rank, its connections and its device.
+    `context` is the class of the ranks' contexts.
     """
     connections = [Connections(Reach()) for _ in range(ranks.size)]
     peers = [
@@ -70,7 +76,7 @@ def run_gang(
         own = each if ranks.size > 1 else ONE_RANK
         at = device(own)
         keeps = checkpoints(rank, own, at)
-        contexts.append(Context(ranks, rank, own, keeps, device=at, **kwargs))
+        contexts.append(context(ranks, rank, own, keeps, device=at, **kwargs))
 
     def run(ctx):
         connections[ctx.rank].open_channels(messenger)

@@ -32,7 +32,8 @@ def ranks_of(dask_worker):
 def _of_scheduler(dask_scheduler):
     there = gangs_on(dask_scheduler)
     gangs = list(coordinator_of(there)._gangs) if there else []
-    return gangs + [str(key) for key in dask_scheduler.tasks if "p2p-spmd" in str(key)]
+    keys = map(str, dask_scheduler.tasks)
+    return gangs + [key for key in keys if "p2p-spmd" in key or "p2p-fused" in key]
 
 
 def _of_worker(dask_worker):

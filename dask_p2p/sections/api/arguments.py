@@ -74,6 +74,25 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     Raises `InputError` if the number of ranks is invalid here, and `AxesError` if the array has no
     such axis.
     """
+    most = most_ranks(ranks)
+    try:
+        axes = list(range(x.ndim) if partition is None else map(as_int, partition))
+    except TypeError:
+        axes = [x.ndim]
+    if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
+        raise AxesError(
+            f"partition: expected a tuple of axes of an array of {x.ndim} dimensions, got "
+            f"{partition!r}."
+        )
+    divided = [axis % x.ndim for axis in axes]
+    return RankGrid.at_most(x.chunks, most, divided)
+
+
+def most_ranks(ranks: int | None) -> int:
+    """Return the largest number of ranks; None: one on each usable worker.
+
+    Raises `InputError` if the number is invalid here.
+    """
     is_in_gang = is_within_gang()
     if ranks != 1 and not is_in_gang and gang_may_wait_for_this_thread():
         raise InputError(
@@ -93,17 +112,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
             f"section would wait for workers that the outer one occupies, and the outer one for "
             f"its result. Leave ranks= out."
         )
-    try:
-        axes = list(range(x.ndim) if partition is None else map(as_int, partition))
-    except TypeError:
-        axes = [x.ndim]
-    if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
-        raise AxesError(
-            f"partition: expected a tuple of axes of an array of {x.ndim} dimensions, got "
-            f"{partition!r}."
-        )
-    divided = [axis % x.ndim for axis in axes]
-    return RankGrid.at_most(x.chunks, ranks, divided)
+    return ranks
 
 
 def _usable_workers() -> int:

@@ -20,12 +20,12 @@ from dask.task_spec import List, Task, TaskRef
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
-from dask_p2p.engine.task import Blocks, RankTask, WaitTask
+from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.sections.api.rank_body import InputSpec, RankBody, ValueSpec
 from dask_p2p.sections.gang.rank import run_rank
+from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
 from dask_p2p.types import Array, DaskArray, DType
 
 
@@ -94,8 +94,8 @@ class Section:
             ]
             key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
             tasks[key] = RankTask(key, run_rank, *given, *blocks)
-        tasks[gang, COMMIT] = WaitTask((gang, COMMIT), _depend_on_all, Blocks(*tasks))
-        return gang, tasks
+        commit = commit_task(gang, tasks)
+        return gang, tasks | {commit.key: commit}
 
     def _value(self, number: int) -> ValueSpec | None:
         """Return the spec of the values in an array; None for an array of local blocks."""
@@ -119,25 +119,17 @@ class Section:
     def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
-        value, commit = self._value(number), Blocks((gang, COMMIT))
+        value, commit = self._value(number), commit_of(gang)
         for rank in range(self.body.ranks.size):
             indices = [index for index, _ in self.body.ranks.blocks(rank)]
             if value is not None:
                 indices = [(rank, *(0 for _ in value.shape))]
             for position, index in enumerate(indices):
-                key, made = (name, *index), TaskRef((gang, rank))
-                tasks[key] = WaitTask(key, _output, commit, made, number, position)
+                key = (name, *index)
+                tasks[key] = output_task(key, commit, (gang, rank), number, position)
         return tasks
 
 
 def _repeated(x: DaskArray, first: DaskArray) -> tuple[int, ...]:
     sizes = enumerate(zip(x.shape, first.shape, strict=True))
     return tuple(axis for axis, (size, whole) in sizes if size == 1 != whole)
-
-
-def _depend_on_all(ranks: list[Any]) -> None:
-    """Do nothing: the outputs of all ranks count as soon as this is done."""
-
-
-def _output(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
-    return made[number][position]

@@ -190,7 +190,7 @@ def _attempt(
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
     """Return the size of a rank's outputs."""
-    return sum(block.nbytes for each in blocks for block in each)
+    return sum(getattr(block, "nbytes", 0) for each in blocks for block in each)
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""Ordinary programs by Dask's layers, and as one gang by `dask_p2p.fused`.
+
+    python -m benchmarks.fused_graphs --blocks 1 --blocks 8 --kib 64 --json FILE
+
+Each program runs on a square array in slabs, with ``--blocks`` blocks of about ``--kib`` KiB on
+each worker. Runs of both kinds alternate. The figures are the processor time of all processes, and
+the time from the call that builds the result until all its blocks are there. Both kinds must return
+the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import isqrt
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
+
+__all__ = ["PROGRAMS", "main"]
+
+LAYERS, FUSED = "layers", "fused"
+_STEPS = 50  # of the stencil
+_PAUSE_S = 0.05  # after each run: workers release blocks, and report it
+
+
+def heat(block: Any) -> Any:
+    """Return a block after one step of a diffusion along its first axis."""
+    return block * 0.5 + 0.25 * (np.roll(block, 1, 0) + np.roll(block, -1, 0))
+
+
+def stencil(x: Any) -> Any:
+    """Return the array after many steps, each one a `map_overlap`."""
+    for _ in range(_STEPS):
+        x = dask_p2p.map_overlap(heat, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
+    return x
+
+
+def rechunks(x: Any) -> Any:
+    """Return an array that was divided into rows, into columns, and into blocks of both."""
+    n = x.shape[0]
+    y = dask_p2p.rechunk(x, (n // 4, -1)) + 1
+    y = dask_p2p.rechunk(y, (-1, n // 4)) * 2
+    return dask_p2p.rechunk(y, (n // 2, n // 2)) - x
+
+
+def spectral(x: Any) -> Any:
+    """Return a filtered array: a transform, a multiplication, and the inverse transform."""
+    waves = da.from_array(np.linspace(0, 1, x.shape[1]), chunks=-1)
+    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(x) * waves).real
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    f"map_overlap x {_STEPS}": stencil,
+    "rechunk chain": rechunks,
+    "fftn, multiply, ifftn": spectral,
+    "x + 1": lambda x: x + 1,
+}
+
+
+def slabs(client: Any, workers: int, blocks: int, kib: int, seed: int) -> Any:
+    """Return a square array on the workers, in slabs."""
+    from distributed import wait
+
+    count = workers * blocks
+    n = max(1, isqrt(count * kib * 2**7) // count) * count
+    values = np.random.default_rng(seed).normal(size=(n, n))
+    x = client.persist(da.from_array(values, chunks=(n // count, n)))
+    wait(x)
+    return x
+
+
+def cpu_s(client: Any) -> float:
+    """Return the processor time of the client, the scheduler in its process, and all workers."""
+    return time.process_time() + float(sum(client.run(time.process_time).values()))
+
+
+def one_run(client: Any, build: Callable[[], Any], expected: Any) -> tuple[float, float]:
+    """Return the processor time and the time of one run. Raises `RuntimeError` for other bits."""
+    from distributed import wait
+
+    cpu, start_s = cpu_s(client), time.perf_counter()
+    y = build().persist()
+    wait(y)
+    wall_s = time.perf_counter() - start_s
+    spent_s = cpu_s(client) - cpu
+    if expected is not None and y.compute().tobytes() != expected.tobytes():
+        raise RuntimeError("the fused graph has other values than the layers")
+    del y
+    time.sleep(_PAUSE_S)
+    return spent_s, wall_s
+
+
+def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the seconds of each run by kind. The first input warms up, and is checked."""
+    found: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in (LAYERS, FUSED)}
+    expected = program(inputs[0]).compute()
+    builds: dict[str, Callable[[Any], Any]] = {
+        LAYERS: program,
+        FUSED: lambda x: dask_p2p.fused(program(x)),
+    }
+    for number, x in enumerate(inputs):
+        for kind, build in builds.items():
+            spent_s, wall_s = one_run(client, lambda: build(x), None if number else expected)  # noqa: B023
+            if number:
+                found[kind]["cpu_s"].append(spent_s)
+                found[kind]["wall_s"].append(wall_s)
+    return found
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--program", "names", multiple=True, type=click.Choice([*PROGRAMS]), default=PROGRAMS)
+@click.option("--workers", default=4, help="Workers, with one thread each.")
+@click.option("--blocks", multiple=True, type=int, default=(1, 8), help="Blocks a worker.")
+@click.option("--kib", "sizes", multiple=True, type=int, default=(64,), help="Size of a block.")
+@click.option("--repeats", default=5, help="Runs of each kind.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
+def main(
+    names: Sequence[str],
+    workers: int,
+    blocks: Sequence[int],
+    sizes: Sequence[int],
+    repeats: int,
+    path: Path | None,
+) -> None:
+    """Compare ordinary programs by layers with the same programs as one gang."""
+    from distributed import Client, LocalCluster
+
+    rows = []
+    with (
+        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        dask_p2p.register(client)
+        for kib, count in [(kib, count) for kib in sizes for count in blocks]:
+            inputs = [slabs(client, workers, count, kib, seed) for seed in range(repeats + 1)]
+            for name in names:
+                seconds = measured(client, PROGRAMS[name], inputs)
+                row = {"program": name, "kib": kib, "blocks": count, "seconds": seconds}
+                for figure in ("cpu_s", "wall_s"):
+                    layers, fused = (median(seconds[kind][figure]) for kind in (LAYERS, FUSED))
+                    row[f"{figure} layers / fused"] = layers / fused
+                    times = f"layers {layers * 1e3:8.1f} ms, fused {fused * 1e3:8.1f} ms"
+                    ratio = f"{layers / fused:5.2f} x"
+                    print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}, {ratio}")
+                rows.append(row)
+    write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""`fused`: Dask arrays whose whole graph runs as one gang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from dask.array.core import new_da_object
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from dask_p2p.config import checked_options
+from dask_p2p.fusing.gang import FusedGang, fused_gang
+from dask_p2p.fusing.rechunks import tasks_of_layer
+from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
+from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.sections.api.arguments import most_ranks
+from dask_p2p.types import DaskArray, Key
+
+
+@overload
+def fused(x: DaskArray, /, *, ranks: int | None = ...) -> DaskArray: ...
+
+
+@overload
+def fused(
+    x: DaskArray, y: DaskArray, /, *arrays: DaskArray, ranks: int | None = ...
+) -> tuple[DaskArray, ...]: ...
+
+
+# The number of arrays is known only at run time: one array, or a tuple.
+@overload
+def fused(*arrays: DaskArray, ranks: int | None = ...) -> DaskArray | Any: ...
+
+
+def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[DaskArray, ...]:
+    """Return the same arrays, computed by one gang in place of a task for each block and operation.
+
+    Each worker runs one *rank*, which does its part of all tasks. Ranks exchange blocks, and
+    regions of blocks, directly. Dask's scheduler sees one task for each rank, one for their commit
+    and one for each block of the result. If a worker is lost, all ranks run again.
+
+    Tasks that read files, functions without array arguments, and tasks with futures among their
+    arguments remain tasks of Dask, as do arrays that are persisted. Their blocks are inputs of the
+    gang.
+
+    Parameters
+    ----------
+    *arrays : dask.array.Array
+        Arrays of NumPy blocks, computed by operations of this package and of Dask.
+    ranks : int, optional
+        Largest number of ranks. By default the number of the cluster's workers that have the
+        resources of `dask.annotate`. It is 1 without a cluster, with an asynchronous client, and
+        in the function of a section.
+
+    Returns
+    -------
+    dask.array.Array, or tuple of them
+        Lazy arrays with the shapes, chunks and dtypes of `arrays`; their blocks are equal bit for
+        bit.
+
+    Raises
+    ------
+    InputError
+        If there is no array, or `ranks` is invalid here.
+    UnsupportedArrayError
+        If an argument is not a Dask array of NumPy blocks, or an array has Python objects.
+    FuseError
+        If the graph has a section, a peer-to-peer rechunk of Dask's own, or layers with annotations
+        such as ``workers`` or ``retries``.
+    SectionError
+        At run time, if `p2p.attempts` attempts have failed, or if the workers can never run all
+        ranks at the same time.
+
+    Notes
+    -----
+    An exception of a task arrives as itself, with a note that names the task. All tasks run, even
+    if only some blocks of the result are needed. A function that waits for other tasks of Dask may
+    wait for ever, since the gang occupies the workers.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> x = da.ones((6, 4), chunks=(2, 4))
+    >>> y = fused((x.T + 1).rechunk((2, 6)).sum(axis=0))
+    >>> y.compute(scheduler="sync")
+    array([8., 8., 8., 8., 8., 8.])
+    """
+    check_arrays(arrays)
+    most = most_ranks(ranks)
+    register_if_possible()
+    made = _of_expressions if hasattr(arrays[0], "expr") else _of_layers
+    found = made(arrays, most)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+    """Return the fused arrays of arrays whose graphs have layers."""
+    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
+    layers = {name: tasks_of_layer(layer) for name, layer in before.layers.items()}
+    graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
+    read = read_graph(graph, [keys_of(x) for x in arrays])
+    check_annotations(before.layers, read.tasks)
+    gang = _gang(arrays, read, most)
+    inputs, dependencies = _input_layers(layers, before, read, gang.token)
+    dependencies[gang.name] = {*inputs}
+    inputs[gang.name] = MaterializedLayer(gang.tasks)
+    made = []
+    for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True):
+        own = {**inputs, name: MaterializedLayer(outputs)}
+        after = HighLevelGraph(own, {**dependencies, name: {gang.name}})
+        made.append(new_da_object(after, name, x.chunks, meta=x._meta, dtype=x.dtype))
+    return made
+
+
+def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+    """Return the fused arrays of arrays that are expressions."""
+    # Only here: the module imports private parts of Dask.
+    from dask_p2p.fusing.expression import FusedExpr, GangLayer, lowered
+
+    graph, keys = lowered(arrays)
+    read = read_graph(graph, keys)
+    gang = _gang(arrays, read, most)
+    shared = GangLayer(gang.token, {**read.kept, **gang.tasks})
+    return [
+        type(x)(FusedExpr(shared, GangLayer(name, outputs), name, x.chunks, x._meta))
+        for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True)
+    ]
+
+
+def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int) -> FusedGang:
+    """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
+    check_tasks(read)
+    names = [x.name for x in arrays]
+    return fused_gang(read.tasks, most, names, arrays[0].dtype, checked_options())
+
+
+def _input_layers(
+    tasks_of: Mapping[str, Mapping[Key, Any]],  # by layer
+    before: HighLevelGraph,
+    read: ReadGraph,
+    token: str,
+) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """Return layers of the tasks that stay with Dask, and the layers that each depends on.
+
+    Their names are new, since a layer of another array may have more tasks under the old name.
+    """
+    layers, names = {}, {}
+    for name, layer in before.layers.items():
+        tasks = {key: read.kept[key] for key in tasks_of[name] if key in read.kept}
+        if tasks:
+            names[name] = f"{name}-{token}"
+            layers[names[name]] = made = MaterializedLayer(tasks)
+            made.annotations = layer.annotations
+    dependencies = {
+        names[name]: {names[each] for each in before.dependencies[name] if each in names}
+        for name in names
+    }
+    return layers, dependencies

@@ -1,0 +1,79 @@
+"""Graphs that are not fused, each with an error that names the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dask_p2p.backends import backend_for
+from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
+from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.fusing.tasks import FusedTasks, ReadGraph
+from dask_p2p.ops.arguments import check_array
+from dask_p2p.types import DaskArray
+
+# Annotations of layers that a gang cannot follow for some of its tasks only.
+_ANNOTATIONS = ("workers", "allow_other_workers", "resources", "retries", "priority")
+
+
+def check_arrays(arrays: Sequence[DaskArray]) -> None:
+    """Refuse arrays of unsuitable blocks.
+
+    Raises `InputError` without an array, and `UnsupportedArrayError` for an argument that is no
+    Dask array of NumPy blocks, or has Python objects.
+    """
+    if not arrays:
+        raise InputError("expected at least one Dask array, got none. Call fused(x).")
+    for x in arrays:
+        check_array(x)
+        _check_blocks(backend_for(x._meta).name, x.dtype, f"array {x.name}")
+
+
+def check_tasks(read: ReadGraph) -> None:
+    """Refuse tasks that ranks cannot run: `FuseError`, or `UnsupportedArrayError` for blocks."""
+    for key, task in read.kept.items():
+        if isinstance(task, AssembleTask) and task.output.dtype is None:
+            raise FuseError(
+                f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
+                f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
+            )
+    for key, node in read.tasks.nodes.items():
+        if isinstance(node, AssembleTask):
+            if node.output.dtype is not None:  # else known when it runs
+                _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
+        elif isinstance(node, (RankTask, WaitTask)):
+            raise FuseError(
+                f"expected no section inside a fused graph, got the task {key!r} of one: its ranks "
+                f"would wait for the workers of this gang. Compute the section before, y.persist()."
+            )
+        elif type(node).__name__ == "P2PBarrierTask":  # imported only where Dask has made one
+            raise FuseError(
+                f"expected no peer-to-peer shuffle of Dask inside a fused graph, got the task "
+                f"{key!r}, which waits for other tasks. Compute it before, persist(), or choose "
+                f"another method."
+            )
+
+
+def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
+    """Refuse layers that Dask has to run under conditions of their own: `FuseError`."""
+    for name, layer in layers.items():
+        found = {k: v for k, v in (layer.annotations or {}).items() if k in _ANNOTATIONS}
+        if found and any(key in tasks.nodes for key in layer):
+            raise FuseError(
+                f"expected layers without annotations of {', '.join(_ANNOTATIONS)}, got {found} of "
+                f"{name}: one gang runs all tasks. Build the array outside of dask.annotate. "
+                f"Annotate only the call of fused."
+            )
+
+
+def _check_blocks(kind: str, dtype: Any, where: str) -> None:
+    if kind != "numpy":
+        raise UnsupportedArrayError(
+            f"{where}: expected NumPy blocks in a fused graph, got {kind}. Compute it by Dask's "
+            f"layers, without fused."
+        )
+    if dtype.hasobject:
+        raise UnsupportedArrayError(
+            f"{where}: expected a dtype without Python objects in a fused graph, got {dtype}. "
+            f"Convert it, x.astype(...), or compute it without fused."
+        )

@@ -1,0 +1,89 @@
+"""A rank runs its program: exchanges and tasks, superstep by superstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dask_p2p.fusing.assembling import Assembling, in_task
+from dask_p2p.fusing.messages import Messages
+from dask_p2p.fusing.program import AssembleStep, Program, Superstep
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.regions import Reads
+from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.types import Key
+
+
+class ProgramContext:
+    """The context of a rank that runs a program: its connections, and its supersteps so far."""
+
+    def __init__(
+        self,
+        ranks: Any,  # grid of all ranks
+        rank: int = 0,
+        connections: Connections = ONE_RANK,  # to the other ranks
+        checkpoints: Any = None,  # unused, since a program has no state
+        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
+        device: Host = HOST,
+    ) -> None:
+        self.rank, self.connections, self.device = rank, connections, device
+        self.reads_memory = reads_memory and not connections.is_alone
+        self.progress = Progress()
+
+
+class Runner:
+    """The values of one rank, and the execution of its program."""
+
+    def __init__(self, ctx: ProgramContext, program: Program) -> None:
+        self._progress, self._program = ctx.progress, program
+        self._uses = dict(program.uses)
+        self._values: dict[Key, Any] = {}
+        self._assembling = Assembling()
+        reads = None
+        if program.reads_memory and not ctx.connections.is_alone:
+            reads = Reads(ctx.connections, ctx.reads_memory)
+            reads.try_all()  # a call of all ranks, so the program decides
+        self._messages = Messages(ctx.connections, reads, self._assembling)
+
+    def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
+        """Return the output blocks of this rank by array, from the blocks of its inputs."""
+        program, values = self._program, self._values
+        values.update(zip(program.inputs, blocks, strict=True))
+        values.update(program.literals)
+        program.literals.clear()  # freed after the last use, as all values
+        self._progress.steps = len(program.supersteps)
+        for number, superstep in enumerate(program.supersteps):
+            if superstep.sends or superstep.receives:
+                self._exchange(number, superstep)
+            for step in superstep.steps:
+                self._run(step)
+            self._progress.step = number + 1
+        return [[values[key] for key in keys] for keys in program.outputs]
+
+    def _exchange(self, number: int, superstep: Superstep) -> None:
+        self._messages.exchange(number, superstep, self._values)
+        for items in superstep.sends.values():
+            for item in items:
+                self._use(item.key)
+
+    def _run(self, step: Any) -> None:
+        values = self._values
+        if isinstance(step, AssembleStep):
+            with in_task(step.block.key):
+                values[step.block.key] = self._assembling.finish(step, values)
+            for _, key in step.local:
+                self._use(key)
+            return
+        read = {key: values[key] for key in step.dependencies}
+        with in_task(step.key):
+            values[step.key] = step(read)
+        for key in read:
+            self._use(key)
+
+    def _use(self, key: Key) -> None:
+        """Count one use of a value, and drop the value after its last one."""
+        left = self._uses[key] = self._uses[key] - 1
+        if not left:
+            del self._values[key]

@@ -1,0 +1,59 @@
+"""The superstep of each task: the number of the exchange that precedes it.
+
+A task that reads a value of another rank is in a later superstep than this value. No task is in an
+earlier superstep than the layers before its own, depth first. So branches of a graph run one after
+the other, and hold as little memory as in the order of layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dask_p2p.fusing.tasks import FusedTasks, name_of
+from dask_p2p.types import Key
+
+
+def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the superstep of each task, by key."""
+    supersteps: dict[Key, int] = {}
+    current = 0
+    for key in _by_layer(tasks):
+        if key not in owners:
+            continue  # a literal of all ranks
+        owner = owners[key]
+        for each in tasks.reads[key]:
+            if each in owners:
+                current = max(current, supersteps.get(each, 0) + (owners[each] != owner))
+        supersteps[key] = current
+    return supersteps
+
+
+def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
+    """Return the keys of all tasks, layer after layer, depth first.
+
+    If tasks of two layers read each other, return the keys in the order of the tasks.
+    """
+    layers: defaultdict[Any, list[Key]] = defaultdict(list)
+    read: defaultdict[Any, dict[Any, None]] = defaultdict(dict)
+    for key in tasks.nodes:
+        layers[name := name_of(key)].append(key)
+        read[name].update(dict.fromkeys(map(name_of, tasks.reads[key])))
+    order: dict[Any, None] = {}
+    begun = set[Any]()
+    stack = [name_of(key) for keys in reversed(tasks.outputs) for key in keys[:1]]
+    while stack:
+        name = stack[-1]
+        if name in order or name not in layers:
+            stack.pop()
+        elif name in begun:
+            stack.pop()
+            order[name] = None
+        else:
+            begun.add(name)
+            others = [each for each in read[name] if each not in order and each != name]
+            if any(each in begun for each in others):
+                return tasks.nodes
+            stack += reversed(others)
+    return [key for name in order for key in layers[name]]

@@ -1,0 +1,164 @@
+"""The tasks of Dask arrays: those that ranks run, and those that stay with Dask.
+
+Tasks that may take very different times, or that Dask itself has to run, stay with Dask: reads of
+files, functions without any input, and tasks with futures among their arguments. Their results are
+the inputs of the gang.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from dask._task_spec import convert_legacy_graph
+from dask.array.core import getter, getter_inline, getter_nofancy
+from dask.core import flatten
+from dask.task_spec import DataNode, GraphNode, Task
+from dask.utils import apply
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.types import DaskArray, Key
+
+_GETTERS = (getter, getter_inline, getter_nofancy)  # functions of Dask that read an array's blocks
+# Dask's functions without inputs that compute arrays from a few numbers.
+_CREATING = ("dask.array.chunk", "dask.array.creation", "dask.array.random", "dask.array.wrap")
+_CREATING_NUMPY: tuple[Any, ...] = (
+    *(np.diag, np.empty, np.eye, np.full, np.ones, np.zeros),
+    *(np.empty_like, np.full_like, np.ones_like, np.zeros_like),  # of an empty array
+)
+
+
+@dataclass(frozen=True)
+class FusedTasks:
+    """The tasks that the ranks of a gang run, and the keys of their inputs and outputs."""
+
+    nodes: Mapping[Key, GraphNode]  # tasks by key, in an order that they can run in
+    reads: Mapping[Key, Sequence[Key]]  # distinct keys that each task reads
+    #: Keys of the tasks of Dask that ranks read.
+    inputs: tuple[Key, ...]
+    #: By array: keys of its blocks, in their order.
+    outputs: tuple[tuple[Key, ...], ...]
+
+    @property
+    def widest(self) -> int:
+        """Largest number of tasks of one array: more ranks would have nothing to do."""
+        names = Counter(map(name_of, (*self.inputs, *self.nodes)))
+        return max(names.values(), default=1)
+
+
+@dataclass(frozen=True)
+class ReadGraph:
+    """The graph of some arrays: the tasks for ranks, and all that stays with Dask."""
+
+    tasks: FusedTasks
+    kept: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
+
+
+def read_graph(graph: Mapping[Key, Any], outputs: Sequence[Iterable[Key]]) -> ReadGraph:
+    """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
+    nodes = _nodes(graph)
+    wanted = tuple(tuple(keys) for keys in outputs)
+    position = {key: number for number, key in enumerate(graph)}
+    reads: dict[Key, Sequence[Key]] = {}
+    order = _depth_first(wanted, nodes, reads, position)
+    kept = _kept(order, graph, nodes, reads)
+    of_ranks = {key: nodes[key] for key in order if key not in kept}
+    read = {key: reads[key] for key in of_ranks}
+    used = [*(key for keys in read.values() for key in keys), *(k for keys in wanted for k in keys)]
+    inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
+    stays = {key: graph[key] for key in (*kept, *inputs) if key in graph}
+    return ReadGraph(FusedTasks(of_ranks, read, inputs, wanted), stays)
+
+
+def name_of(key: Key) -> Any:
+    """Return the name of the array, or of the value, that a task makes."""
+    return key[0] if isinstance(key, tuple) and key else key
+
+
+def keys_of(x: DaskArray) -> list[Key]:
+    """Return the keys of an array's blocks, with the last axis fastest."""
+    return list(flatten(x.__dask_keys__()))
+
+
+def _nodes(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
+    """Return a graph's tasks in Dask's present form; futures are left out."""
+    older = {key: task for key, task in graph.items() if not isinstance(task, GraphNode)}
+    if not older:
+        return dict(graph)
+    made = convert_legacy_graph(older, graph)
+    return {key: each for key, each in (graph | made).items() if isinstance(each, GraphNode)}
+
+
+def _depth_first(
+    outputs: Iterable[Iterable[Key]],
+    nodes: Mapping[Key, GraphNode],
+    reads: dict[Key, Sequence[Key]],  # filled: the keys that each task reads, by key
+    position: Mapping[Key, int],  # in the graph, so that all clients get the same order
+) -> list[Key]:
+    """Return the keys of the tasks that outputs need, each after those that it reads."""
+    order: dict[Key, None] = {}
+    stack = [key for keys in reversed(list(outputs)) for key in reversed(list(keys))]
+    while stack:
+        key = stack[-1]
+        if key in order or key not in nodes:
+            stack.pop()
+        elif key in reads:
+            stack.pop()
+            order[key] = None
+        else:
+            node = nodes[key]
+            if isinstance(node, AssembleTask):
+                reads[key] = node.blocks.items
+            else:
+                reads[key] = sorted(node.dependencies, key=lambda k: position.get(k, -1))
+            stack += [each for each in reversed(reads[key]) if each not in order]
+    return list(order)
+
+
+def _kept(
+    order: Sequence[Key],
+    graph: Mapping[Key, Any],
+    nodes: Mapping[Key, GraphNode],
+    reads: Mapping[Key, Sequence[Key]],
+) -> set[Key]:
+    """Return the keys of the tasks that stay with Dask, and of all that these read."""
+    kept = set[Key]()
+    for key in reversed(order):
+        read = reads[key]
+        # A key outside of the graph is that of a future among the task's arguments.
+        if key in kept or any(each not in graph for each in read) or _stays(nodes[key], nodes):
+            kept.add(key)
+            kept.update(read)
+    return kept
+
+
+def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode]) -> bool:
+    """Return whether a task stays with Dask, apart from futures among its inputs."""
+    if isinstance(node, DataNode):
+        return not _is_in_memory(node.value)
+    if not isinstance(node, Task) or isinstance(node, AssembleTask):
+        return False
+    if node.func in _GETTERS:
+        source = node.args[0]
+        if node.dependencies:
+            source = nodes.get(source.key)
+        return not _is_in_memory(source.value if isinstance(source, DataNode) else source)
+    return not node.dependencies and not _creates(node)
+
+
+def _is_in_memory(value: Any) -> bool:
+    """Return whether a value is in memory as a whole: neither an array in a file nor a proxy."""
+    return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)
+
+
+def _creates(task: Task) -> bool:
+    """Return whether a task without inputs computes an array from a few numbers."""
+    function = task.args[0] if task.func is apply else task.func
+    while hasattr(function, "func"):  # of `functools.partial` and `toolz.curry`
+        function = function.func
+    if any(function is each for each in _CREATING_NUMPY):
+        return True
+    return getattr(function, "__module__", "") in _CREATING

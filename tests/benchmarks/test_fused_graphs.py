@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+
+import dask.array as da
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import dask_p2p
+from benchmarks import fused_graphs
+
+
+@pytest.mark.cluster
+def test_what_is_compared_and_written(tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ["--workers", "2", "--blocks", "2", "--kib", "1", "--repeats", "2"]
+    done = CliRunner().invoke(
+        fused_graphs.main, [*arguments, "--json", str(path)], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["program"] for row in rows] == list(fused_graphs.PROGRAMS)
+    for row in rows:
+        assert row["cpu_s layers / fused"] > 0
+        for kind in (fused_graphs.LAYERS, fused_graphs.FUSED):
+            assert {name: len(of) for name, of in row["seconds"][kind].items()} == {
+                "cpu_s": 2,
+                "wall_s": 2,
+            }
+
+
+def test_other_values_are_an_error(monkeypatch, client):
+    monkeypatch.setattr(dask_p2p, "fused", lambda y: y + 1)
+    x = da.ones(8, chunks=2)
+    with pytest.raises(RuntimeError, match="other values"):
+        fused_graphs.measured(client, lambda x: x * 2, [x])
+
+
+def test_slabs_have_about_the_size_that_is_asked_for(client):
+    x = fused_graphs.slabs(client, 4, 8, 64, 0)
+    assert x.shape == (512, 512)
+    assert x.numblocks == (32, 1)
+    assert np.prod(x.chunksize) * 8 == 2**16

@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from tests.sections.conftest import gpu as gpu

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from tests.sections.emulated import on_gpu
+
+
+def halved(ctx, x):
+    return x / 2
+
+
+def test_no_array_and_no_dask_array():
+    with pytest.raises(InputError, match="at least one Dask array"):
+        dask_p2p.fused()
+    with pytest.raises(UnsupportedArrayError, match="from_array"):
+        dask_p2p.fused(np.ones(3))
+    with pytest.raises(InputError, match="ranks=0"):
+        dask_p2p.fused(da.ones(3), ranks=0)
+
+
+def test_python_objects():
+    x = da.from_array(np.array([1, "a", None], dtype=object), chunks=1)
+    with pytest.raises(UnsupportedArrayError, match=r"without Python objects.*astype"):
+        dask_p2p.fused(x)
+    with pytest.raises(UnsupportedArrayError, match=r"p2p-rechunk.*without Python objects"):
+        dask_p2p.fused(dask_p2p.rechunk(x, 2).astype(str))
+
+
+def test_masked_blocks():
+    with pytest.raises(UnsupportedArrayError, match="mask"):
+        dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2))
+
+
+def test_blocks_of_gpus(gpu):
+    x = on_gpu(gpu, da.ones(4, chunks=2))
+    with pytest.raises(UnsupportedArrayError, match=r"expected NumPy blocks.*got cupy"):
+        dask_p2p.fused(x)
+
+
+def test_a_section():
+    x = da.ones((8, 8), chunks=(2, 8))
+    with pytest.raises(FuseError, match=r"no section inside.*p2p-spmd.*persist"):
+        dask_p2p.fused(dask_p2p.spmd(halved, x, ranks=2) + 1)
+    with pytest.raises(FuseError, match=r"no section inside.*p2p-fused"):
+        dask_p2p.fused(dask_p2p.fused(x + 1, ranks=2) + 1)
+
+
+def test_a_shuffle_of_dask():
+    x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
+    tasks = {
+        key: task for layer in x.__dask_graph__().layers.values() for key, task in layer.items()
+    }
+    with pytest.raises(FuseError, match=r"no peer-to-peer shuffle of Dask.*shuffle-barrier"):
+        dask_p2p.fused(da.Array(tasks, x.name, x.chunks, x.dtype))
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [{"workers": ["alice"]}, {"resources": {"GPU": 1}}, {"retries": 2}, {"priority": 3}],
+)
+def test_annotations(annotations):
+    with dask.annotate(**annotations):
+        x = da.ones((8, 8), chunks=(2, 8)) + 1
+    with pytest.raises(FuseError, match=f"without annotations.*got .*{next(iter(annotations))}"):
+        dask_p2p.fused(x * 2)
+    with dask.annotate(colour="red"):
+        x = da.ones((8, 8), chunks=(2, 8)) + 1
+    assert dask_p2p.fused(x).compute(scheduler="sync").sum() == 128
+
+
+def read_twice(block_info=None):
+    return np.ones(block_info[None]["chunk-shape"])
+
+
+def test_annotations_of_tasks_that_stay_with_dask():
+    with dask.annotate(retries=2):
+        x = da.map_blocks(read_twice, chunks=((2, 2), (8,)), dtype=float)
+    y = dask_p2p.fused(x + 1)
+    layers = y.__dask_graph__().layers.values()
+    assert {tuple((layer.annotations or {}).items()) for layer in layers} == {(), (("retries", 2),)}
+    assert y.compute(scheduler="sync").sum() == 64

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import weakref
+
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
+from tests.fusing.support import check_blocks, graphs, run_programs, smooth
+
+
+@given(graphs(), st.integers(1, 4))
+def test_random_graphs_are_equal_bit_for_bit(arrays, size):
+    check_blocks(arrays, run_programs(arrays, size))
+
+
+def large(n=512):
+    """An array of blocks that are worth reading in place."""
+    x = da.random.default_rng(0).normal(size=(n, n), chunks=(n // 4, n))
+    y = dask_p2p.map_overlap(smooth, x, depth=1, boundary="periodic", dtype=x.dtype)
+    return dask_p2p.transpose(y), dask_p2p.rechunk(y, (-1, n // 4)) @ x, y[:, ::-1].T.copy() + y
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_large_values_are_equal_bit_for_bit(reads_memory):
+    arrays = large()
+    check_blocks(arrays, run_programs(arrays, 3, reads_memory=reads_memory))
+
+
+def in_order_of_memory(block):
+    return np.asfortranarray(block) * 1.1
+
+
+def test_the_order_in_memory_is_kept():
+    """Rounding of sums depends on it."""
+    x = da.random.default_rng(0).normal(size=(64, 48), chunks=(16, 48))
+    y = x.map_blocks(in_order_of_memory, dtype=float)
+    arrays = (y.rechunk((-1, 48), method="tasks").map_blocks(np.asarray, dtype=float), y + y[::-1])
+    check_blocks(arrays, run_programs(arrays, 4))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["?", "f2", "c16", "M8[s]", "U3", [("a", "i1"), ("b", "f8")], "V0"]
+)
+def test_values_of_all_dtypes(dtype):
+    x = da.from_array(np.zeros((12, 8), dtype), chunks=(3, 8)).map_blocks(np.copy, dtype=dtype)
+    arrays = dask_p2p.transpose(x), x[::-1].map_blocks(np.copy, dtype=x.dtype)
+    check_blocks(arrays, run_programs(arrays, 3))
+
+
+class Counted:
+    """Functions that make arrays and count those that are alive."""
+
+    def __init__(self):
+        self.alive, self.most = 0, 0
+
+    def __call__(self, block):
+        made = block + 1
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self._dropped)
+        return made
+
+    def _dropped(self):
+        self.alive -= 1
+
+
+COUNTED = Counted()
+
+
+def counted(block):
+    """Return a new block, which `COUNTED` counts; a function that pickle sends by name."""
+    return COUNTED(block)
+
+
+def test_values_are_dropped_after_their_last_use():
+    """Each of 20 blocks is made, read, and summed before the next one."""
+    COUNTED.__init__()
+    x = da.ones((20, 8), chunks=(1, 8))
+    y = x.map_blocks(counted, dtype=float).map_blocks(counted, dtype=float).sum()
+    check_blocks([y], run_programs([y], 1))
+    assert COUNTED.alive == 0
+    COUNTED.most = 0
+    run_programs([y], 1)
+    assert COUNTED.most == 2
+
+
+def test_branches_run_one_after_the_other():
+    """Each of eight arrays is transposed and summed before the next one is made."""
+    parts = []
+    for number in range(8):
+        x = da.full((4, 4), number, chunks=(2, 4), dtype=float).map_blocks(counted, dtype=float)
+        parts.append(dask_p2p.transpose(x).sum())
+    COUNTED.__init__()
+    run_programs([sum(parts)], 2)
+    assert COUNTED.alive == 0
+    assert COUNTED.most <= 4, "those of two arrays at most"
+
+
+def failing(block, block_id=None):
+    if block_id == (2, 0):
+        raise ValueError("no such value")
+    return block
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_exception_names_the_task(size):
+    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(failing, dtype=float, name="failing-blocks")
+    with pytest.raises(ValueError, match="no such value") as caught:
+        run_programs([x.sum()], size)
+    assert caught.value.__notes__ == ["In task ('failing-blocks', 2, 0) of a fused graph."]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_unlike_their_declaration_are_refused(size):
+    x = da.ones((8, 8), chunks=(2, 8))
+    wrong = x.map_blocks(lambda block: block[:1], dtype=float)
+    with pytest.raises(BlockMismatchError, match=r"declared as float64 \(2, 8\)") as caught:
+        run_programs([dask_p2p.transpose(wrong)], size)
+    assert "p2p-transpose" in caught.value.__notes__[0]
+    masked = x.map_blocks(np.ma.masked_less, 2, dtype=float)
+    with pytest.raises(UnsupportedArrayError, match="mask"):
+        run_programs([dask_p2p.transpose(masked)], size)
+
+
+def writing(block):
+    block[...] = 7
+    return block
+
+
+def test_functions_of_map_overlap_may_overwrite_their_blocks():
+    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(np.copy, dtype=float)
+    arrays = dask_p2p.map_overlap(writing, x, depth=0, boundary="none", dtype=float), x + 1
+    check_blocks(arrays, run_programs(arrays, 1))
