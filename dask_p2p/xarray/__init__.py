@@ -242,15 +242,17 @@ class P2PAccessor(Spectral[T]):
             Dimensions that are not named have no halo.
         steps : int
             The largest number of steps.
-        fields : sequence, optional
+        fields : sequence or mapping, optional
             Time levels, the newest first. For a dataset: names of its arrays. For an array, which
-            is the newest level itself: the earlier levels, as DataArrays.
+            is the newest level itself: the earlier levels, as DataArrays. A mapping has coupled
+            fields of a dataset: by the name of the function's parameter the name of an array, or a
+            list of them for time levels.
         boundary : mapping of hashable to str or scalar; or one for all, optional
             Values beyond the ends by dimension. Dimensions that are not named have "none".
-        constants : sequence, optional
+        constants : sequence or mapping, optional
             Further arguments that `func` reads in each step: names of the dataset's variables or of
             the array's coordinates, DataArrays, or values. DataArrays are repeated along dimensions
-            that they lack. Values are passed unchanged.
+            that they lack. Values are passed unchanged. A mapping by name if `fields` is one.
         **kwargs
             Keywords of `dask_p2p.iterate` and of `func`.
 

@@ -54,19 +54,11 @@ def iterated(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.iterate`."""
+    if isinstance(fields, Mapping):
+        return _coupled(given, func, depth, steps, fields, boundary, constants, kwargs)
     levels = _levels(given, fields)
     first = levels[0]
-    dims = first.dims
-    arrays = [as_dask(first.variable, first.name)]
-    for level in levels[1:]:
-        if set(level.dims) != set(dims):
-            raise InputError(
-                f"fields: expected the newest field's dimensions {dims} for all, got {level.dims}. "
-                "Give all fields the same dimensions."
-            )
-        _check_coordinates(first, level, "fields")
-        data = as_dask(level.variable.transpose(*dims), level.name)
-        arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
+    dims, arrays = first.dims, _aligned(levels)
     read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
     each = depth if isinstance(depth, list) else [depth]
     widths: Any = [_by_axis(dims, "depth", of) for of in each]
@@ -81,15 +73,74 @@ def iterated(
             constants=tuple(read),
             **kwargs,
         )
-    changed = []
-    for level, data in zip(levels, made if fields is not None else (made,), strict=True):
-        turned = level.transpose(*dims)
-        result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
-        result.encoding = {}  # the encoding belongs to other values
-        changed.append(result)
+    made = made if fields is not None else (made,)
+    changed = [_with_data(level, dims, data) for level, data in zip(levels, made, strict=True)]
     if isinstance(given, xr.Dataset):
         return given.assign(dict(zip(_listed(fields), changed, strict=True)))
     return changed[0] if fields is None else tuple(changed)
+
+
+def _coupled(
+    given: Any,
+    func: Any,
+    depth: Any,
+    steps: int,
+    fields: Mapping[str, Any],
+    boundary: Any,
+    constants: Any,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Iterate coupled fields of a dataset, from the names of parameters to those of variables."""
+    if not isinstance(given, xr.Dataset) or {*kwargs} & {"record", "save", "checkpoint"}:
+        raise InputError(
+            "fields: expected a dataset for fields by name, without record=, save= or checkpoint=. "
+            "Give the data of its variables to dask_p2p.iterate(func, {'u': ds.u.data}, ...)."
+        )
+    if not isinstance(constants, Mapping) and constants != ():
+        raise InputError(
+            f"constants: expected a mapping by name, as the fields have, got "
+            f"{type(constants).__name__}. Give {{'name': value}}."
+        )
+    names = [name for value in fields.values() for name in _listed(value)]
+    levels = _levels(given, names)
+    first, rest = levels[0], iter(_aligned(levels))
+    dims = first.dims
+    arrays: dict[str, Any] = {}
+    for key, value in fields.items():
+        own = [next(rest) for _ in _listed(value)]
+        arrays[key] = own if isinstance(value, (list, tuple)) else own[0]
+    data = _listed(next(iter(arrays.values())))[0]
+    read = {key: _constant(given, each, first, data) for key, each in dict(constants).items()}
+    widths, beyond = _by_axis(dims, "depth", depth), _by_axis(dims, "boundary", boundary)
+    with named_in_errors(dims, widths, beyond):
+        made = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **kwargs)
+    results = [each for value in made.values() for each in _listed(value)]
+    changed = zip(names, levels, results, strict=True)
+    return given.assign({name: _with_data(level, dims, own) for name, level, own in changed})
+
+
+def _aligned(levels: Sequence[Any]) -> list[Any]:
+    """Return the data of fields with the dimensions and chunks of the first one."""
+    first = levels[0]
+    dims, arrays = first.dims, [as_dask(first.variable, first.name)]
+    for level in levels[1:]:
+        if set(level.dims) != set(dims):
+            raise InputError(
+                f"fields: expected the newest field's dimensions {dims} for all, got {level.dims}. "
+                "Give all fields the same dimensions."
+            )
+        _check_coordinates(first, level, "fields")
+        data = as_dask(level.variable.transpose(*dims), level.name)
+        arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
+    return arrays
+
+
+def _with_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
+    """Return a field with other data, in these dimensions."""
+    turned = level.transpose(*dims)
+    result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
+    result.encoding = {}  # the encoding belongs to other values
+    return result
 
 
 def _levels(given: Any, fields: Any) -> list[Any]:

@@ -74,19 +74,23 @@ def test_docstrings_name_parameters_that_there_are():
     assert checked > 40
 
 
-WALK = (DOCS / "walk.md").read_text("utf-8")
 STEP = re.compile(r"^ *(\d+)  (\S+) +(\S+)", re.MULTILINE)
-STEPS = STEP.findall(WALK)
+WALKS = {name: (DOCS / f"{name}.md").read_text("utf-8") for name in ("walk", "halo-walk")}
+STEPS = {name: STEP.findall(text) for name, text in WALKS.items()}
+MOST = {"walk": (50, 25), "halo-walk": (30, 10)}  # functions, modules
+of_walks = pytest.mark.parametrize("walk", WALKS)
 
-
-# Functions of the walk that no other one names.
+# Functions of the walks that no other one names.
 ENTRIES = {
-    "transpose": "the user",
-    "P2PPlugin._on_compute_task": "a message of the scheduler",
-    "assemble_block": "a task",
-    "SameHostReading.__iter__": "a for statement",
-    "permute_into": "a helper of two lines",
-    "_LockFile.close_file": "another name of it",
+    "walk": {
+        "transpose": "the user",
+        "P2PPlugin._on_compute_task": "a message of the scheduler",
+        "assemble_block": "a task",
+        "SameHostReading.__iter__": "a for statement",
+        "permute_into": "a helper of two lines",
+        "_LockFile.close_file": "another name of it",
+    },
+    "halo-walk": {"Context.with_halo": "the user", "Context.update_halo": "the user"},
 }
 
 
@@ -100,30 +104,38 @@ def functions_of(module):
     return found
 
 
-def test_the_walk_is_made_of_functions_that_there_are():
-    assert [int(number) for number, _, _ in STEPS] == list(range(1, len(STEPS) + 1))
-    for _, module, name in STEPS:
+@of_walks
+def test_a_walk_is_made_of_functions_that_there_are(walk):
+    steps = STEPS[walk]
+    assert [int(number) for number, _, _ in steps] == list(range(1, len(steps) + 1))
+    for _, module, name in steps:
         assert name in functions_of(module), (module, name)
 
 
-def test_the_functions_of_the_walk_call_each_other():
+@of_walks
+def test_the_functions_of_a_walk_call_each_other(walk):
     named = set()
-    for _, module, name in STEPS:
+    for _, module, name in STEPS[walk]:
         nodes = list(ast.walk(functions_of(module)[name]))
         named |= {node.id for node in nodes if isinstance(node, ast.Name)}
         named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    assert {name for *_, name in STEPS if name.rpartition(".")[2] not in named} == {*ENTRIES}
+    of_steps = {name: name.removesuffix(".__init__").rpartition(".")[2] for *_, name in STEPS[walk]}
+    unnamed = {name for name, last in of_steps.items() if last not in named}
+    assert unnamed == ENTRIES[walk].keys()
 
 
-def test_the_walk_is_counted():
-    modules = {module for _, module, _ in STEPS}
-    assert f"These are {len(STEPS)} functions in {len(modules)} modules" in WALK
-    assert len(STEPS) <= 50
-    assert len(modules) <= 25
-    steps = [len(STEP.findall(section)) for section in WALK.split("\n## ")[1:-1]]
-    assert steps == [int(number) for number in re.findall(r"[a-z] +(\d+)$", WALK, re.MULTILINE)]
-    records = re.findall(r"`(\w+)`", WALK.partition("## Records")[2])
-    assert f"These are {len(records)}." in WALK
+@of_walks
+def test_a_walk_is_counted(walk):
+    text, steps = WALKS[walk], STEPS[walk]
+    modules = {module for _, module, _ in steps}
+    assert f"These are {len(steps)} functions in {len(modules)} modules" in text
+    most_functions, most_modules = MOST[walk]
+    assert len(steps) <= most_functions
+    assert len(modules) <= most_modules
+    counts = [len(STEP.findall(section)) for section in text.split("\n## ")[1:-1]]
+    assert counts == [int(number) for number in re.findall(r"[a-z] +(\d+)$", text, re.MULTILINE)]
+    records = re.findall(r"`(\w+)`", text.partition("## Records")[2])
+    assert f"These are {len(records)}." in text
     classes = {
         node.name
         for path in (ROOT / "dask_p2p").rglob("*.py")

@@ -102,7 +102,7 @@ def test_series(client, way, ranks, options):
 
 @OPTIONS
 def test_stores(client, tmp_path, options):
-    import zarr
+    zarr = pytest.importorskip("zarr")
 
     fields = {"u": on_gpu(X, 10), "v": on_gpu(V, 10)}
     store = {

@@ -172,3 +172,60 @@ def test_a_keyword_of_two_is_refused():
         a.to_dataset(name="a").p2p.iterate(of_its_own, 0, 1, fields="a")
     with pytest.raises(InputError, match=r"corners=False.*partial\(func, corners="):
         a.p2p.map_overlap(of_its_own, 1, corners=False)
+
+
+# --- coupled fields of a dataset
+
+
+def exchange(a, b, speed, at, gain=0.5):
+    assert at.shape == (6, 8)
+    return {
+        "a": a[:, 1:-1] + gain * speed * (b[:, 2:] - b[:, :-2]),
+        "b": b[:, 1:-1] - gain * speed * (a[:, 2:] - a[:, :-2]),
+    }
+
+
+def test_coupled_fields_of_a_dataset(dataset):
+    names = {"a": "u", "b": "before"}
+    given = {"fields": names, "constants": {"speed": "speed"}, "gain": 0.1}
+    result = dataset.p2p.iterate(exchange, {"x": 1}, 3, **given)
+    a, b, speed = VALUES[0], VALUES[0] + 1, dataset.speed.values
+    for _ in range(3):
+        pads = [np.pad(each, ((0, 0), (1, 1)), "wrap") for each in (a, b)]
+
+        class At:
+            shape = (6, 8)
+
+        new = exchange(*pads, speed, At, gain=0.1)
+        a, b = new["a"], new["b"]
+    np.testing.assert_allclose(result.u.values, a, rtol=1e-12)
+    np.testing.assert_allclose(result.before.transpose(*result.u.dims).values, b, rtol=1e-12)
+    assert result.attrs == dataset.attrs
+    assert result.u.attrs == dataset.u.attrs
+    assert {*result.coords} == {*dataset.coords}
+    assert result.speed.identical(dataset.speed)
+
+
+def test_time_levels_among_coupled_fields(dataset):
+    def leap(w):
+        now, before = w
+        return {"w": now[:, 2:] + now[:, :-2] - before[:, 1:-1]}
+
+    result = dataset.p2p.iterate(leap, {"x": 1}, 2, fields={"w": ["u", "before"]})
+    now, before = VALUES[0], VALUES[0] + 1
+    for _ in range(2):
+        now, before = np.roll(now, -1, 1) + np.roll(now, 1, 1) - before, now
+    np.testing.assert_allclose(result.u.values, now)
+    np.testing.assert_allclose(result.before.transpose(*result.u.dims).values, before)
+
+
+def test_wrong_coupled_fields_are_refused(dataset, array):
+    def refused(message, of=dataset, **given):
+        with pytest.raises(InputError, match=message):
+            of.p2p.iterate(exchange, {"x": 1}, 1, **{"fields": {"a": "u", "b": "before"}, **given})
+
+    refused("expected names of the dataset's arrays", fields={"a": "u", "b": "nothing"})
+    refused("constants: expected a mapping", constants=["speed"])
+    refused("expected a dataset for fields by name", of=array)
+    refused("without record=", record={"mass": lambda a: a.sum()}, constants={"speed": "speed"})
+    refused("parameters with the names", constants={})
