@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -163,8 +163,10 @@ def _attempt(
         rank_attempt.connections.open_channels(partial(_started, ucx))
         with within_gang(), _shown_to_users(ctx.rank):
             result = body(ctx, *arrays)
-        # Otherwise other ranks might wait for one whose function has returned.
-        rank_attempt.connections.finish()
+        # Otherwise other ranks might wait for one whose function has returned. The function of
+        # another rank may wait for tasks that Dask has placed on this worker.
+        with ExitStack() as waiting:
+            rank_attempt.connections.finish(partial(_release_thread, waiting))
         ctx.device.let_go(is_orderly=True)
         return result, rank_attempt.leave()
     except AttemptEndedError as exc:
@@ -186,6 +188,13 @@ def _attempt(
         return None, order
     finally:
         ctx.device.let_go(is_orderly=False)
+
+
+def _release_thread(waiting: ExitStack) -> None:
+    """Let the worker start its next task until `waiting` is closed."""
+    _, context = current_worker()
+    if context is not None:
+        waiting.enter_context(context.only_waiting())
 
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:

@@ -169,9 +169,3 @@ def test_ordinary_tasks_may_compute_sections(client):
     for with_client in (True, False):
         y = da.zeros(16, chunks=8).map_blocks(block, with_client, dtype=float)
         assert np.array_equal(y.compute(), np.full(16, 32.0))
-
-
-def test_sections_built_in_the_function_run(client):
-    for make in (task, task_with_client):
-        y = spmd(of_first(make), da.zeros(16, chunks=4))
-        assert np.array_equal(y.compute(), np.full(16, 32.0))
