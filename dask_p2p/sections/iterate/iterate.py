@@ -184,10 +184,10 @@ def iterate(
         the number of one local block after a step. The numbers of all ranks are combined, and the
         result has the series of each name. Only for a mapping of fields.
     save : Save or sequence of Save, optional
-        Zarr groups in which frames of the fields are written. Only for a mapping of fields.
+        Zarr groups for frames of the fields. Only for a mapping of fields.
     checkpoint : Checkpoint, optional
-        Folder of checkpoints in files, from the newest of which a later run resumes. Only for a
-        mapping of fields.
+        Folder of checkpoints in files. A later run resumes from the newest one. Only for a mapping
+        of fields.
     until : callable, optional
         ``until(last)`` returns whether to stop, from a dict of the newest records. Without names of
         fields it is ``until(*numbers)``: `func` returns the numbers, in a tuple after the new local

@@ -66,7 +66,7 @@ class Stores:
         return is_state or any(step % save.every == 0 for save in self._specs.saves)
 
     def write(self, step: int) -> None:
-        """Write what is due after a step."""
+        """Write the frames and the checkpoint that are due after a step."""
         for save, group in zip(self._specs.saves, self._groups, strict=True):
             if step % save.every == 0:
                 self._write_frame(save, group, step)
