@@ -14,7 +14,7 @@ from dask_p2p.inputs import checked_client
 from dask_p2p.monitoring.runs import Run, last_runs
 from dask_p2p.types import Client
 
-_WIDTH = 24  # characters of the bar
+_WIDTH = 16  # characters of the bar
 _LOOK_S = 0.5  # time between two requests for records
 _PAUSE_S = 0.05
 _MOST_RUNS = 50  # that may be newer than the run to show
@@ -81,7 +81,7 @@ def _line(run: Run) -> str:
     >>> _line(SimpleNamespace(
     ...     operation="p2p-iterate", steps=250, all_steps=1000, steps_per_s=50.0, waited_share=0.1
     ... ))
-    'p2p-iterate [######                  ] 250 of 1000 steps, 50/s, 15.00 s left, 10% waited'
+    'p2p-iterate [####            ] 250 of 1000 steps, 50/s, 15.00 s left, 10% waited'
     """
     done, total = run.steps, run.all_steps
     filled = _WIDTH * done // total if total else 0
