@@ -12,7 +12,7 @@ after all ranks it records in the store that a frame or a checkpoint is complete
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,9 +52,8 @@ class Stores:
         if checkpoint is not None:
             first = self._resumed(Path(checkpoint.path), first)
         for save in self._specs.saves:
-            shapes = self._shapes(save.fields or (), (self._steps // save.every,))
             path = Path(save.path)
-            self._together(path, partial(self._open, path, save, shapes, first))
+            self._together(path, partial(self._open, path, save, first))
             self._groups.append(self._group(path))
         return first
 
@@ -87,11 +86,14 @@ class Stores:
 
     # --- frames
 
-    def _open(self, path: Path, save: Save, shapes: Mapping[str, Any], first: int) -> None:
+    def _open(self, path: Path, save: Save, first: int) -> None:
+        """Create the group of frames, or make it ready for frames after a first step."""
         import zarr
 
+        fields, frames = self._local.fields, self._steps // save.every
+        shapes = {name: (self._local.shape, fields[name].spec.dtype) for name in save.fields or ()}
         program = {"format": "dask_p2p frames 1", "every": save.every, "arrays": _plain(shapes)}
-        group, done = _opened(path) if _has_files(path) else None, 0
+        group = _opened(path) if _has_files(path) else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
             attributes = {"program": program, "frames": 0, "steps": 0}
             version = _format(shapes)
@@ -103,10 +105,17 @@ class Stores:
                 f"{_difference(group.attrs.get('program'), program)}. Give another path, or remove "
                 f"the folder."
             )
-        else:
-            done = min(first // save.every, int(group.attrs["frames"]))
+        done = min(first // save.every, int(group.attrs["frames"]))
+        if done < first // save.every:
+            raise InputError(
+                f"expected {first // save.every} frames at {path}, as the run resumes at step "
+                f"{first}, got {done}. Give the folder of the earlier run, or another checkpoint."
+            )
         missing = {name: each for name, each in shapes.items() if name not in group}
-        self._create(group, missing, frames=True)
+        self._create(group, missing, frames)
+        for name in shapes:
+            if group[name].shape[0] < frames:
+                group[name].resize((frames, *group[name].shape[1:]))
         group.attrs.update({"frames": done, "steps": done * save.every})
 
     def _write_frame(self, save: Save, group: Any, step: int) -> None:
@@ -119,16 +128,12 @@ class Stores:
         self._ctx.barrier()
         self._together(Path(save.path), lambda: group.attrs.update(attributes))
 
-    def _shapes(self, names: Sequence[str], before: tuple[int, ...] = ()) -> dict[str, Any]:
-        """Return the shape and dtype of each array of a store."""
-        return {
-            name: ((*before, *self._local.shape), self._local.fields[name].spec.dtype)
-            for name in names
-        }
-
-    def _create(self, group: Any, shapes: Mapping[str, Any], frames: bool = False) -> None:
+    def _create(self, group: Any, shapes: Mapping[str, Any], frames: int | None = None) -> None:
+        """Create arrays in a group, with an axis of frames if their number is given."""
         own = tuple(size for (size,) in self._specs.chunks)
-        chunks = (1, *own) if frames else own
+        chunks = own if frames is None else (1, *own)
+        if frames is not None:
+            shapes = {name: ((frames, *shape), dtype) for name, (shape, dtype) in shapes.items()}
         for name, (shape, dtype) in shapes.items():
             config = {"write_empty_chunks": True}  # Zarr takes -0j for the fill value 0j
             group.create_array(name, shape=shape, dtype=dtype, chunks=chunks, config=config)

@@ -174,6 +174,19 @@ def test_killed_processes_lose_no_frame(tmp_path):
     assert group.attrs["frames"] == steps // 50
 
 
+def test_a_longer_run_adds_frames(client, tmp_path):
+    frames, wanted = Save(tmp_path / "frames", 3), states(20)
+    checkpoint = Checkpoint(tmp_path / "states", every=4)
+    for steps, ranks in ((9, 2), (20, 4), (20, 1)):
+        options = {"save": frames, "checkpoint": checkpoint, "ranks": ranks}
+        dask.compute(iterate(react, fields(), 1, steps, **options))
+        group = zarr.open(tmp_path / "frames", mode="r")
+        assert group.attrs["frames"] == steps // 3
+        assert group["u"].shape == (steps // 3, 24, 20)
+        for frame in range(steps // 3):
+            assert np.array_equal(group["v"][frame], wanted[3 * frame + 3]["v"])
+
+
 # --- refused
 
 
@@ -187,8 +200,8 @@ def test_stores_of_other_programs_are_refused(tmp_path):
     run(save=frames)  # the same program writes the same frames
     with pytest.raises(InputError, match=r"frames of the same fields and steps.*every 2 in place"):
         run(save=Save(tmp_path / "frames", 1))
-    with pytest.raises(InputError, match="in place of"):
-        run(steps=6, save=frames)
+    with pytest.raises(InputError, match=r"expected 2 frames .* resumes at step 4, got 0"):
+        run(steps=6, save=Save(tmp_path / "new", 2), checkpoint=kept)
     with pytest.raises(InputError, match="because of resume=False"):
         run(checkpoint=Checkpoint(tmp_path / "states", every=2, resume=False))
     with pytest.raises(InputError, match="at least 4 steps"):
