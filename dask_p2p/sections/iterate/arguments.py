@@ -70,23 +70,19 @@ def phases_of(func: Any) -> list[Any]:
 
 def unnamed(
     func: Any,
-    x: Any,
+    field: Field,  # of one array, or of its time levels
     constants: Any,
-    depth: Any,
-    boundary: Any,
-    corners: bool,
-    dtype: Any,
     kwargs: Mapping[str, Any],
     until: Any,
     record: Any,
 ) -> Arguments:
-    """Return the arguments for one array, or for its time levels."""
+    """Return the arguments for a field without a name."""
     if record:
         raise InputError(
             "record: expected fields by name, whose result is a dict with the series, got fields "
             "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
         )
-    spec, levels = field_spec(UNNAMED, Field(x, depth, boundary, dtype, corners))
+    spec, levels = field_spec(UNNAMED, field)
     specs, arrays = constants_by_position(constants, levels[0])
     names = [constant.name for constant in specs]
 
@@ -99,12 +95,8 @@ def unnamed(
 
 def named(
     func: Any,
-    fields: Mapping[str, Any],
+    field: Field,  # of a mapping of fields, with the options of all
     constants: Any,
-    depth: Any,
-    boundary: Any,
-    corners: bool,
-    dtype: Any,
     kwargs: Mapping[str, Any],
     until: Any,
     record: Any,
@@ -115,7 +107,7 @@ def named(
             "until: expected records for it to read, as the fields have names, got none. Give "
             "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
         )
-    specs, levels = named_fields(fields, depth, boundary, corners, dtype)
+    specs, levels = named_fields(field)
     plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
     names = [*(each.name for each in (*specs, *with_halo)), *(each.name for each in plain)]
     known = [*names, *kwargs]

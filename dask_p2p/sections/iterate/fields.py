@@ -88,14 +88,8 @@ class ConstantSpec:
     ndim: int | None = None
 
 
-def named_fields(
-    fields: Mapping[str, Any],
-    depth: Any,
-    boundary: Any,
-    corners: bool,
-    dtype: DTypeLike | None,
-) -> tuple[list[FieldSpec], list[DaskArray]]:
-    """Return the specs of fields, and their arrays: the time levels of each.
+def named_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray]]:
+    """Return the specs of a mapping of fields, and their arrays: the time levels of each.
 
     Raises
     ------
@@ -104,6 +98,9 @@ def named_fields(
     ChunksError, UnsupportedArrayError
         If an array cannot be divided between ranks.
     """
+    fields: Mapping[str, Any] = of_all.value
+    depth: Any = of_all.depth
+    boundary: Any = of_all.boundary
     if not fields:
         raise InputError("expected at least one field, {'u': u}, got an empty mapping.")
     for name in fields:
@@ -117,8 +114,8 @@ def named_fields(
             own,
             depth=_of_field(depth, name, 0) if own.depth is None else own.depth,
             boundary=_of_field(boundary, name, "none") if own.boundary is None else own.boundary,
-            dtype=dtype if own.dtype is None else own.dtype,
-            corners=corners if own.corners is None else own.corners,
+            dtype=of_all.dtype if own.dtype is None else own.dtype,
+            corners=of_all.corners if own.corners is None else own.corners,
         )
         spec, levels = field_spec(name, options)
         specs.append(spec)

@@ -16,6 +16,7 @@ from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import named, phases_of, unnamed
+from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.stores import Checkpoint, Save, checked_stores
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
@@ -282,11 +283,9 @@ def iterate(
     for each in functions:
         check_function(each, "fields with a halo", "iterate(func, fields, depth, steps)")
         check_names(each, count, iterate, locals())
-    given: tuple[Any, ...] = constants, depth, boundary, corners, dtype, kwargs, until, record
-    if isinstance(fields, Mapping):
-        arguments = named(func, fields, *given)
-    else:
-        arguments = unnamed(func, fields, *given)
+    checked = named if isinstance(fields, Mapping) else unnamed
+    field = Field(fields, depth, boundary, dtype, corners)
+    arguments = checked(func, field, constants, kwargs, until, record)
     check_computed(*(each.value for each in arguments.constants), *kwargs.values())
     first = arguments.arrays[0]
     stores = checked_stores(save, checkpoint, arguments.results, first.chunks)

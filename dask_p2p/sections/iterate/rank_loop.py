@@ -55,7 +55,7 @@ class RankLoop:
         """Make all steps; return the local blocks of all fields, and the series."""
         of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
         first = ctx.restore_state(self._state, may_stay=True)
-        self._series.load(ctx.device, first)
+        self._series.load(first)
         step = first = self._first = self._stores.begin(first)
         ctx.progress.step = ctx.progress.first = first
         ctx.progress.steps = of.steps
@@ -83,14 +83,14 @@ class RankLoop:
             ctx.device.keep_up(step)
             self._stores.write(step)
             if step < of.steps and ctx.is_due(period, step):
-                self._series.save(ctx.device)
+                self._series.save()
                 ctx.checkpoint(step, *self._state)
         return (*self._local.state, *self._series.results(step))
 
     @property
     def _state(self) -> tuple[Array, ...]:
         """The arrays of a checkpoint."""
-        return (*self._local.state, *self._series.state(self._ctx.device))
+        return (*self._local.state, *self._series.state)
 
     # --- the first step
 

@@ -13,7 +13,6 @@ from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.rank_body import ValueSpec
-from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.types import Array, DTypeLike
@@ -169,23 +168,25 @@ class Series:
 
     # --- checkpoints in memory: arrays of the fields' kind
 
-    def state(self, device: Host) -> list[Array]:
-        """Return the series as arrays of a device, for `save` and `load`."""
+    @property
+    def state(self) -> list[Array]:
+        """The series as arrays of the rank's device, for `save` and `load`."""
+        device = self._ctx.device
         if not self._on_device:
             self._on_device = [device.zeros(each.shape, each.dtype) for each in self._values]
         return self._on_device
 
-    def save(self, device: Host) -> None:
+    def save(self) -> None:
         """Copy the combined values into the arrays of `state`."""
         self.combine()
-        for array, values in zip(self.state(device), self._values, strict=True):
-            device.copy_from_host(array, values)
+        for array, values in zip(self.state, self._values, strict=True):
+            self._ctx.device.copy_from_host(array, values)
 
-    def load(self, device: Host, step: int) -> None:
+    def load(self, step: int) -> None:
         """Copy the arrays of `state`, after a number of steps, into the series."""
-        for number, (spec, array) in enumerate(zip(self._specs, self.state(device), strict=True)):
+        for number, (spec, array) in enumerate(zip(self._specs, self.state, strict=True)):
             count = step // spec.record.every
-            self._values[number][:count] = device.to_host(array)[:count]
+            self._values[number][:count] = self._ctx.device.to_host(array)[:count]
             self._set_count(number, step)
 
     def results(self, step: int) -> tuple[Any, ...]:
