@@ -18,6 +18,7 @@ from dask.array.core import normalize_chunks
 from numpy.lib.format import open_memmap
 
 from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
+from dask_p2p.ops.zarr_arrays import CONFIG, zarr_format
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.types import Array, DaskArray
 
@@ -172,9 +173,8 @@ def _create(path: Path, x: DaskArray) -> Any:
         shape=x.shape,
         dtype=x.dtype,
         chunks=tuple(max(1, sizes[0]) for sizes in x.chunks),
-        # The specification of version 3 has neither big-endian dtypes nor other kinds.
-        zarr_format=3 if x.dtype.kind in "biufc" and x.dtype.isnative else 2,
-        config={"write_empty_chunks": True},  # Zarr takes -0j for the fill value 0j
+        zarr_format=zarr_format([x.dtype]),
+        config=CONFIG,
     )
 
 

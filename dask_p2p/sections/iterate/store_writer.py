@@ -22,6 +22,7 @@ import numpy as np
 
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
+from dask_p2p.ops.zarr_arrays import CONFIG, zarr_format
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.local_fields import LocalFields
@@ -96,7 +97,7 @@ class Stores:
         group = _opened(path) if _has_files(path) else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
             attributes = {"program": program, "frames": 0, "steps": 0}
-            version = _format(shapes)
+            version = zarr_format(dtype for _, dtype in shapes.values())
             options = {"zarr_format": version, "attributes": attributes, "overwrite": True}
             group = zarr.create_group(path, **options)
         elif group.attrs.get("program") != program:
@@ -135,8 +136,7 @@ class Stores:
         if frames is not None:
             shapes = {name: ((frames, *shape), dtype) for name, (shape, dtype) in shapes.items()}
         for name, (shape, dtype) in shapes.items():
-            config = {"write_empty_chunks": True}  # Zarr takes -0j for the fill value 0j
-            group.create_array(name, shape=shape, dtype=dtype, chunks=chunks, config=config)
+            group.create_array(name, shape=shape, dtype=dtype, chunks=chunks, config=CONFIG)
 
     def _group(self, path: Path) -> Any:
         """Return a group that rank 0 has made; all ranks must see it."""
@@ -158,9 +158,12 @@ class Stores:
             for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
                 yield f"{name}.{number}" if field.spec.is_list else name, level.inner
 
+    def _shapes(self) -> dict[str, Any]:
+        """Return the shape and dtype of each array of a checkpoint."""
+        return {name: (self._local.shape, np.dtype(own.dtype)) for name, own in self._levels()}
+
     def _program(self) -> dict[str, Any]:
-        shapes = {name: (self._local.shape, np.dtype(a.dtype)) for name, a in self._levels()}
-        return {"format": "dask_p2p checkpoint 1", "arrays": _plain(shapes)}
+        return {"format": "dask_p2p checkpoint 1", "arrays": _plain(self._shapes())}
 
     def _resumed(self, path: Path, first: int) -> int:
         """Load the newest complete checkpoint if it is newer; return the first step."""
@@ -203,16 +206,16 @@ class Stores:
         return newest
 
     def _write_checkpoint(self, checkpoint: Checkpoint, step: int) -> None:
-        path, arrays = Path(checkpoint.path), dict(self._levels())
+        path, shapes = Path(checkpoint.path), self._shapes()
         folder = _folder(path, step)
-        shapes = {name: (self._local.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
         self._series.combine()
 
         def create() -> None:
             import zarr
 
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that has ended
-            group = zarr.create_group(folder, zarr_format=_format(shapes))
+            version = zarr_format(dtype for _, dtype in shapes.values())
+            group = zarr.create_group(folder, zarr_format=version)
             group.attrs.update({"program": self._program(), "step": step})
             self._create(group, shapes)
             for name, values in self._series.values.items():
@@ -226,7 +229,7 @@ class Stores:
 
         self._together(path, create)
         group = self._group(folder)
-        for name, block in arrays.items():
+        for name, block in self._levels():
             with _explained(path):
                 group[name][self._own] = self._ctx.device.to_host(block)
         self._ctx.barrier()
@@ -266,12 +269,6 @@ def _opened(path: Path) -> Any:
     if not isinstance(found, zarr.Group):
         raise InputError(f"expected a Zarr group at {path}, got an array. Give another path.")
     return found
-
-
-def _format(shapes: Mapping[str, Any]) -> int:
-    """Return the version of Zarr's format; version 3 has no big-endian dtypes and few kinds."""
-    dtypes = [np.dtype(dtype) for _, dtype in shapes.values()]
-    return 3 if all(dtype.kind in "biufc" and dtype.isnative for dtype in dtypes) else 2
 
 
 def _plain(shapes: Mapping[str, Any]) -> dict[str, Any]:
