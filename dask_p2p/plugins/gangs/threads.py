@@ -15,6 +15,7 @@ from distributed.worker import thread_state as task_state
 from distributed.worker_state_machine import SecedeEvent
 
 _LONG_S = 2.0  # time until a rank releases its slot
+_RETURNED_S = 0.2  # the same, from the return of its function on
 
 
 class PoolThread:
@@ -38,6 +39,13 @@ class PoolThread:
         """Release the slot. To be called in the thread."""
         if self._has_left():
             self._worker.loop.add_callback(self._give_up_slot)
+
+    def release_soon(self) -> None:
+        """Release the slot soon: the function has returned, and waits for those of other ranks.
+
+        They may wait for tasks that Dask has placed on this worker.
+        """
+        self._worker.loop.add_callback(self._begin_again)
 
     def close(self) -> None:
         """Keep the slot from now on. If another thread has it, end this thread after the task.
@@ -64,6 +72,10 @@ class PoolThread:
 
     def _begin(self) -> None:
         self._timer = self._worker.loop.call_later(_LONG_S, self._leave)
+
+    def _begin_again(self) -> None:
+        self._end()
+        self._timer = self._worker.loop.call_later(_RETURNED_S, self._leave)
 
     def _leave(self) -> None:
         if self._has_left():  # send the event now: after the task's end Dask must not get it

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -111,7 +111,8 @@ def _run_in_gang(
             key, progress = (gang, rank), ctx.progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
             with watch.recorded() as fields:
-                result, order = _attempt(rank_attempt, ctx, body, arrays, fields, ucx)
+                call = partial(body, ctx, *arrays)
+                result, order = _attempt(rank_attempt, ctx, call, thread, fields, ucx)
                 if order.state == "committed":
                     fields["nbytes"] = _size_bytes(result)
                 else:
@@ -151,8 +152,8 @@ def _started(ucx: UcxTransport | None) -> Messenger | None:
 def _attempt(
     rank_attempt: RankAttempt,
     ctx: Any,
-    body: Callable[..., Any],
-    arrays: Sequence[Any],
+    call: Callable[[], Any],  # calls the user's function
+    thread: PoolThread,
     fields: dict[str, Any],  # of the attempt's record
     ucx: UcxTransport | None,
 ) -> tuple[Any, Order]:
@@ -162,11 +163,10 @@ def _attempt(
         rank_attempt.connections.reserve_files()
         rank_attempt.connections.open_channels(partial(_started, ucx))
         with within_gang(), _shown_to_users(ctx.rank):
-            result = body(ctx, *arrays)
-        # Otherwise other ranks might wait for one whose function has returned. The function of
-        # another rank may wait for tasks that Dask has placed on this worker.
-        with ExitStack() as waiting:
-            rank_attempt.connections.finish(partial(_release_thread, waiting))
+            result = call()
+        thread.release_soon()
+        # Otherwise other ranks might wait for one whose function has returned.
+        rank_attempt.connections.finish()
         ctx.device.let_go(is_orderly=True)
         return result, rank_attempt.leave()
     except AttemptEndedError as exc:
@@ -188,13 +188,6 @@ def _attempt(
         return None, order
     finally:
         ctx.device.let_go(is_orderly=False)
-
-
-def _release_thread(waiting: ExitStack) -> None:
-    """Let the worker start its next task until `waiting` is closed."""
-    _, context = current_worker()
-    if context is not None:
-        waiting.enter_context(context.only_waiting())
 
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:

@@ -37,7 +37,6 @@ from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 # where each rank of the host has a core. Otherwise it would take a core from the others.
 _SPIN_S = 50e-6
 _FINALIZE = "finalize() at the return of its function"
-_LONG_WAIT_S = 0.2  # wait for other ranks' functions before `on_long_wait` is called
 
 
 class Connections:
@@ -57,8 +56,6 @@ class Connections:
         self._polling = Polling(self._setup, reach.timeout_s)
         self.endpoint = self._setup.endpoint
         self._is_woken = self._is_finishing = False
-        self._on_long_wait: Callable[[], object] | None = None  # called from this time on:
-        self._release_s = inf
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
 
@@ -137,18 +134,15 @@ class Connections:
         found = self.exchange(call, dict.fromkeys(others, data), receives)
         return [found.get(each, data) for each in range(size)]
 
-    def finish(self, on_long_wait: Callable[[], object] | None = None) -> None:
+    def finish(self) -> None:
         """Finalize: wait until the functions of all ranks have returned.
-
-        During a long wait, `on_long_wait` is called once in this thread.
 
         A rank may still wait for another one whose function has returned. It then receives the
         mismatched call, by their connection or by a new one. Otherwise only the connections of a
         tree are made. Raises the errors of `exchange`.
         """
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
-        self._is_finishing, self._on_long_wait = True, on_long_wait
-        self._release_s = time.monotonic() + _LONG_WAIT_S
+        self._is_finishing = True
         above, below = branch(*self.rank_and_size)
         near = {*self._connections, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
@@ -276,17 +270,13 @@ class Connections:
         missing = self._waiting - waiting
         meets = self._is_finishing or bool(missing)
         connections = {rank: self._connections[rank] for rank in waiting}
-        most_s = inf if self._on_long_wait is None else _LONG_WAIT_S
         try:
-            found, ready = self._polling.wait(connections, missing if meets else None, most_s)
+            found, ready = self._polling.wait(connections, missing if meets else None)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
         if self._is_woken:
             self._setup.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
-        if self._on_long_wait is not None and time.monotonic() >= self._release_s:
-            call, self._on_long_wait = self._on_long_wait, None
-            call()
         return [*found, *(self._called(ready) if meets else [])]
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
