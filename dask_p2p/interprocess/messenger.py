@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -79,9 +80,8 @@ class Message:
             self.give_up(timeout_s)
             raise
         try:
-            self._request.check_error()
-        except Exception as exc:  # ucxx has an error class for each status of UCX
-            raise TransferError(f"{type(exc).__name__}: {exc}") from exc
+            with _explained():
+                self._request.check_error()
         finally:
             self.array = None  # free it now, since the messenger drops messages later
 
@@ -106,7 +106,8 @@ class Messenger:
             self._wrap = Array
             # The default features include one-sided memory, streams and active messages.
             features = (Feature.TAG, Feature.WAKEUP)
-            self._worker = self._lib.UCXWorker(self._lib.UCXContext({}, feature_flags=features))
+            context = self._lib.UCXContext(_options(), feature_flags=features)
+            self._worker = self._lib.UCXWorker(context)
             self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
             raise TransferError(f"UCX does not start: {type(exc).__name__}: {exc}") from exc
@@ -125,9 +126,9 @@ class Messenger:
         self._lock = threading.RLock()
 
     def send(self, address: bytes, array: Array, tag: int, *, other_host: bool = False) -> Message:
-        """Send a C-ordered array of bytes."""
+        """Send a C-ordered array of bytes. Raises `TransferError` if UCX refuses it."""
         give_up = partial(self._forget_unsent, address, other_host)
-        with self._lock:
+        with self._lock, _explained():
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
             return self._recorded(Message(request, array, tag, give_up))
@@ -136,8 +137,9 @@ class Messenger:
         """Receive a message into an array of bytes.
 
         A longer message is an error, a shorter one is not: its length must be sent separately.
+        Raises `TransferError` if UCX refuses it.
         """
-        with self._lock:
+        with self._lock, _explained():
             self._drive()
             request = self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
             return self._recorded(
@@ -154,9 +156,10 @@ class Messenger:
                 return
             message.is_ended = True
             nothing = np.empty(0, np.uint8)
-            endpoint = self._endpoint(self.address)
-            tag = self._lib.UCXXTag(message.tag)
-            request = endpoint.tag_send(self._wrap(nothing), tag)
+            with _explained():
+                endpoint = self._endpoint(self.address)
+                tag = self._lib.UCXXTag(message.tag)
+                request = endpoint.tag_send(self._wrap(nothing), tag)
             self._recorded(Message(request, nothing, message.tag, lambda *_: None))
 
     def forget(self, address: bytes) -> None:
@@ -203,7 +206,7 @@ class Messenger:
         process; `TransferError` if it is implausibly large.
         """
         left = []
-        with self._lock:
+        with self._lock, _explained():
             if closed - self._made[address] > _MOST_BEHIND:
                 raise TransferError(
                     f"the reader reports {closed} closed endpoints, expected at most "
@@ -286,6 +289,26 @@ class Messenger:
             self._messages.popleft()
         self._messages.append(message)
         return message
+
+
+def _options() -> dict[str, str]:
+    """Return options for a UCX context.
+
+    UCX's own default blocks the thread that drives all messages while TCP connects: for minutes if
+    a host is unreachable.
+    """
+    return {} if "UCX_TCP_CONN_NB" in os.environ else {"TCP_CONN_NB": "y"}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise a `TransferError` for the errors of ucxx, which has a class for each UCX status."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as exc:
+        raise TransferError(f"{type(exc).__name__}: {exc}") from exc
 
 
 def _close(endpoints: Iterable[Any]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import dask
 import dask.array as da
@@ -16,10 +17,11 @@ from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
+from dask_p2p.plugins.registration import register
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
-from tests.sections.support import endpoints_of_ucx, nothing_is_left, ranks_of
+from tests.sections.support import endpoints_of_ucx, messenger_of, nothing_is_left, ranks_of
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
@@ -244,6 +246,40 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
     assert attempts(tmp_path / "runs") > 1
     future.release()
     del wide
+
+
+def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, cluster):
+    """The default of UCX connects in the thread that drives all messages of the process."""
+    near, far = (addresses(client)[number] for number in (0, -1))
+    hosts = [cluster.others[1].address(network) for network in (0, 1)]
+
+    async def address(dask_worker):
+        return (await messenger_of(dask_worker)).address
+
+    def meet(host):  # so that packets get lost, instead of no way to the host at all
+        with suppress(ConnectionRefusedError):
+            socket.create_connection((host, 9)).close()
+
+    async def send(dask_worker, to):
+        messenger = await messenger_of(dask_worker)
+        lost = messenger.send(to, np.zeros(1 << 20, np.uint8), 1 << 61, other_host=True)
+        received = np.zeros(8, np.uint8)
+        message = messenger.receive(received, tag=1 << 60)
+        messenger.send(messenger.address, np.arange(8, dtype=np.uint8), 1 << 60)
+        message.result(BOUND_S)
+        is_lost = not lost.done
+        messenger.forget(to)
+        return is_lost, received
+
+    register(client)
+    to = client.run(address, workers=[far])[far]
+    for host in hosts:
+        client.run(meet, host, workers=[near])
+    with cluster.network.parted(cluster.others):
+        is_lost, received = client.run(send, to=to, workers=[near])[near]
+    assert is_lost
+    assert received.tolist() == [*range(8)]
+    client.restart()  # processes that have not sent messages by UCX
 
 
 def test_the_network_fails_while_ranks_compute_between_large_messages(client, cluster, tmp_path):

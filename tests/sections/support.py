@@ -54,14 +54,18 @@ def _is_of_rank(frame):
     return frame is not None
 
 
+async def messenger_of(dask_worker):
+    """Return the UCX messenger of a worker."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+    return await context.offload(context.router.transports["ucx"].messenger)
+
+
 async def endpoints_of_ucx(dask_worker):
     """Return the number of workers that a worker has UCX endpoints to."""
-    context = dask_worker.plugins[PLUGIN_NAME].context
     try:
-        messenger = await context.offload(context.router.transports["ucx"].messenger)
+        return len((await messenger_of(dask_worker)).endpoints)
     except TransferError:
         return 0
-    return len(messenger.endpoints)
 
 
 def be_on_hosts(next_name):
