@@ -34,7 +34,7 @@ class Stepping(Collectives):
     ) -> None:
         super().__init__(rank, size, connections, device)
         self._checkpoints = checkpoints
-        self.progress = Progress()
+        self.progress = Progress(logs=rank == 0)
         self._saved_step = -1  # of the last checkpoint
         self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
         self._has_steps = False  # whether `steps` was called
@@ -98,7 +98,7 @@ class Stepping(Collectives):
         first = self.restore(*save)
         for step in range(first, count):
             yield step
-            self.progress.step = step + 1
+            self.progress.advance(step + 1)
             self.device.keep_up(step + 1)
             is_due = step + 1 < count and self.is_due(period, step + 1)
             if bindings is not None and (is_due or step - first < _CHECKED_STEPS):
@@ -108,8 +108,10 @@ class Stepping(Collectives):
 
     def is_due(self, period: Period, step: int) -> bool:
         """Return whether a checkpoint is due after a step: the same on all ranks."""
-        if self._checkpoints is None:
-            return False
+        return self._checkpoints is not None and self.has_ended(period, step)
+
+    def has_ended(self, period: Period, step: int) -> bool:
+        """Return whether a period has ended after a step: the same on all ranks."""
         return period.is_due(step, lambda values: self.allreduce(values, "max"))
 
     def checkpoint(self, step: int, *arrays: Array) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,9 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import DType, Key
 
+logger = logging.getLogger(__name__)
+
+_LOG_S = 10.0  # time between lines of the log
 #: Name of the exchanges between ranks, used like a transport's name.
 LINK = "connection"
 
@@ -26,6 +30,25 @@ class Progress:
     step: int = 0  # steps done
     steps: int = 0  # total number of steps; 0 if unknown
     first: int = 0  # first step of this attempt
+    logs: bool = False  # whether this rank logs its progress
+    _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
+
+    def advance(self, step: int) -> None:
+        """Set the number of steps done; log it from time to time."""
+        self.step = step
+        if self.logs:
+            self._log(time.monotonic())
+
+    def _log(self, now_s: float) -> None:
+        last, last_s = self._last
+        if not last_s:
+            self._last = self.step, now_s
+        elif now_s - last_s >= _LOG_S:
+            rate = (self.step - last) / (now_s - last_s)
+            left = f", {(self.steps - self.step) / rate:.0f} s left" if self.steps and rate else ""
+            of = f" of {self.steps}" if self.steps else ""
+            logger.info("Step %d%s, %.4g steps/s%s", self.step, of, rate, left)
+            self._last = self.step, now_s
 
 
 @dataclass

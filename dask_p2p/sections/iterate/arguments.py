@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.rank_body import ValueSpec
 from dask_p2p.sections.iterate.binding import (
     UNNAMED,
     Binding,
@@ -25,7 +24,8 @@ from dask_p2p.sections.iterate.fields import (
     named_fields,
 )
 from dask_p2p.sections.iterate.phase import Phase
-from dask_p2p.sections.iterate.series import STEPS, STEPS_SPEC, SeriesSpec, checked_series
+from dask_p2p.sections.iterate.scalars import ScalarSpec
+from dask_p2p.sections.iterate.series import STEPS, SeriesSpec, checked_series
 from dask_p2p.types import DaskArray
 
 
@@ -38,29 +38,34 @@ class Arguments:
     constants: tuple[ConstantSpec, ...]
     arrays: list[DaskArray]  # levels of all fields, then the divided constants
     series: tuple[SeriesSpec, ...] = ()
+    scalars: tuple[ScalarSpec, ...] = ()
+    names: tuple[str, ...] = ()  # of all fields, in the order of the mapping
 
     @property
     def results(self) -> list[FieldSpec]:
         """The fields that `iterate` returns."""
         return [spec for spec in self.fields if not spec.is_constant]
 
-    def value_specs(self, steps: int) -> list[ValueSpec]:
-        """Return the specs of the values that each rank returns after its arrays."""
-        found = [spec.value_spec(steps) for spec in self.series]
-        return [*found, STEPS_SPEC] if found else []
+    @property
+    def saved(self) -> list[str]:
+        """Names of the fields that a store can have."""
+        return [spec.name for spec in self.results] + [spec.name for spec in self.scalars]
 
-    def sorted(self, made: Sequence[DaskArray]) -> Any:
+    def sorted(self, made: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
         rest = iter(made)
         found: dict[str, Any] = {}
         for spec in self.results:
             levels = [next(rest) for _ in spec.depths]
             found[spec.name] = levels if spec.is_list else levels[0]
-        if UNNAMED not in found:
-            names = [*(spec.name for spec in self.series), STEPS] if self.series else []
-            return found | {name: next(rest)[0] for name in names}  # the same on all ranks
-        own = found[UNNAMED]
-        return tuple(own) if isinstance(own, list) else own
+        if UNNAMED in found:
+            own = found[UNNAMED]
+            return tuple(own) if isinstance(own, list) else own
+        names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
+        if returns_steps:
+            names.append(STEPS)
+        found |= {name: next(rest)[0] for name in names}  # the same on all ranks
+        return {name: found[name] for name in dict.fromkeys((*self.names, *names))}
 
 
 def phases_of(func: Any) -> list[Any]:
@@ -107,10 +112,11 @@ def named(
             "until: expected records for it to read, as the fields have names, got none. Give "
             "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
         )
-    specs, levels = named_fields(field)
+    specs, levels, scalars = named_fields(field)
     plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
-    names = [*(each.name for each in (*specs, *with_halo)), *(each.name for each in plain)]
-    known = [*names, *kwargs]
+    arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
+    read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
+    known = [*arrays_of, *numbers, *read, *kwargs]
     twice = sorted({name for name in known if known.count(name) > 1})
     if twice:
         raise InputError(
@@ -120,9 +126,9 @@ def named(
     for name in kwargs:
         check_name(name, "a keyword")
     phases = _phases(
-        func, [spec.name for spec in specs], lambda function: bound_by_name(function, known), None
+        func, arrays_of, lambda function: bound_by_name(function, known), None, numbers
     )
-    series = checked_series(record, [spec.name for spec in specs], known)
+    series = checked_series(record, [*arrays_of, *numbers], known)
     bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
     used = set().union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
@@ -131,24 +137,34 @@ def named(
             f"it, or add a parameter of that name."
         )
     all_arrays = [*levels, *halo_arrays, *arrays]
-    return Arguments(phases, (*specs, *with_halo), tuple(plain), all_arrays, series)
+    given = tuple(field.value)
+    specs = [*specs, *with_halo]
+    return Arguments(phases, tuple(specs), tuple(plain), all_arrays, series, scalars, given)
 
 
 def _phases(
-    func: Any, names: Sequence[str], bound: Callable[[Any], Binding], until: Any
+    func: Any,
+    names: Sequence[str],  # of the fields that are arrays
+    bound: Callable[[Any], Binding],
+    until: Any,
+    numbers: Sequence[str] = (),  # names of the fields that are numbers
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
     given, found = phases_of(func), []
     if not given:
         raise InputError("expected at least one function, got an empty list.")
     for number, each in enumerate(given):
-        function, changed = each if isinstance(each, tuple) else (each, names)
+        function, changed = each if isinstance(each, tuple) else (each, [*names, *numbers])
         own = (changed,) if isinstance(changed, str) else tuple(changed)
-        if not own or not {*own} <= {*names}:
+        if not own or not {*own} <= {*names, *numbers}:
             raise InputError(
-                f"expected a function, or a pair of a function and names out of {list(names)}, got "
-                f"{each!r:.120}. Name the fields that the function fills: (func, ('u',))."
+                f"expected a function, or a pair of a function and names out of "
+                f"{[*names, *numbers]}, got {each!r:.120}. Name the fields that the function "
+                f"fills: (func, ('u',))."
             )
+        arrays = tuple(name for name in own if name in names)
+        scalars = tuple(name for name in own if name in numbers)
         is_last = number == len(given) - 1
-        found.append(Phase(function, bound(function), own, until is not None and is_last))
+        has_until = until is not None and is_last
+        found.append(Phase(function, bound(function), arrays, has_until, scalars))
     return tuple(found)

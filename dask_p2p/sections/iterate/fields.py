@@ -16,6 +16,7 @@ from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.iterate.binding import AT, OUT
+from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
 
 _OTHERS = "*"  # in a mapping by names of fields: all fields that it does not name
@@ -27,8 +28,8 @@ class Field:
 
     Parameters
     ----------
-    value : dask.array.Array or list of them
-        The initial field, or its time levels, the newest first.
+    value : dask.array.Array, list of them or number
+        The initial field, or its time levels, the newest first. A number is the same on all ranks.
     depth : int, tuple, dict or list, optional
         Width of its halo; in a list one for each time level. By default that of `iterate`.
     boundary : str, scalar, tuple or dict, optional
@@ -88,8 +89,10 @@ class ConstantSpec:
     ndim: int | None = None
 
 
-def named_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray]]:
-    """Return the specs of a mapping of fields, and their arrays: the time levels of each.
+def named_fields(
+    of_all: Field,
+) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
+    """Return the specs of a mapping of fields, their arrays, and the specs of numbers.
 
     Raises
     ------
@@ -107,9 +110,12 @@ def named_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray]]:
         check_name(name, "a field")
     _check_other_names("depth", depth, fields)
     _check_other_names("boundary", boundary, fields)
-    specs, arrays = [], []
+    specs, arrays, scalars = [], [], []
     for name, given in fields.items():
         own = given if isinstance(given, Field) else Field(given)
+        if is_scalar(own.value):
+            scalars.append(scalar_spec(name, own.value, own.dtype))
+            continue
         options = replace(
             own,
             depth=_of_field(depth, name, 0) if own.depth is None else own.depth,
@@ -120,8 +126,13 @@ def named_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray]]:
         spec, levels = field_spec(name, options)
         specs.append(spec)
         arrays += levels
+    if not arrays:
+        raise InputError(
+            f"expected at least one Dask array among the fields, got only numbers, "
+            f"{[*fields]}. Give the arrays of the step, too."
+        )
     check_decompositions(arrays)
-    return specs, arrays
+    return specs, arrays, tuple(scalars)
 
 
 def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:

@@ -16,7 +16,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
 from dask_p2p.sections.iterate.binding import OUT, UNNAMED
-from dask_p2p.sections.iterate.phase import Outs, Phase, replace_block
+from dask_p2p.sections.iterate.phase import Outs, Phase, Returned, replace_block
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
@@ -58,8 +58,8 @@ class FirstStep:
         self._arrays = [*_arrays(values.values(), device.module.ndarray)]
         self._names: list[str] = []  # of the fields that the function changes
 
-    def __call__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Call the function; return the names of changed fields, and the numbers for `until`.
+    def __call__(self) -> tuple[list[str], Returned]:
+        """Call the function; return the names of changed fields, and its other values.
 
         Raises
         ------
@@ -69,7 +69,7 @@ class FirstStep:
             If it writes into its fields, or reads corners that are not exchanged.
         """
         before = self._sums()
-        numbers = self._filled() if self._phase.fills_out else self._made()
+        returned = self._filled() if self._phase.fills_out else self._made()
         if self._sums() != before:
             raise InputError(
                 "expected a function that only reads its fields and constants, got one that writes "
@@ -77,17 +77,17 @@ class FirstStep:
             )
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
-        return self._names, numbers
+        return self._names, returned
 
-    def _made(self) -> tuple[Any, ...]:
-        """Call the function and keep the new blocks; return the numbers."""
+    def _made(self) -> Returned:
+        """Call the function and keep the new blocks; return all that it returns."""
         if self._phase.fills_out:
-            return self._phase.numbers(self._phase.call(self._values, self._outs), self._outs)
-        blocks, numbers = self._phase.returned(self._phase.call(self._values, {}))
-        self._names = [*blocks]
-        for name, new in blocks.items():
+            return self._phase.filled(self._phase.call(self._values, self._outs), self._outs)
+        returned = self._phase.returned(self._phase.call(self._values, {}))
+        self._names = [*returned.blocks]
+        for name, new in returned.blocks.items():
             replace_block(self._spare(name).inner, new, self._parts[name])
-        return numbers
+        return returned
 
     def _sums(self) -> list[int]:
         """Return checksums of the arguments that the function could write into."""
@@ -99,7 +99,7 @@ class FirstStep:
     def _outs(self) -> dict[str, Array]:
         return {name: self._spare(name).inner for name in self._names}
 
-    def _filled(self) -> tuple[Any, ...]:
+    def _filled(self) -> Returned:
         """Call the function, and check that it fills all memory of its parameter `out`."""
         self._names = [*self._phase.fields]
         outs = self._outs
@@ -112,7 +112,7 @@ class FirstStep:
             self._phase.call(self._values, outs)
             for each in left:
                 each.check()
-        return self._phase.numbers(returned, outs)
+        return self._phase.filled(returned, outs)
 
     # --- numbers of the fields' kind
 

@@ -39,6 +39,7 @@ def iterate(
     save: Save | Sequence[Save] = ...,
     checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
+    max_time: str | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
@@ -65,6 +66,7 @@ def iterate(
     save: Save | Sequence[Save] = ...,
     checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
+    max_time: str | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
@@ -91,6 +93,7 @@ def iterate(
     save: Save | Sequence[Save] = ...,
     checkpoint: Checkpoint | None = ...,
     until: Callable[..., bool] | None = ...,
+    max_time: str | None = ...,
     check_every: int = ...,
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
@@ -116,6 +119,7 @@ def iterate(
     save: Save | Sequence[Save] = (),
     checkpoint: Checkpoint | None = None,
     until: Callable[..., bool] | None = None,
+    max_time: str | None = None,
     check_every: int = 1,
     checkpoint_every: int | str | None = "30 s",
     ranks: int | None = None,
@@ -139,13 +143,16 @@ def iterate(
         step. Halos of changed fields are updated before the next phase. A pair
         ``(function, ("u",))`` names the fields that a function with a parameter `out` fills; by
         default all. A parameter `at` gets the position: ``at.step``, ``at.box``, ``at.shape``,
-        ``at.index`` and ``at.rank``. Fields have a halo of width `depth`. Fields and constants are
-        read-only: write into `out`, or into a copy. The result must depend on the arguments alone.
-        The first step checks the function, and calls it one or more times again for that.
+        ``at.index``, ``at.rank`` and ``at.last``, the newest records by name. Fields have a halo of
+        width `depth`. Fields and constants are read-only: write into `out`, or into a copy. The
+        result must depend on the arguments alone. The first step checks the function, and calls it
+        one or more times again for that.
     fields : dask.array.Array, mapping of str or sequence
         The initial field, or a mapping of coupled fields by name. A value of the mapping is a Dask
-        array, a list of time levels, the newest first, or a `dask_p2p.Field` with options. The
-        function receives a tuple of time levels, and its result becomes the newest. A sequence of
+        array, a list of time levels, the newest first, a number, or a `dask_p2p.Field` with
+        options. The function receives a tuple of time levels, and its result becomes the newest. A
+        number, such as the time, must become the same on all ranks; a function with a parameter
+        `out` returns the numbers that it changes, ``{"t": t + dt}``. A sequence of
         arrays in place of the mapping has the time levels of one field, which are separate
         arguments of the function. All arrays have the same shape and chunks, in NumPy or CuPy
         blocks. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is the
@@ -193,6 +200,10 @@ def iterate(
         ``until(last)`` returns whether to stop, from a dict of the newest records. Without names of
         fields it is ``until(*numbers)``: `func` returns the numbers, in a tuple after the new local
         block if it returns one, and they are summed over all ranks.
+    max_time : str, optional
+        Time like "3 hours" after which the run ends, with a checkpoint in files if it has any. The
+        result then has "steps", the number of steps done. After the loss of a worker the time
+        counts anew. Only for a mapping of fields.
     check_every : int, optional
         Number of steps between calls of `until`, by default 1.
     checkpoint_every : int, str or None, optional
@@ -223,8 +234,9 @@ def iterate(
     -------
     dask.array.Array, dict or tuple
         One array for each field, with the chunks of the fields: a dict if the fields are in a
-        mapping, with a list for a list of time levels; a tuple for a sequence. With `record` the
-        dict also has an array for each series, and "steps", the number of steps done.
+        mapping, with a list for a list of time levels; a tuple for a sequence. A number is an
+        array without axes. With `record` the dict also has an array for each series, and "steps",
+        the number of steps done.
 
     Raises
     ------
@@ -288,15 +300,22 @@ def iterate(
     arguments = checked(func, field, constants, kwargs, until, record)
     check_computed(*(each.value for each in arguments.constants), *kwargs.values())
     first = arguments.arrays[0]
-    stores = checked_stores(save, checkpoint, arguments.results, first.chunks)
-    if stores and not isinstance(fields, Mapping):
+    capture = checked_flag("capture", capture)
+    stores = checked_stores(save, checkpoint, arguments.saved, first.chunks)
+    if (stores or max_time is not None) and not isinstance(fields, Mapping):
         raise InputError(
-            "save, checkpoint: expected fields by name, got fields without names. Give the field "
-            "by name, iterate(func, {'u': u}, ...)."
+            "save, checkpoint, max_time: expected fields by name, got fields without names. Give "
+            "the field by name, iterate(func, {'u': u}, ...)."
+        )
+    if capture and arguments.scalars:
+        raise InputError(
+            f"capture: expected fields that are arrays, as all replayed steps have the same "
+            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
         )
     iteration = Iteration(
         phases=arguments.phases,
         fields=arguments.fields,
+        scalars=arguments.scalars,
         constants=arguments.constants,
         series=arguments.series,
         stores=stores,
@@ -307,7 +326,8 @@ def iterate(
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checked_period(checkpoint_every),
-        capture=checked_flag("capture", capture),
+        max_time=_checked_time(max_time),
+        capture=capture,
         kwargs=kwargs,
     )
     options = checked_options()
@@ -319,6 +339,12 @@ def iterate(
         chosen_ranks(first, ranks, None),
         [spec.dtype for spec in arguments.results for _ in spec.depths],
         options,
-        arguments.value_specs(iteration.steps),
+        iteration.value_specs,
     )
-    return arguments.sorted(made)
+    return arguments.sorted(made, iteration.returns_steps)
+
+
+def _checked_time(given: Any) -> str | None:
+    if given is None or (isinstance(given, str) and isinstance(checked_period(given), str)):
+        return given
+    raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")

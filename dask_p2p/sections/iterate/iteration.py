@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,14 +12,16 @@ from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
+from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
-from dask_p2p.sections.iterate.series import SeriesSpec
+from dask_p2p.sections.iterate.scalars import ScalarSpec
+from dask_p2p.sections.iterate.series import STEPS_SPEC, SeriesSpec
 from dask_p2p.sections.iterate.stores import StoreSpecs
 
 
@@ -28,6 +31,7 @@ class Iteration:
 
     phases: tuple[Phase, ...]
     fields: tuple[FieldSpec, ...]  # also constants with a halo
+    scalars: tuple[ScalarSpec, ...]
     constants: tuple[ConstantSpec, ...]
     series: tuple[SeriesSpec, ...]
     stores: StoreSpecs
@@ -38,8 +42,28 @@ class Iteration:
     until: Callable[..., bool] | None
     check_every: int
     period: int | str | None
+    max_time: str | None
     capture: bool
     kwargs: Mapping[str, Any]
+
+    @property
+    def returns_steps(self) -> bool:
+        """True if the number of steps is a result."""
+        return bool(self.series) or self.max_time is not None
+
+    @cached_property
+    def reads_at(self) -> bool:
+        """True if a function has a parameter `at`, and may read the newest records."""
+        bindings = [each.binding for each in self.phases]
+        bindings += [each.binding for each in self.series]
+        return any(VALUES[AT] in binding.names for binding in bindings)
+
+    @property
+    def value_specs(self) -> list[ValueSpec]:
+        """The values that each rank returns after its arrays."""
+        scalars = [spec.value_spec for spec in self.scalars]
+        series = [spec.value_spec(self.steps) for spec in self.series]
+        return [*scalars, *series, *([STEPS_SPEC] if self.returns_steps else [])]
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> tuple[Any, ...]:
         return RankLoop(self, ctx, local_blocks)()

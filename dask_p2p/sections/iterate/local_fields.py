@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from dask_p2p.errors import InputError
@@ -65,9 +66,16 @@ class At:
     """
 
     def __init__(
-        self, ctx: Context, shape: tuple[int, ...], box: Box, step: int, is_captured: bool
+        self,
+        ctx: Context,
+        shape: tuple[int, ...],
+        box: Box,
+        step: int,
+        is_captured: bool,
+        last: Mapping[str, Any],  # the newest records of all ranks
     ) -> None:
         self.rank, self.shape, self.box = ctx.rank, shape, box
+        self._last = MappingProxyType(last)
         self._module, self._is_captured, self._step = ctx.device.module, is_captured, step
 
     def set_step(self, step: int) -> None:
@@ -80,12 +88,24 @@ class At:
 
         Raises `InputError` with ``capture=True``, since all replayed steps have the same number.
         """
+        self._check_not_captured("at.step")
+        return self._step
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest records of all ranks by name; empty before the first one.
+
+        Raises `InputError` with ``capture=True``, since all replayed steps have the same ones.
+        """
+        self._check_not_captured("at.last")
+        return self._last
+
+    def _check_not_captured(self, title: str) -> None:
         if self._is_captured:
             raise InputError(
-                "at.step: expected a function that does the same in each step, because of "
-                "capture=True. Leave out capture=True."
+                f"{title}: expected a function that does the same in each step, because of "
+                f"capture=True. Leave out capture=True."
             )
-        return self._step
 
     @cached_property
     def index(self) -> tuple[Array, ...]:
@@ -109,8 +129,9 @@ class LocalFields:
         constants: Sequence[ConstantSpec],
         exchange: str,  # order of the messages of halo updates
         is_captured: bool,  # whether steps are replayed
+        last: Mapping[str, Any],  # the newest records of all ranks
     ) -> None:
-        self._is_captured = is_captured
+        self._is_captured, self._last = is_captured, last
         self._ctx, self.shape = ctx, shape
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
@@ -169,4 +190,4 @@ class LocalFields:
         """Return the position of a box of the local block at a step."""
         pairs = zip(self._ctx.box, box, strict=True)
         whole = tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
-        return At(self._ctx, self.shape, whole, step, self._is_captured)
+        return At(self._ctx, self.shape, whole, step, self._is_captured, self._last)

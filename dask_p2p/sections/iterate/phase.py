@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.rank_body import shape_of
@@ -19,6 +19,14 @@ from dask_p2p.types import Array
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values
 
 
+class Returned(NamedTuple):
+    """The values that a function has returned."""
+
+    blocks: Mapping[str, Any] = MappingProxyType({})  # new local blocks by name of the field
+    numbers: tuple[Any, ...] = ()  # for `until`
+    scalars: Mapping[str, Any] = MappingProxyType({})  # new values of numbers by name
+
+
 @dataclass(frozen=True)
 class Phase:
     """One function of a step."""
@@ -27,6 +35,7 @@ class Phase:
     binding: Binding
     fields: tuple[str, ...]  # names of the fields that it may change
     has_until: bool = False  # whether the function also returns numbers
+    scalars: tuple[str, ...] = ()  # names of the numbers that it may change
 
     @cached_property
     def fills_out(self) -> bool:
@@ -53,43 +62,49 @@ class Phase:
         with explained_writes():
             return self.bound(values, outs)()
 
-    def returned(self, value: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Return the new blocks by name of the field, and the numbers for `until`.
+    def returned(self, value: Any) -> Returned:
+        """Return the new blocks and numbers of a function without a parameter `out`.
 
         Raises `BlockMismatchError` for other values than blocks of its fields and numbers.
         """
         if not self.is_named:
             new, *numbers = value if isinstance(value, tuple) and value else (value,)
             _check_numbers(numbers, self.has_until)
-            return {UNNAMED: new}, tuple(numbers)
-        if len(self.fields) == 1 and hasattr(value, "shape"):
-            return {self.fields[0]: value}, ()
-        if not isinstance(value, Mapping) or not value or not {*value} <= {*self.fields}:
+            return Returned({UNNAMED: new}, tuple(numbers))
+        if len(self.fields) == 1 and _ndim(value) and not isinstance(value, (list, tuple)):
+            return Returned({self.fields[0]: value})
+        names = (*self.fields, *self.scalars)
+        if not isinstance(value, Mapping) or not value or not {*value} <= {*names}:
             found = list(value) if isinstance(value, Mapping) else type(value).__name__
             raise BlockMismatchError(
                 f"expected a mapping of new blocks from the function, with some of the fields "
-                f"{list(self.fields)}, got {found}. Return {{{self.fields[0]!r}: ...}}."
+                f"{list(names)}, got {found}. Return {{{names[0]!r}: ...}}."
             )
-        return dict(value), ()
+        blocks = {name: value[name] for name in value if name in self.fields}
+        return Returned(blocks, (), {name: value[name] for name in value if name in self.scalars})
 
-    def numbers(self, returned: Any, outs: Outs) -> tuple[Any, ...]:
-        """Return the numbers among the values of a function that has filled `outs`.
+    def filled(self, value: Any, outs: Outs) -> Returned:
+        """Return the numbers that a function which has filled `outs` returned.
 
         The first value may be the memory itself, or None.
         """
-        values = returned if isinstance(returned, tuple) else (returned,)
-        if self.is_named:
-            if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
-                raise BlockMismatchError(
-                    f"expected a function that fills its parameter out, out.{self.fields[0]}[...] "
-                    f"= ..., and returns None, got {type(values[0]).__name__}. Return nothing, or "
-                    f"leave out the parameter out."
-                )
-            return ()
-        if values and (values[0] is None or _is_same_memory(values[0], outs[UNNAMED])):
-            values = values[1:]
-        _check_numbers(values, self.has_until)
-        return values
+        values = value if isinstance(value, tuple) else (value,)
+        if not self.is_named:
+            if values and (values[0] is None or _is_same_memory(values[0], outs[UNNAMED])):
+                values = values[1:]
+            _check_numbers(values, self.has_until)
+            return Returned({}, values)
+        if isinstance(value, Mapping) and {*value} <= {*self.scalars}:
+            return Returned({}, (), dict(value))
+        if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
+            found = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
+            name = (*self.fields, *self.scalars)[0]
+            raise BlockMismatchError(
+                f"expected a function that fills its parameter out, out.{name}[...] = "
+                f"..., and returns None or fields that are numbers, {list(self.scalars)}, got "
+                f"{found}. Return nothing else, or leave out the parameter out."
+            )
+        return Returned()
 
 
 @contextmanager

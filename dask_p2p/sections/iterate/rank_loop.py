@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,17 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.rank_body import LocalBlocks
-from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
+from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import Binding
+from dask_p2p.sections.iterate.call import Call, CallArrays
 from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import At, LocalFields
-from dask_p2p.sections.iterate.phase import Phase, explained_writes, replace_block
+from dask_p2p.sections.iterate.phase import Phase, Returned, explained_writes, replace_block
+from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
 from dask_p2p.sections.iterate.store_writer import Stores
 from dask_p2p.types import Array
@@ -40,22 +41,26 @@ class RankLoop:
     def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
         self._of, self._ctx = of, ctx
         given = of.shape, local_blocks, of.fields, of.constants, of.exchange, of.capture
-        self._local = LocalFields(ctx, *given)
+        self._series = Series(of.series, of.steps, ctx)
+        self._scalars = Scalars(of.scalars, ctx)
+        self._local = LocalFields(ctx, *given, self._series.last)
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.has_halo}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
-        self._calls: dict[tuple[int, int], _Call] = {}  # by position in the cycle, and phase
-        self._series = Series(of.series, of.steps, ctx)
-        self._stores = Stores(of.stores, ctx, self._local, self._series, of.steps)
+        self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
+        recorded = self._scalars, self._series
+        self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
+        self._limit = Period(of.max_time)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
         of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
         first = ctx.restore_state(self._state, may_stay=True)
         self._series.load(first)
+        self._scalars.load(first)
         step = first = self._first = self._stores.begin(first)
         ctx.progress.step = ctx.progress.first = first
         ctx.progress.steps = of.steps
@@ -76,21 +81,31 @@ class RankLoop:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
                 if self._is_done(step, numbers):
-                    ctx.progress.step = step
+                    ctx.progress.advance(step)
                     self._stores.write(step)
                     break
-            ctx.progress.step = step
+            ctx.progress.advance(step)
             ctx.device.keep_up(step)
-            self._stores.write(step)
+            is_over = ctx.has_ended(self._limit, step)
+            self._stores.write(step, is_last=is_over)
+            if is_over:
+                break
             if step < of.steps and ctx.is_due(period, step):
                 self._series.save()
+                self._scalars.save()
                 ctx.checkpoint(step, *self._state)
-        return (*self._local.state, *self._series.results(step))
+        self._scalars.check()
+        return (*self._local.state, *self._scalars.values.values(), *self._results(step))
+
+    def _results(self, step: int) -> tuple[Any, ...]:
+        """Return the series and the number of steps, if they are results."""
+        series = self._series.results()
+        return (*series, step) if self._of.returns_steps else ()
 
     @property
     def _state(self) -> tuple[Array, ...]:
         """The arrays of a checkpoint."""
-        return (*self._local.state, *self._series.state)
+        return (*self._local.state, *self._scalars.state, *self._series.state)
 
     # --- the first step
 
@@ -113,13 +128,16 @@ class RankLoop:
         numbers: Sequence[Any] = ()
         for phase in self._of.phases:
             self._updated(self._stale_of(phase.binding.names))
-            names, numbers = self._checked(phase)
+            names, returned = self._checked(phase)
             self._changed.append(names)
             self._turn(names)
+            self._scalars.update(returned.scalars)
+            numbers = returned.numbers
+        self._scalars.check()
         return numbers
 
-    def _checked(self, phase: Phase) -> tuple[list[str], Sequence[Any]]:
-        """Fill the whole next local blocks and check the function; return names and numbers."""
+    def _checked(self, phase: Phase) -> tuple[list[str], Returned]:
+        """Fill the whole next local blocks and check the function; return names and values."""
         at = self._local.at(self._whole, self._first)
         values = self._values(phase.binding, self._whole, at)
         read = [
@@ -139,7 +157,7 @@ class RankLoop:
 
     def _step(self, step: int) -> Sequence[Any]:
         """Make a step; return the numbers of its last function."""
-        numbers: Sequence[Any] = ()
+        returned = Returned()
         overlap = self._of.overlap
         if overlap and self._is_asked(step + 1):  # numbers are of a whole local block
             overlap = False
@@ -149,11 +167,12 @@ class RankLoop:
             else:
                 is_overlapped = bool(overlap)
             for box in self._boxes(call, is_overlapped):
-                numbers = self._apply(call, box, step)
+                returned = self._apply(call, box, step)
             self._turn(call.changed)
-        return numbers
+            self._scalars.update(returned.scalars)
+        return returned.numbers
 
-    def _boxes(self, call: _Call, is_overlapped: bool) -> Iterator[Box]:
+    def _boxes(self, call: Call, is_overlapped: bool) -> Iterator[Box]:
         """Update halos; yield boxes of the local block when they can be computed."""
         exchange, halo_arrays = call.exchange, call.halo_arrays
         if not call.reads <= self._stale:  # a record has read some of them since
@@ -174,7 +193,7 @@ class RankLoop:
         pending.wait()
         yield from boundary_parts
 
-    def _calls_of(self, step: int) -> Iterator[_Call]:
+    def _calls_of(self, step: int) -> Iterator[Call]:
         """Yield the calls of a step; each turns its fields before the next one."""
         position = (step - self._first) % self._cycle
         for number, phase in enumerate(self._of.phases):
@@ -184,7 +203,7 @@ class RankLoop:
                 halo_arrays = [self._fields[name].newest for name in self._fields if name in reads]
                 exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
                 changed = self._changed[number]
-                self._calls[key] = _Call(phase, changed, reads, halo_arrays, exchange)
+                self._calls[key] = Call(phase, changed, reads, halo_arrays, exchange)
             yield self._calls[key]
 
     def _stale_before(self, number: int) -> set[str]:
@@ -200,35 +219,41 @@ class RankLoop:
                     break
         return found
 
-    def _apply(self, call: _Call, box: Box, step: int) -> Sequence[Any]:
-        """Fill a box of the next local blocks; return the numbers of the function."""
+    def _apply(self, call: Call, box: Box, step: int) -> Returned:
+        """Fill a box of the next local blocks; return the values of the function."""
         if box not in call.arrays:
             call.arrays[box] = self._arrays(call, box)
         phase, arrays = call.phase, call.arrays[box]
         arrays.at.set_step(step)
+        function = arrays.function
+        if arrays.reads_scalars:
+            function = phase.bound({**arrays.values, **self._scalars.values}, arrays.outs)
         with explained_writes():
-            returned = arrays.function()
+            value = function()
         if phase.fills_out:
-            return phase.numbers(returned, arrays.outs)
-        blocks, numbers = phase.returned(returned)
-        if blocks.keys() != arrays.outs.keys():
+            return phase.filled(value, arrays.outs)
+        returned = phase.returned(value)
+        if returned.blocks.keys() != arrays.outs.keys():
             raise BlockMismatchError(
                 f"expected new blocks of the same fields in each step, {call.changed}, got "
-                f"{[*blocks]}. Return the same names each time."
+                f"{[*returned.blocks]}. Return the same names each time."
             )
-        for name, new in blocks.items():
+        for name, new in returned.blocks.items():
             replace_block(arrays.outs[name], new, arrays.parts[name])
-        return numbers
+        return returned
 
-    def _arrays(self, call: _Call, box: Box) -> _Arrays:
+    def _arrays(self, call: Call, box: Box) -> CallArrays:
         at = self._local.at(box, self._first)
         parts = {name: self._fields[name].parts(box)[0] for name in call.changed}
         outs = {name: self._fields[name].spare.inner[part.where] for name, part in parts.items()}
-        function = call.phase.bound(self._values(call.phase.binding, box, at), outs)
-        return _Arrays(function, outs, parts, at)
+        values = self._values(call.phase.binding, box, at)
+        reads_scalars = bool(call.phase.binding.names & self._scalars.values.keys())
+        function = call.phase.bound(values, outs)
+        return CallArrays(values, function, outs, parts, at, reads_scalars)
 
     def _values(self, binding: Binding, box: Box, at: At) -> dict[str, Any]:
-        return {**self._local.values(binding.names, box, at), **self._of.kwargs}
+        own = self._local.values(binding.names, box, at)
+        return {**own, **self._scalars.values, **self._of.kwargs}
 
     def _stale_of(self, names: Collection[str]) -> list[HaloArray]:
         """Return the newest levels of these names whose halos are out of date; they are updated."""
@@ -255,8 +280,9 @@ class RankLoop:
         until = self._of.until
         if self._series.is_due(step):
             self._record(step)
-            if until is not None:
+            if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
+            if until is not None:
                 return bool(until(dict(self._series.last)))
         if until is None or not self._is_asked(step):
             return False
@@ -311,34 +337,3 @@ class RankLoop:
             return False
         later = range(step + 1, last + 1)
         return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """Arrays of one call of a function, for a box of the local block."""
-
-    function: Callable[[], Any]  # the user's function with its arguments
-    outs: dict[str, Array]  # memory for new blocks, by field
-    parts: dict[str, HaloPart]  # of the newest level of each changed field
-    at: At
-
-
-class _Call:
-    """A phase at one position in the cycle."""
-
-    def __init__(
-        self,
-        phase: Phase,
-        changed: list[str],  # names of the fields that it changes
-        reads: frozenset[str],  # names of the fields whose halos are updated before
-        halo_arrays: list[HaloArray],  # of these fields
-        exchange: HaloExchange | None,  # updates them
-    ) -> None:
-        self.phase, self.changed, self.reads = phase, changed, reads
-        self.halo_arrays, self.exchange = halo_arrays, exchange
-        self.arrays: dict[Box, _Arrays] = {}
-
-    @property
-    def is_worth_hiding(self) -> bool:
-        """True if the interior should be computed while halos are in flight."""
-        return self.exchange is not None and self.exchange.is_worth_hiding

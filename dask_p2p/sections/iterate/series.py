@@ -189,10 +189,10 @@ class Series:
             self._values[number][:count] = self._ctx.device.to_host(array)[:count]
             self._set_count(number, step)
 
-    def results(self, step: int) -> tuple[Any, ...]:
-        """Return all series, and the number of steps."""
+    def results(self) -> list[Array]:
+        """Return all series."""
         self.combine()
-        return (*self._values, step) if self._specs else ()
+        return self._values
 
 
 def _unset(spec: ValueSpec) -> Array:

@@ -26,9 +26,9 @@ from dask_p2p.ops.zarr_arrays import CONFIG, zarr_format
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.local_fields import LocalFields
+from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
 from dask_p2p.sections.iterate.stores import Checkpoint, Save, StoreSpecs
-from dask_p2p.types import Array
 
 _COMPLETE = ".complete"  # end of the name of an empty file: all ranks have written the checkpoint
 _STEP_DIGITS = 12
@@ -38,10 +38,16 @@ class Stores:
     """The stores of one rank."""
 
     def __init__(
-        self, specs: StoreSpecs, ctx: Context, local: LocalFields, series: Series, steps: int
+        self,
+        specs: StoreSpecs,
+        ctx: Context,
+        local: LocalFields,
+        scalars: Scalars,
+        series: Series,
+        steps: int,  # of the run
     ) -> None:
-        self._specs, self._ctx, self._local, self._series = specs, ctx, local, series
-        self._steps = steps
+        self._specs, self._ctx, self._local = specs, ctx, local
+        self._scalars, self._series, self._steps = scalars, series, steps
         self._groups: list[Any] = []  # of frames
         self._own = box_slices(ctx.box)
         checkpoint = specs.checkpoint
@@ -65,18 +71,19 @@ class Stores:
         is_state = isinstance(every, int) and step % every == 0
         return is_state or any(step % save.every == 0 for save in self._specs.saves)
 
-    def write(self, step: int) -> None:
-        """Write the frames and the checkpoint that are due after a step."""
+    def write(self, step: int, is_last: bool = False) -> None:
+        """Write the frames and the checkpoint that are due after a step.
+
+        The run ends by `max_time` if it `is_last`: then a checkpoint is due.
+        """
         for save, group in zip(self._specs.saves, self._groups, strict=True):
             if step % save.every == 0:
                 self._write_frame(save, group, step)
         checkpoint = self._specs.checkpoint
-        if checkpoint is not None and self._period.is_due(step, self._greatest):
+        if checkpoint is None:
+            return
+        if self._ctx.has_ended(self._period, step) or is_last:
             self._write_checkpoint(checkpoint, step)
-
-    def _greatest(self, values: Array) -> Array:
-        found: Array = self._ctx.allreduce(values, "max")
-        return found
 
     def _together(self, path: Path, work: Callable[[], None]) -> None:
         """Let rank 0 do some work, and all others wait for it."""
@@ -91,8 +98,8 @@ class Stores:
         """Create the group of frames, or make it ready for frames after a first step."""
         import zarr
 
-        fields, frames = self._local.fields, self._steps // save.every
-        shapes = {name: (self._local.shape, fields[name].spec.dtype) for name in save.fields or ()}
+        frames, names = self._steps // save.every, save.fields or ()
+        shapes = {name: self._shape(name) for name in names}
         program = {"format": "dask_p2p frames 1", "every": save.every, "arrays": _plain(shapes)}
         group = _opened(path) if _has_files(path) else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
@@ -122,9 +129,12 @@ class Stores:
     def _write_frame(self, save: Save, group: Any, step: int) -> None:
         number = step // save.every - 1
         for name in save.fields or ():
-            block = self._ctx.device.to_host(self._local.fields[name].newest.inner)
             with _explained(Path(save.path)):
-                group[name][(number, *self._own)] = block
+                if name not in self._scalars.values:
+                    block = self._ctx.device.to_host(self._local.fields[name].newest.inner)
+                    group[name][(number, *self._own)] = block
+                elif self._ctx.rank == 0:
+                    group[name][number] = self._scalars.values[name]
         attributes = {"frames": number + 1, "steps": step}
         self._ctx.barrier()
         self._together(Path(save.path), lambda: group.attrs.update(attributes))
@@ -132,11 +142,17 @@ class Stores:
     def _create(self, group: Any, shapes: Mapping[str, Any], frames: int | None = None) -> None:
         """Create arrays in a group, with an axis of frames if their number is given."""
         own = tuple(size for (size,) in self._specs.chunks)
-        chunks = own if frames is None else (1, *own)
-        if frames is not None:
-            shapes = {name: ((frames, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        along = () if frames is None else (frames,)
         for name, (shape, dtype) in shapes.items():
-            group.create_array(name, shape=shape, dtype=dtype, chunks=chunks, config=CONFIG)
+            chunks = (*(1 for _ in along), *own) if shape else along
+            whole = (*along, *shape)
+            group.create_array(name, shape=whole, dtype=dtype, chunks=chunks, config=CONFIG)
+
+    def _shape(self, name: str) -> tuple[tuple[int, ...], Any]:
+        """Return the shape and dtype of a field."""
+        if name in self._scalars.values:
+            return (), self._scalars.values[name].dtype
+        return self._local.shape, self._local.fields[name].spec.dtype
 
     def _group(self, path: Path) -> Any:
         """Return a group that rank 0 has made; all ranks must see it."""
@@ -160,7 +176,8 @@ class Stores:
 
     def _shapes(self) -> dict[str, Any]:
         """Return the shape and dtype of each array of a checkpoint."""
-        return {name: (self._local.shape, np.dtype(own.dtype)) for name, own in self._levels()}
+        found = {name: (self._local.shape, np.dtype(own.dtype)) for name, own in self._levels()}
+        return found | {name: self._shape(name) for name in self._scalars.values}
 
     def _program(self) -> dict[str, Any]:
         return {"format": "dask_p2p checkpoint 1", "arrays": _plain(self._shapes())}
@@ -202,6 +219,7 @@ class Stores:
         for name, block in self._levels():
             with _explained(path):
                 self._ctx.device.copy_from_host(block, group[name][self._own])
+        self._scalars.update({name: group[name][()] for name in self._scalars.values})
         self._series.resume({name: np.asarray(v) for name, v in _series_of(group)}, newest)
         return newest
 
@@ -218,6 +236,8 @@ class Stores:
             group = zarr.create_group(folder, zarr_format=version)
             group.attrs.update({"program": self._program(), "step": step})
             self._create(group, shapes)
+            for name, value in self._scalars.values.items():
+                group[name][()] = value
             for name, values in self._series.values.items():
                 group.create_array(f"series.{name}", data=values)
 

@@ -13,7 +13,6 @@ from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.fields import FieldSpec
 
 _MOST_PARTS = 16  # chunks of a store for each block of an array
 
@@ -77,9 +76,7 @@ class StoreSpecs:
         return bool(self.saves) or self.checkpoint is not None
 
 
-def checked_stores(
-    save: Any, checkpoint: Any, specs: Sequence[FieldSpec], chunks: Chunks
-) -> StoreSpecs:
+def checked_stores(save: Any, checkpoint: Any, names: Sequence[str], chunks: Chunks) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
 
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
@@ -90,7 +87,6 @@ def checked_stores(
         return StoreSpecs()
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    names = [spec.name for spec in specs]
     found = []
     for each in saves:
         if not isinstance(each, Save):
@@ -101,7 +97,7 @@ def checked_stores(
         own = tuple(names if each.fields is None else each.fields)
         if not own or not {*own} <= {*names}:
             raise InputError(
-                f"save: expected names of fields, {names}, got {list(own)}. Rename them."
+                f"save: expected names of fields, {[*names]}, got {list(own)}. Rename them."
             )
         every = checked_count("steps between frames", every=each.every)
         found.append(Save(_absolute(each.path), every, own))

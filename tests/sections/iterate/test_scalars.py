@@ -1,0 +1,243 @@
+"""Fields of `iterate` that are numbers, records that functions read, and the end by time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from types import SimpleNamespace
+
+import dask
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.sections.gang import progress
+from tests.sections.iterate.test_coupled import U, array
+from tests.sections.support import nothing_is_left
+from tests.support import result_of
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+RANKS = [1, 2, 3, 4]
+START = abs(U) / 4 + 1
+
+
+def difference(u):
+    return u[1:-1, 1:-1] - u[:-2, 1:-1]
+
+
+def advance(u, t, at):
+    """Burgers' equation, with the largest time step that the newest values permit."""
+    dt = 0.5 / at.last.get("speed", 2.0)
+    own = u[1:-1, 1:-1]
+    return {"u": own - dt * own * difference(u), "t": t + dt}
+
+
+def fill(u, t, at, out):
+    dt = 0.5 / at.last.get("speed", 2.0)
+    own = u[1:-1, 1:-1]
+    out.u[...] = own - dt * own * difference(u)
+    return {"t": t + dt}
+
+
+RECORD = {"speed": Record(lambda u: abs(u).max(), op="max")}
+
+
+def advanced(steps):
+    """Return the field, the time, and the times after each step."""
+    u, t, dt, times = START, 0.25, 0.5 / 2.0, []
+    for _ in range(steps):
+        padded = np.pad(u, 1, "wrap")
+        u, t = u - dt * u * difference(padded), t + dt
+        dt = 0.5 / abs(u).max()
+        times.append(t)
+    return u, t, times
+
+
+@pytest.mark.parametrize("function", [advance, fill])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_time_step_by_the_newest_record(client, ranks, overlap, function):
+    fields = {"u": array(START), "t": 0.25}
+    options = {"record": RECORD, "ranks": ranks, "overlap": overlap, "boundary": "periodic"}
+    made = iterate(function, fields, 1, 30, **options)
+    assert [*made] == ["u", "t", "speed", "steps"]
+    assert made["t"].shape == ()
+    assert made["t"].dtype == float
+    (found,) = dask.compute(made)
+    u, t, _ = advanced(30)
+    assert np.array_equal(found["u"], u)
+    assert found["t"] == t
+
+
+def test_phases_read_and_change_numbers(client):
+    def count(n, dt):
+        return {"n": n + 1, "dt": dt / 2}
+
+    def add(u, n, dt):
+        return u + n * dt
+
+    fields = {"n": 0, "u": array(np.zeros((24, 20))), "dt": Field(1, dtype="float32")}
+    phases = [(count, ("n", "dt")), (add, ("u",)), (count, ("n", "dt"))]
+    made = iterate(phases, fields, 0, 5)
+    assert [*made] == ["n", "u", "dt"]
+    (found,) = dask.compute(made)
+    n, dt, total = 0, np.float32(1), 0.0
+    for _ in range(5):
+        n, dt = n + 1, dt / 2
+        total += n * dt
+        n, dt = n + 1, dt / 2
+    assert (found["n"], found["dt"]) == (10, np.float32(2.0**-10))
+    assert (found["n"].dtype.kind, found["dt"].dtype) == ("i", np.float32)
+    assert np.allclose(found["u"], total, rtol=1e-12)
+
+
+def test_a_record_reads_a_number(client):
+    def step(u, t):
+        return {"u": u + 1, "t": t * 2}
+
+    fields = {"u": array(np.zeros((24, 20))), "t": 1.0}
+    record = {"times": Record(lambda t, at: t if at.rank == 0 else 0.0)}
+    (found,) = dask.compute(iterate(step, fields, 0, 4, record=record, ranks=2))
+    assert found["times"].tolist() == [2.0, 4.0, 8.0, 16.0]
+
+
+def test_a_killed_worker_keeps_numbers(client, tmp_path):
+    def step(u, t, at, folder):
+        if at.step == 150 and at.rank == 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"u": u + t, "t": t + 1}
+
+    fields = {"u": array(np.zeros((24, 20))), "t": 0.0}
+    options = {"checkpoint_every": 40, "ranks": 2, "folder": tmp_path}
+    made = iterate(step, fields, 0, 200, **options)
+    futures = client.compute([made["u"], made["t"]])
+    u, t = (result_of(client, future) for future in futures)
+    assert (u == sum(range(200))).all()
+    assert t == 200
+    assert (tmp_path / "killed").exists()
+    del futures
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("ranks", [(1, 3), (4, 2)])
+def test_stores_keep_numbers(client, tmp_path, ranks):
+    import zarr
+
+    fields = {"u": array(START), "t": 0.25}
+    stores = {
+        "save": Save(tmp_path / "frames.zarr", every=10),
+        "checkpoint": Checkpoint(tmp_path / "states", every=10),
+    }
+    options = {"record": RECORD, "boundary": "periodic", **stores}
+    dask.compute(iterate(advance, fields, 1, 20, ranks=ranks[0], **options))
+    (found,) = dask.compute(iterate(advance, fields, 1, 30, ranks=ranks[1], **options))
+    u, t, times = advanced(30)
+    assert np.array_equal(found["u"], u)
+    assert found["t"] == t
+    frames = zarr.open_group(tmp_path / "frames.zarr", mode="r")
+    assert frames["t"][...].tolist() == times[9::10]
+    assert np.array_equal(frames["u"][1], advanced(20)[0])
+
+
+def test_another_number_on_each_rank_is_refused(client):
+    def local(u, t, at):
+        return {"u": u + 1, "t": t + at.rank}
+
+    def late(u, t, at):
+        return {"u": u + 1, "t": t + (at.rank if at.step == 5 else 1)}
+
+    for step in (local, late):
+        made = iterate(step, {"u": array(START), "t": 0.0}, 0, 9, ranks=2)
+        with pytest.raises(BlockMismatchError, match=r"same number .* all ranks .* 't', got .* to"):
+            dask.compute(made)
+
+
+def test_wrong_numbers_are_named(client):
+    def step(u, t):
+        return {"u": u + 1, "t": t + 0.5}
+
+    with pytest.raises(BlockMismatchError, match=r"becomes int64 .* 't', got float64"):
+        dask.compute(iterate(step, {"u": array(START), "t": 0}, 0, 3, ranks=2))
+
+    def arrays(u, t):
+        return {"u": u + 1, "t": u}
+
+    with pytest.raises(BlockMismatchError, match=r"number .* 't', got float64 of shape"):
+        dask.compute(iterate(arrays, {"u": array(START), "t": 0.0}, 0, 3, ranks=2))
+
+    def wrong(u, t, out):
+        out.u[...] = u
+        return {"time": t}
+
+    with pytest.raises(BlockMismatchError, match=r"fields that are numbers, \['t'\], got \['time'"):
+        dask.compute(iterate(wrong, {"u": array(START), "t": 0.0}, 0, 3, ranks=2))
+
+
+def test_wrong_arguments_are_refused():
+    def step(u, t):
+        return {"u": u, "t": t}
+
+    fields = {"u": array(START), "t": 0.0}
+    with pytest.raises(InputError, match=r"capture: .* the number 't'"):
+        iterate(step, fields, 0, 3, capture=True)
+    with pytest.raises(InputError, match=r"at least one Dask array .* only numbers"):
+        iterate(lambda t: {"t": t}, {"t": 0.0}, 0, 3)
+    with pytest.raises(InputError, match="becomes int64 as the field 't'"):
+        iterate(step, {"u": array(START), "t": Field(0.5, dtype=int)}, 0, 3)
+    with pytest.raises(InputError, match="max_time: expected a time like '3 hours', got 5"):
+        iterate(step, fields, 0, 3, max_time=5)
+    with pytest.raises(InputError, match="number of steps, a time like"):
+        iterate(step, fields, 0, 3, max_time="soon")
+    with pytest.raises(InputError, match="max_time: expected fields by name"):
+        iterate(lambda u: u, array(START), 0, 3, max_time="1 s")
+
+
+def test_captured_functions_read_no_records(client):
+    def step(u, at):
+        return u + len(at.last)
+
+    with pytest.raises(InputError, match=r"at\.last: .* capture=True"):
+        dask.compute(iterate(step, {"u": array(START)}, 0, 9, capture=True, ranks=2))
+
+
+# --- the end by time
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_end_by_time(client, tmp_path, ranks):
+    def step(u, t):
+        return {"u": u + 1, "t": t + 1}
+
+    fields, total = {"u": array(np.zeros((24, 20))), "t": 0}, 10**9
+    options = {"checkpoint": Checkpoint(tmp_path, every="1 hour"), "ranks": ranks}
+    (found,) = dask.compute(iterate(step, fields, 0, total, max_time="300 ms", **options))
+    steps = int(found["steps"])
+    assert 0 < steps < total
+    assert found["t"] == steps
+    assert (found["u"] == steps).all()
+    (more,) = dask.compute(iterate(step, fields, 0, steps + 10, **options))
+    assert [*more] == ["u", "t"]
+    assert (more["u"] == steps + 10).all()
+    (newest,) = (path.name for path in tmp_path.glob("*.complete"))
+    assert int(newest.removesuffix(".complete").rpartition("-")[2]) == steps
+
+
+# --- the log
+
+
+def test_progress_is_logged_from_time_to_time(caplog, monkeypatch):
+    times = iter([100.0, 109.0, 110.0, 111.0, 125.0])
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr(progress, "time", clock)
+    caplog.set_level(logging.INFO, progress.__name__)
+    own = progress.Progress(steps=1000, logs=True)
+    for step in (1, 40, 51, 60, 351):
+        own.advance(step)
+    assert caplog.messages == [
+        "Step 51 of 1000, 5 steps/s, 190 s left",
+        "Step 351 of 1000, 20 steps/s, 32 s left",
+    ]
+    progress.Progress(steps=10).advance(3)  # of another rank: without a look at the clock
