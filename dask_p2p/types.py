@@ -5,7 +5,7 @@ Array libraries share methods but no class, so `Array` is `Any` for type checker
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -58,7 +58,7 @@ _Depth: TypeAlias = _Width | Sequence[_Width] | Mapping[int, _Width]  # of one a
 #: Halo widths for all axes, in a sequence or by axis; or a list of these, one for each array.
 DepthLike: TypeAlias = _Depth | list[_Depth]
 
-_Boundary: TypeAlias = str | SupportsFloat | SupportsComplex | None
+_Boundary: TypeAlias = str | SupportsFloat | SupportsComplex | Callable[..., None] | None
 _Boundaries: TypeAlias = _Boundary | Sequence[_Boundary] | Mapping[int, _Boundary]
 #: Boundary conditions at the ends of an array, in the forms of `DepthLike`.
 BoundaryLike: TypeAlias = _Boundaries | list[_Boundaries]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.plans.halo import BOUNDARIES
+from dask_p2p.plans.halo import BOUNDARIES, ODD
 from dask_p2p.types import DType
 
 #: Boundaries by their names in `numpy.pad`.
@@ -54,18 +54,25 @@ def checked_boundaries(
     boundary: Any,
     shapes: Sequence[tuple[int, ...]],
     dtype: DType | None = None,
-    has_sides: bool = False,  # whether an axis may have a pair, for both ends of the array
+    in_section: bool = False,  # whether a pair for both ends, functions and `ODD` are possible
 ) -> list[tuple[Any, ...]]:
     """Return the boundaries: for each array, one for each axis.
 
     Raises `InputError` for an invalid boundary, and for a number that `dtype` cannot hold.
     """
     given = _each_array("boundary", boundary, shapes, "none")
-    kind_of = _sides if has_sides else _boundary
+    kind_of = _sides if in_section else _boundary
     found = [tuple(map(kind_of, kinds)) for _, kinds in given]
     of_axes = (each for kinds in found for each in kinds)
     of_ends = (end for each in of_axes for end in (each if isinstance(each, tuple) else (each,)))
-    for value in (end for end in of_ends if not isinstance(end, str)):
+    for value in of_ends:
+        if value == ODD and dtype is not None and dtype.kind not in "ifcm":
+            raise InputError(
+                f"expected a boundary other than {ODD!r} for {dtype}, which has no negative "
+                f"numbers. Pass another one, or convert the array with x.astype(...)."
+            )
+        if isinstance(value, str) or callable(value):
+            continue
         if dtype is not None and not _holds(dtype, value):
             raise InputError(
                 f"expected a boundary that {dtype} can hold, got {value!r}. Pass another one, or "
@@ -86,8 +93,8 @@ def _holds(dtype: DType, value: Any) -> bool:
 def _sides(given: Any) -> Any:
     """Return the boundary of an axis: one for both ends, or a pair."""
     if not isinstance(given, tuple) or len(given) != 2:
-        return _boundary(given)
-    ends = tuple(map(_boundary, given))
+        return _end(given)
+    ends = tuple(map(_end, given))
     if "periodic" in [end for end in ends if isinstance(end, str)] and ends[0] != ends[1]:
         raise InputError(
             f"expected 'periodic' at both ends of an axis or at none, got {given!r}. An end has "
@@ -96,13 +103,20 @@ def _sides(given: Any) -> Any:
     return ends[0] if ends[0] == ends[1] else ends
 
 
-def _boundary(kind: Any) -> Any:
+def _end(given: Any) -> Any:
+    """Return the boundary at an end of the array of a section."""
+    if callable(given) or (isinstance(given, str) and given == ODD):
+        return given
+    return _boundary(given, f", {ODD!r}, a function of (rim, inside, at),")
+
+
+def _boundary(kind: Any, others: str = ",") -> Any:
     known = _OF_NUMPY.get(kind, kind) if isinstance(kind, str) else kind
     if known not in BOUNDARIES if isinstance(known, str) else not np.isscalar(known):
         also = ", ".join(f"{theirs} for {ours}" for theirs, ours in _OF_NUMPY.items())
         raise InputError(
-            f"expected a boundary out of {', '.join(BOUNDARIES)} (also NumPy's names: {also}), "
-            f"or a number, got {kind!r}."
+            f"expected a boundary out of {', '.join(BOUNDARIES)} (also NumPy's names: {also})"
+            f"{others} or a number, got {kind!r}."
         )
     return known
 

@@ -30,6 +30,8 @@ from dask_p2p.versioned import versioned
 #: Values beyond an end of the array: none, the elements at the other end, the reflected elements,
 #: the last element. Any other boundary is a constant.
 BOUNDARIES = ("none", "periodic", "reflect", "nearest")
+#: The mirror image with the opposite sign. Sections make it from "reflect".
+ODD = "odd"
 
 
 @versioned()

@@ -53,6 +53,7 @@ class RankHalo(Exchange):
     inner: Box  # the local block
     unread: list[Box]  # corners that no exchange fills
     depth: tuple[tuple[int, int], ...]  # halo widths, also at ends without a halo ("none")
+    is_changed_later: bool = False  # whether functions change a part of it after the exchange
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -229,7 +230,9 @@ def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
 
 
 def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
-    """Return the range along each axis that needs no halo data of other ranks."""
+    """Return the range along each axis that needs no halo data of other ranks, or of functions."""
+    if rank_halo.is_changed_later:
+        return [(0, 0) for _ in rank_halo.inner]
     needed, inside = _sides(rank_halo), []
     of_axes = enumerate(zip(rank_halo.inner, rank_halo.depth, strict=True))
     for axis, ((first, last), (before, after)) in of_axes:

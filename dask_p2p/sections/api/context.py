@@ -16,6 +16,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
+from dask_p2p.sections.exchange.ends import At, Ends, described, planned
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.staged import checked_order
@@ -57,6 +58,7 @@ class Context(Stepping, Transforms):
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
+        self.replays_steps = False  # whether steps are captured, and all have the same number
         self._halo_arrays = 0  # calls of `with_halo` so far
         self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
         self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
@@ -82,6 +84,9 @@ class Context(Stepping, Transforms):
         boundary : str, scalar, tuple or dict, optional
             Values beyond the ends of the array, as for `dask_p2p.map_overlap`. By default "none".
             A pair for an axis, ``{0: ("nearest", 0.0)}``, has the values before and after it.
+            "odd" is the mirror image with the opposite sign. A function ``f(rim, inside, at)``
+            fills `rim` in place, from its mirror image `inside` and the position `at`, as in
+            `dask_p2p.iterate`.
         corners : bool, optional
             If True, the default, the halo includes corners. A stencil that reads neighbours along
             one axis at a time does not need corners. With False they are not exchanged, and are NaN
@@ -110,15 +115,17 @@ class Context(Stepping, Transforms):
         if kind.hasobject:
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
-        (beyond,) = checked_boundaries(boundary, whole, kind, has_sides=True)
-        halo = halo_exchange(self._ranks, self.rank, widths, beyond, bool(corners))
+        (beyond,) = checked_boundaries(boundary, whole, kind, in_section=True)
+        halo = halo_exchange(self._ranks, self.rank, widths, planned(beyond), bool(corners))
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
-            f"boundary {beyond}, corners {bool(corners)}"
+            f"boundary {described(beyond)}, corners {bool(corners)}"
         )
         self._halo_arrays += 1
         order = checked_order(exchange)
-        halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device))
+        at = At(self.rank, whole[0], self.box, self.device.module, self.step_for)
+        ends = Ends(halo, beyond, at, self.device, kind)
+        halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device, ends))
         if local is not None:
             if not np.can_cast(own, kind, "same_kind"):
                 raise InputError(
@@ -133,6 +140,15 @@ class Context(Stepping, Transforms):
             check_kind(self.device, "local", local)
             halo_array.inner[...] = local
         return halo_array
+
+    def step_for(self, name: str) -> int:
+        """Return the number of the step, from 0; `name` is that of the value in errors."""
+        if self.replays_steps:
+            raise InputError(
+                f"{name}: expected a function that does the same in each step, because of "
+                f"capture=True. Leave out capture=True."
+            )
+        return self.progress.step
 
     def update_halo(self, *halo_arrays: HaloArray, copy: bool = True) -> Any:
         """Fill halos from the local blocks of all ranks; return the local blocks with their halos.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,6 +15,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.rank_halo import RankHalo, interior_and_boundary
 from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.ends import Ends
 from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
@@ -150,7 +152,10 @@ class HaloLayout:
         text: str,  # text of the exchange of one array, the same on all ranks
         order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
         device: Host = HOST,  # of the arrays
+        ends: Ends | None = None,  # parts that functions fill
     ) -> None:
+        self.ends = ends or None
+        halo = replace(halo, is_changed_later=self.ends is not None)
         self.halo, self.dtype, self.device = halo, dtype, device
         self.call = ExchangeCall(text, dtype, halo, order)
         self._copies = [(box_slices(src), box_slices(dst)) for src, dst in halo.local]
@@ -181,6 +186,13 @@ class HaloLayout:
             data[dst] = data[src]
         for dst, value in self._fills:
             data[dst] = value
+
+
+def fill_ends(halo_arrays: Sequence[HaloArray]) -> None:
+    """Call the functions that fill halos beyond the ends of the array."""
+    for each in halo_arrays:
+        if each.layout.ends:
+            each.layout.ends.fill(each.data)
 
 
 class HaloExchange:
@@ -230,6 +242,7 @@ class HaloExchange:
         for each in halo_arrays:
             each.layout.fill(each.data)
         self._moved.put([each.data for each in halo_arrays])
+        fill_ends(halo_arrays)
 
 
 class Pending:
@@ -260,6 +273,7 @@ class Pending:
         if self._results is None:
             if self._end is not None:
                 self._end()
+            fill_ends(self._halo_arrays)
             made, results = self._made, []
             for each in self._halo_arrays:
                 each.layout.is_in_flight = False

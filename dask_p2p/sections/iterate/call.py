@@ -8,7 +8,6 @@ from typing import Any
 
 from dask_p2p.geometry import Box
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
-from dask_p2p.sections.iterate.local_fields import At
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.types import Array
 
@@ -21,7 +20,6 @@ class CallArrays:
     function: Callable[[], Any]  # the user's function with them
     outs: dict[str, Array]  # memory for new blocks, by field
     parts: dict[str, HaloPart]  # of the newest level of each changed field
-    at: At
     reads_scalars: bool  # whether an argument is a number, which changes from step to step
 
 

@@ -148,7 +148,7 @@ def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
     spec = FieldSpec(
         name=name,
         depths=tuple(checked_depths(field.depth, shapes)),
-        boundary=checked_boundaries(field.boundary, shapes, levels[0].dtype, has_sides=True)[0],
+        boundary=checked_boundaries(field.boundary, shapes, levels[0].dtype, in_section=True)[0],
         corners=bool(field.corners),
         dtype=levels[0].dtype,
         is_list=is_list,

@@ -166,8 +166,12 @@ def iterate(
     boundary : str, scalar, tuple or dict, optional
         Values beyond the ends of the array, as for `dask_p2p.map_overlap`: by default "periodic".
         With "none" local blocks at the ends have no halo there. A pair in a dict by axis,
-        ``{0: ("nearest", 0.0)}``, has the values before and after the array. A mapping by names of
-        fields has one for each field, where "*" stands for all others.
+        ``{0: ("nearest", 0.0)}``, has the values before and after the array. "odd" is the mirror
+        image with the opposite sign. A function ``f(rim, inside, at)`` fills `rim`, the part of the
+        halo beyond an end, in place. Its mirror image `inside` has the same shape, and ``at.index``
+        the indices of `rim`, from -1 downwards and from the length upwards. It must compute each
+        element by itself. With functions `overlap` has no effect. A mapping by names of fields has
+        one boundary for each field, where "*" stands for all others.
     constants : sequence or mapping, optional
         Further arguments, which `func` reads in each step: in a mapping if the fields are in one. A
         Dask array must have the shape of the fields. Each rank receives its local block, without a

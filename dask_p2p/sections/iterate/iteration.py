@@ -13,6 +13,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
 from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
+from dask_p2p.sections.exchange.ends import planned
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
@@ -99,7 +100,7 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
-    own = halo_exchange(ranks, rank, spec.widest, spec.boundary, spec.corners)
+    own = halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
     level_bytes = prod(own.shape) * item_bytes

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
@@ -52,44 +51,12 @@ class LocalField:
         return [level.part(box, depth) for level, depth in of_levels]
 
 
-class At:
-    """The position of a step: parameter `at` of a function of `iterate`.
+class StepAt(At):
+    """The position of a step: parameter `at` of the functions of `iterate`."""
 
-    Attributes
-    ----------
-    rank : int
-        The rank that calls the function.
-    shape : tuple of int
-        Shape of the whole array.
-    box : tuple of tuple of int
-        Position of the new block in the whole array: (start, stop) of each axis.
-    """
-
-    def __init__(
-        self,
-        ctx: Context,
-        shape: tuple[int, ...],
-        box: Box,
-        step: int,
-        is_captured: bool,
-        last: Mapping[str, Any],  # the newest records of all ranks
-    ) -> None:
-        self.rank, self.shape, self.box = ctx.rank, shape, box
+    def __init__(self, *given: Any, last: Mapping[str, Any]) -> None:
+        super().__init__(*given)
         self._last = MappingProxyType(last)
-        self._module, self._is_captured, self._step = ctx.device.module, is_captured, step
-
-    def set_step(self, step: int) -> None:
-        """Set the number of the step."""
-        self._step = step
-
-    @property
-    def step(self) -> int:
-        """Number of the step, from 0.
-
-        Raises `InputError` with ``capture=True``, since all replayed steps have the same number.
-        """
-        self._check_not_captured("at.step")
-        return self._step
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -97,24 +64,8 @@ class At:
 
         Raises `InputError` with ``capture=True``, since all replayed steps have the same ones.
         """
-        self._check_not_captured("at.last")
+        self._step("at.last")
         return self._last
-
-    def _check_not_captured(self, title: str) -> None:
-        if self._is_captured:
-            raise InputError(
-                f"{title}: expected a function that does the same in each step, because of "
-                f"capture=True. Leave out capture=True."
-            )
-
-    @cached_property
-    def index(self) -> tuple[Array, ...]:
-        """Indices of the new block's elements in the whole array, as by `numpy.ogrid`."""
-        ndim, found = len(self.box), []
-        for axis, (start, stop) in enumerate(self.box):
-            along = self._module.arange(start, stop)
-            found.append(along.reshape((-1,) + (1,) * (ndim - axis - 1)))
-        return tuple(found)
 
 
 class LocalFields:
@@ -128,10 +79,9 @@ class LocalFields:
         specs: Sequence[FieldSpec],
         constants: Sequence[ConstantSpec],
         exchange: str,  # order of the messages of halo updates
-        is_captured: bool,  # whether steps are replayed
         last: Mapping[str, Any],  # the newest records of all ranks
     ) -> None:
-        self._is_captured, self._last = is_captured, last
+        self._last = last
         self._ctx, self.shape = ctx, shape
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
@@ -186,8 +136,8 @@ class LocalFields:
         along = zip(value.shape, box[len(box) - ndim :], strict=True)
         return value[tuple(slice(*(0, 1) if size == 1 else rows) for size, rows in along)]
 
-    def at(self, box: Box, step: int) -> At:
-        """Return the position of a box of the local block at a step."""
-        pairs = zip(self._ctx.box, box, strict=True)
+    def at(self, box: Box, step: Callable[[str], int]) -> StepAt:
+        """Return the position of a box of the local block; `step` returns the step's number."""
+        ctx, pairs = self._ctx, zip(self._ctx.box, box, strict=True)
         whole = tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
-        return At(self._ctx, self.shape, whole, step, self._is_captured, self._last)
+        return StepAt(ctx.rank, self.shape, whole, ctx.device.module, step, last=self._last)

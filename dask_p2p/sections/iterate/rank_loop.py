@@ -20,7 +20,7 @@ from dask_p2p.sections.iterate.binding import Binding
 from dask_p2p.sections.iterate.call import Call, CallArrays
 from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
-from dask_p2p.sections.iterate.local_fields import At, LocalFields
+from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.phase import Phase, Returned, explained_writes, replace_block
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
@@ -40,7 +40,8 @@ class RankLoop:
 
     def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
         self._of, self._ctx = of, ctx
-        given = of.shape, local_blocks, of.fields, of.constants, of.exchange, of.capture
+        ctx.replays_steps = of.capture
+        given = of.shape, local_blocks, of.fields, of.constants, of.exchange
         self._series = Series(of.series, of.steps, ctx)
         self._scalars = Scalars(of.scalars, ctx)
         self._local = LocalFields(ctx, *given, self._series.last)
@@ -76,15 +77,15 @@ class RankLoop:
             if graph is not None and is_ready and self._is_free(step):
                 graph()
                 step += cycle
+                ctx.progress.advance(step)
                 self._stale = self._stale_before(0)
             else:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
+                ctx.progress.advance(step)
                 if self._is_done(step, numbers):
-                    ctx.progress.advance(step)
                     self._stores.write(step)
                     break
-            ctx.progress.advance(step)
             ctx.device.keep_up(step)
             is_over = ctx.has_ended(self._limit, step)
             self._stores.write(step, is_last=is_over)
@@ -138,7 +139,7 @@ class RankLoop:
 
     def _checked(self, phase: Phase) -> tuple[list[str], Returned]:
         """Fill the whole next local blocks and check the function; return names and values."""
-        at = self._local.at(self._whole, self._first)
+        at = self._local.at(self._whole, self._ctx.step_for)
         values = self._values(phase.binding, self._whole, at)
         read = [
             level
@@ -167,7 +168,7 @@ class RankLoop:
             else:
                 is_overlapped = bool(overlap)
             for box in self._boxes(call, is_overlapped):
-                returned = self._apply(call, box, step)
+                returned = self._apply(call, box)
             self._turn(call.changed)
             self._scalars.update(returned.scalars)
         return returned.numbers
@@ -219,12 +220,11 @@ class RankLoop:
                     break
         return found
 
-    def _apply(self, call: Call, box: Box, step: int) -> Returned:
+    def _apply(self, call: Call, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the values of the function."""
         if box not in call.arrays:
             call.arrays[box] = self._arrays(call, box)
         phase, arrays = call.phase, call.arrays[box]
-        arrays.at.set_step(step)
         function = arrays.function
         if arrays.reads_scalars:
             function = phase.bound({**arrays.values, **self._scalars.values}, arrays.outs)
@@ -243,15 +243,15 @@ class RankLoop:
         return returned
 
     def _arrays(self, call: Call, box: Box) -> CallArrays:
-        at = self._local.at(box, self._first)
+        at = self._local.at(box, self._ctx.step_for)
         parts = {name: self._fields[name].parts(box)[0] for name in call.changed}
         outs = {name: self._fields[name].spare.inner[part.where] for name, part in parts.items()}
         values = self._values(call.phase.binding, box, at)
         reads_scalars = bool(call.phase.binding.names & self._scalars.values.keys())
         function = call.phase.bound(values, outs)
-        return CallArrays(values, function, outs, parts, at, reads_scalars)
+        return CallArrays(values, function, outs, parts, reads_scalars)
 
-    def _values(self, binding: Binding, box: Box, at: At) -> dict[str, Any]:
+    def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
         own = self._local.values(binding.names, box, at)
         return {**own, **self._scalars.values, **self._of.kwargs}
 
@@ -298,8 +298,10 @@ class RankLoop:
         names = self._series.names | self._of.phases[0].binding.names
         self._updated(self._stale_of(names))  # also for the next step, in one message
 
+        at = self._local.at(self._whole, lambda name: self._ctx.step_for(name) - 1)
+
         def values(binding: Binding) -> dict[str, Any]:
-            return self._values(binding, self._whole, self._local.at(self._whole, step - 1))
+            return self._values(binding, self._whole, at)
 
         self._series.record(step, values)
 
@@ -321,7 +323,7 @@ class RankLoop:
                 for call in self._calls_of(number):
                     if call.exchange is not None:
                         call.exchange.put(call.halo_arrays)
-                    self._apply(call, self._whole, number)
+                    self._apply(call, self._whole)
                     self._turn(call.changed)
 
         return Captured(ctx.device, self._levels, steps)

@@ -1,0 +1,203 @@
+"""Boundaries by functions: values beyond the ends of the array, made from their mirror image.
+
+An exchange fills halos beyond the ends with the mirror image of the array, and then a function
+changes them, one axis after the other. So corners have the values that `numpy.pad` would give them,
+and no message is added::
+
+      rim    inside           rim, after rim[...] = -inside
+    +-----+---------+        +-----+---------+
+    | b a | a b c d |        |-b -a| a b c d |
+    +-----+---------+        +-----+---------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_size, box_slices
+from dask_p2p.plans.halo import ODD
+from dask_p2p.plans.rank_halo import RankHalo
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.types import Array, DType
+
+
+def planned(boundary: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the boundary of each axis as plans have it: functions need the mirror image."""
+
+    def end(value: Any) -> Any:
+        return "reflect" if _function(value) is not None else value
+
+    return tuple(tuple(map(end, own)) if isinstance(own, tuple) else end(own) for own in boundary)
+
+
+def described(boundary: Sequence[Any]) -> str:
+    """Return a text of the boundary that is the same on all ranks."""
+    names = [
+        getattr(end, "__qualname__", type(end).__name__) if callable(end) else repr(end)
+        for own in boundary
+        for end in _both(own)
+    ]
+    return f"({', '.join(names)})"
+
+
+def _both(own: Any) -> tuple[Any, Any]:
+    """Return the boundaries before and after the array, along one axis."""
+    return own if isinstance(own, tuple) else (own, own)
+
+
+def _function(boundary: Any) -> Callable[..., Any] | None:
+    if isinstance(boundary, str):
+        return _odd if boundary == ODD else None
+    return boundary if callable(boundary) else None
+
+
+def _odd(rim: Array, inside: Array, at: Any) -> None:
+    rim[...] = -inside
+
+
+class At:
+    """The position of a block, or of a part beyond the ends: parameter `at` of functions.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that calls the function.
+    shape : tuple of int
+        Shape of the whole array.
+    box : tuple of tuple of int
+        Position of the block in the whole array: (start, stop) of each axis.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        shape: tuple[int, ...],
+        box: Box,
+        module: Any,  # of the indices: NumPy or CuPy
+        step: Callable[[str], int],  # returns the number of the step, for a name in errors
+    ) -> None:
+        self.rank, self.shape, self.box = rank, shape, box
+        self._module, self._step = module, step
+
+    @property
+    def step(self) -> int:
+        """Number of the step, from 0.
+
+        Raises `InputError` with ``capture=True``, since all replayed steps have the same number.
+        """
+        return self._step("at.step")
+
+    @cached_property
+    def index(self) -> tuple[Array, ...]:
+        """Indices of the block's elements in the whole array, as by `numpy.ogrid`."""
+        ndim, found = len(self.box), []
+        for axis, (start, stop) in enumerate(self.box):
+            along = self._placed(axis, self._module.arange(start, stop))
+            found.append(along.reshape((-1,) + (1,) * (ndim - axis - 1)))
+        return tuple(found)
+
+    def _placed(self, axis: int, positions: Array) -> Array:
+        """Return the indices of positions along an axis."""
+        return positions
+
+
+class _RimAt(At):
+    """The position of a part beyond an end of one axis.
+
+    Further axes have no values of their own beyond their ends yet: these have the indices that the
+    values come from.
+    """
+
+    def __init__(self, at: At, box: Box, axis: int, boundary: Sequence[Any]) -> None:
+        super().__init__(at.rank, at.shape, box, at._module, at._step)
+        self._axis, self._boundary = axis, boundary
+
+    def _placed(self, axis: int, positions: Array) -> Array:
+        if axis <= self._axis:
+            return positions
+        module, length = self._module, self.shape[axis]
+        before, after = _both(self._boundary[axis])
+        low = module.where(positions < 0, _source(before, positions, length), positions)
+        return module.where(low >= length, _source(after, low, length), low)
+
+
+def _source(end: Any, positions: Array, length: int) -> Array:
+    """Return the indices of the elements that are the values beyond an end of the array."""
+    if isinstance(end, str) and end == "periodic":
+        return positions % length
+    if _function(end) is None and end != "reflect":
+        return positions.clip(0, length - 1)
+    mirrored: Array = abs(positions + 0.5) - 0.5
+    return (length - 0.5 - abs(length - 0.5 - mirrored)).astype(positions.dtype)
+
+
+class Ends:
+    """The parts of a local block's halo that functions fill, after each exchange."""
+
+    def __init__(
+        self,
+        halo: RankHalo,
+        boundary: Sequence[Any],
+        at: At,  # position of the local block
+        device: Host,
+        dtype: DType,
+    ) -> None:
+        self._fills: list[Callable[[Array], None]] = []
+        lows = [low - start for (low, _), (start, _) in zip(at.box, halo.inner, strict=True)]
+        for axis, end, part in _parts(lows, halo.shape, boundary, at.shape):
+            pairs = list(zip(part, lows, strict=True))
+            where = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
+            function = _function(end)
+            if function is not None:
+                inside = device.empty(tuple(stop - start for start, stop in part), dtype)
+                position = _RimAt(at, part, axis, boundary)
+                self._fills.append(partial(_call, function, inside, position, where))
+            elif self._fills:  # a function has overwritten a corner
+                self._fills.append(partial(_put, end, where))
+
+    def __bool__(self) -> bool:
+        return bool(self._fills)
+
+    def fill(self, data: Array) -> None:
+        """Fill all parts, in the order of the axes.
+
+        Raises `InputError` for a function that returns values.
+        """
+        for fill in self._fills:
+            fill(data)
+
+
+def _call(function: Callable[..., Any], inside: Array, at: At, where: Any, data: Array) -> None:
+    rim = data[where]
+    inside[...] = rim
+    if function(rim, inside, at) is not None:
+        raise InputError(
+            "boundary: expected a function that fills its first argument, rim[...] = ..., and "
+            "returns None, got one that returns a value. Fill rim."
+        )
+
+
+def _put(value: Any, where: Any, data: Array) -> None:
+    data[where] = value
+
+
+def _parts(
+    lows: Sequence[int],  # by axis: the first index of the local block with its halo
+    sizes: Sequence[int],
+    boundary: Sequence[Any],
+    shape: Sequence[int],  # of the whole array
+) -> Iterator[tuple[int, Any, Box]]:
+    """Yield axis, boundary and position of each part beyond an end with a function or a number."""
+    whole = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
+    for axis, own in enumerate(boundary):
+        (low, high), (before, after) = whole[axis], _both(own)
+        for end, start, stop in (
+            (before, low, min(high, 0)),
+            (after, max(low, shape[axis]), high),
+        ):
+            part = (*whole[:axis], (start, stop), *whole[axis + 1 :])
+            if start < stop and box_size(part) and (end == ODD or not isinstance(end, str)):
+                yield axis, end, part

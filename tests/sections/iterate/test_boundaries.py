@@ -1,0 +1,158 @@
+"""Boundaries by functions of `iterate` and `spmd`, against `numpy.pad`."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Record, iterate, spmd
+from dask_p2p.errors import BlockMismatchError, InputError
+from tests.sections.iterate.test_coupled import U, V, array
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+RANKS = [1, 2, 3, 4]
+
+
+def wall(rim, inside, at):
+    """Let the field be 3 on the face of the wall."""
+    rim[...] = 2 * 3 - inside
+
+
+def profile(rim, inside, at):
+    """Inflow that depends on the position and the step."""
+    rim[...] = np.sin(at.index[0] + 0.5 * at.index[1] + at.step) - inside
+
+
+def padded(u, depth, boundary, step):
+    """Return the array with a halo, axis by axis as `numpy.pad`."""
+    names = {"periodic": "wrap", "nearest": "edge", "reflect": "symmetric"}
+    done = [0] * u.ndim
+    for axis in range(u.ndim):
+        own = boundary[axis]
+        ends = own if isinstance(own, tuple) else (own, own)
+        whole = u
+        for number, end in enumerate(ends):
+            width = [(0, 0)] * u.ndim
+            width[axis] = (depth, 0) if number == 0 else (0, depth)
+            is_name = isinstance(end, str) and end in names
+            mode = {"mode": names[end]} if is_name else {"mode": "symmetric"}
+            part = np.pad(u, width, **mode)
+            rim = (slice(None),) * axis + (slice(depth) if number == 0 else slice(-depth, None),)
+            if callable(end) or end == "odd":
+                inside = part[rim].copy()
+                starts = [-before for before in done]
+                starts[axis] = -depth if number == 0 else u.shape[axis]
+                ranges = [
+                    np.arange(start, start + size)
+                    for start, size in zip(starts, inside.shape, strict=True)
+                ]
+                at = type("At", (), {"index": np.ix_(*ranges), "step": step})
+                (end if callable(end) else lambda r, i, _: r.__setitem__(..., -i))(
+                    part[rim], inside, at
+                )
+            elif not is_name:
+                part[rim] = end
+            edge = part[rim]
+            whole = np.concatenate((edge, whole) if number == 0 else (whole, edge), axis)
+        u, done[axis] = whole, depth
+    return u
+
+
+def spread(u):
+    """A stencil of all points within its depth, corners too."""
+    depth = 1
+    return {"u": u[1:-1, 1:-1] * 0.3 + (u[:-2, :-2] + u[2:, 2:] - u[:-2, 2:]) * 0.2 * depth}
+
+
+BOUNDARIES = {
+    "odd": ("odd", "odd"),
+    "one wall": ((wall, "nearest"), "periodic"),
+    "walls": (wall, (wall, "odd")),
+    "mixed": (("odd", 0.5), (profile, "reflect")),
+    "number": ((wall, profile), (0.25, "nearest")),
+    "inflow": ((profile, wall), (profile, "odd")),
+}
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_boundaries(client, ranks, overlap, boundary):
+    options = {"boundary": dict(enumerate(boundary)), "ranks": ranks, "overlap": overlap}
+    made = iterate(spread, {"u": array(U)}, 1, 7, **options)["u"].compute()
+    u = U
+    for step in range(7):
+        u = spread(padded(u, 1, boundary, step))["u"]
+    assert np.array_equal(made, u)
+
+
+@pytest.mark.parametrize("chunks", [(12, 10), (24, 5), (6, 20), (3, 20), (24, 2)])
+def test_halos_wider_than_local_blocks(client, chunks):
+    boundary = ((wall, "odd"), ("odd", profile))
+    x = da.from_array(U, chunks=chunks)
+
+    def function(ctx, u):
+        p = ctx.with_halo(u, depth=7, boundary=dict(enumerate(boundary)))
+        own = ctx.update_halo(p)
+        wanted = padded(U, 7, boundary, 0)
+        part = tuple(slice(start, stop + 14) for start, stop in ctx.box)
+        return np.full_like(u, np.array_equal(own, wanted[part]))
+
+    assert spmd(function, x, ranks=4).compute().all()
+
+
+def test_fields_share_messages(client):
+    def both(u, v):
+        return {"u": spread(v)["u"], "v": u[1:-1, 1:-1]}
+
+    boundary = {"u": {0: wall, 1: "odd"}, "v": {0: "periodic", 1: (0.0, profile)}}
+    fields = {"u": array(U), "v": array(V)}
+    (made,) = dask.compute(iterate(both, fields, 1, 6, boundary=boundary, ranks=4))
+    u, v = U, V
+    for step in range(6):
+        old = padded(v, 1, ("periodic", (0.0, profile)), step)
+        u, v = spread(old)["u"], u
+    assert np.array_equal(made["u"], u)
+    assert np.array_equal(made["v"], v)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_records_read_the_halo_of_the_next_step(client, ranks):
+    boundary = (profile, "odd")
+    rim = Record(lambda u, at: u[0].sum() if at.box[0][0] == 0 else 0.0)
+    options = {"boundary": dict(enumerate(boundary)), "record": {"rim": rim}, "ranks": ranks}
+    (made,) = dask.compute(iterate(spread, {"u": array(U, chunks=(8, 20))}, 1, 5, **options))
+    u, wanted = U, []
+    for step in range(5):
+        u = spread(padded(u, 1, boundary, step))["u"]
+        wanted.append(padded(u, 1, boundary, step + 1)[0].sum())
+    assert np.array_equal(made["u"], u)
+    np.testing.assert_allclose(made["rim"], wanted, rtol=1e-12)
+
+
+def test_wrong_boundaries_are_refused(client):
+    def returns(rim, inside, at):
+        return -inside
+
+    made = iterate(spread, {"u": array(U)}, 1, 3, boundary=returns, ranks=2)
+    with pytest.raises(InputError, match=r"fills its first argument.*returns a value"):
+        dask.compute(made)
+    whole = array(np.zeros((24, 20), "uint8"))
+    with pytest.raises(InputError, match="'odd' for uint8, which has no negative"):
+        iterate(spread, {"u": whole}, 1, 3, boundary="odd")
+    with pytest.raises(InputError, match=r"'odd', a function of \(rim, inside, at\), or a number"):
+        iterate(spread, {"u": array(U)}, 1, 3, boundary="mirror")
+    captured = iterate(spread, {"u": array(U)}, 1, 9, boundary=profile, capture=True)
+    with pytest.raises(InputError, match=r"at\.step: .* capture=True"):
+        dask.compute(captured)
+
+
+def test_a_boundary_of_the_right_shape_only(client):
+    def wrong(rim, inside, at):
+        rim[...] = np.zeros(3)
+
+    made = iterate(spread, {"u": array(U)}, 1, 3, boundary=wrong, ranks=2)
+    with pytest.raises((ValueError, BlockMismatchError), match="broadcast"):
+        dask.compute(made)
