@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dask_p2p.tools.dropin import install as install
     from dask_p2p.tools.dropin import uninstall as uninstall
     from dask_p2p.tools.progress_bar import progress as progress
+    from dask_p2p.tools.stalls import stalled as stalled
 
 ensure_defaults()
 
@@ -62,6 +63,7 @@ _FUNCTIONS = {
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",
     "spmd": "dask_p2p.sections.api.spmd",
+    "stalled": "dask_p2p.tools.stalls",
     "transpose": "dask_p2p.ops.transpose",
     "uninstall": "dask_p2p.tools.dropin",
 }

@@ -109,6 +109,7 @@ def _run_in_gang(
             ctx = body.context(ranks, rank, connections, checkpoints, reads_memory, device)
             of_gang = connections, [worker for worker, *_ in order.peers], order.attempt
             key, progress = (gang, rank), ctx.progress
+            rank_attempt.progress = progress
             watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
             with watch.recorded() as fields:
                 call = partial(body, ctx, *arrays)

@@ -7,7 +7,9 @@ thread, also if it waits in an exchange.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +32,7 @@ from dask_p2p.plugins.registration import give_plugin
 from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 
@@ -57,6 +60,8 @@ class RankAttempt:
         self._ranks, self._worker, self._gang = ranks, ranks.worker, gang
         self._changed = threading.Condition()
         self._order = Order("waiting")
+        self._thread = threading.get_ident()
+        self.progress = Progress()  # of the function
         self._pending: set[asyncio.Future[None]] = set()
         self._checkpoints: Checkpoints | None = None
 
@@ -103,6 +108,25 @@ class RankAttempt:
         )
 
     # --- on the event loop
+
+    def report(self) -> dict[str, Any]:
+        """Return the state of a rank whose attempt runs: see `dask_p2p.tools.stalls.RankReport`."""
+        frame = sys._current_frames().get(self._thread)
+        return {
+            "gang": self._gang,
+            "rank": self.rank,
+            "size": self.size,
+            "worker": self._worker.address,
+            "step": self.progress.step,
+            "steps": self.progress.steps,
+            "stack": "".join(traceback.format_stack(frame)),
+            **self.connections.state(),
+        }
+
+    @property
+    def runs(self) -> bool:
+        """True while the function may run."""
+        return self._order.state == "running"
 
     async def _until_done(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine; if it fails, end this attempt."""
@@ -184,6 +208,10 @@ class WorkerRanks:
         self.worker.handlers.pop(FORGET, None)
         for rank_attempt in tuple(self._ranks.values()):
             rank_attempt.stop()
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return the states of the ranks whose attempts run here."""
+        return [each.report() for each in tuple(self._ranks.values()) if each.runs]
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine that is independent of its rank's attempt. On the event loop."""

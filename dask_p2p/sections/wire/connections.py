@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import inf
+from typing import Any
 
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import Messenger
@@ -32,6 +32,7 @@ from dask_p2p.sections.wire.connection import (
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.endpoint import Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
+from dask_p2p.sections.wire.waits import CurrentWait
 
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
 # where each rank of the host has a core. Otherwise it would take a core from the others.
@@ -48,6 +49,7 @@ class Connections:
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._connections: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
+        self._current = CurrentWait(reach.timeout_s)
         self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
         self._background: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
@@ -169,10 +171,9 @@ class Connections:
             raise AttemptEndedError(self._failure)
         if self._found is not None:
             self._end(self._found)
-        self._text = call.encode()[:TEXT_BYTES]
+        self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
-        self._awaited_s = inf  # transfers in the background do not count as waiting
         self._setup.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
@@ -188,6 +189,10 @@ class Connections:
             self._background.start()
         return lambda: self._end(found)
 
+    def state(self) -> dict[str, Any]:
+        """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
+        return self._current.state(self._waiting)
+
     def _go_on(self) -> None:
         with suppress(P2PError):  # `_end` raises it again
             self._advance_all()
@@ -201,7 +206,7 @@ class Connections:
         """Complete an exchange; return the received bytes by rank."""
         if found is not self._found:
             return found  # already complete
-        self._awaited_s = time.perf_counter()
+        self._current.since_s = time.perf_counter()
         self._join()
         self._advance_all()
         for rank in self._receives:
@@ -227,7 +232,7 @@ class Connections:
                 self._advance(rank, self._connections[rank])
                 if rank not in self._waiting:
                     now_s = time.perf_counter()
-                    waited_s = now_s - max(since_s, self._awaited_s)
+                    waited_s = now_s - max(since_s, self._current.since_s)
                     self._connections[rank].waited_s += max(0.0, waited_s)
                     since_s = now_s
 
@@ -247,7 +252,7 @@ class Connections:
         connection.number += 1
         try:
             if rank in self._sends:
-                connection.begin_to_send(self._text, self._sends[rank])
+                connection.begin_to_send(self._current.text, self._sends[rank])
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
             if connection.send() and connection.has_received:
@@ -258,7 +263,7 @@ class Connections:
     def _advance(self, rank: int, connection: Connection) -> None:
         """Send and receive on a connection without blocking."""
         try:
-            is_done = connection.advance(self._text, self._rank, rank)
+            is_done = connection.advance(self._current.text, self._rank, rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
         if is_done:
@@ -274,6 +279,7 @@ class Connections:
             found, ready = self._polling.wait(connections, missing if meets else None)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
+        self._current.log_if_long(self._rank, len(self._peers), waiting | missing)
         if self._is_woken:
             self._setup.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")

@@ -1,0 +1,115 @@
+"""Reports of ranks that wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_p2p import spmd, stalled
+from dask_p2p.errors import InputError
+from dask_p2p.sections.wire import waits
+from tests.transports.loopback import wait_until
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+X = np.arange(12.0)
+
+
+def held_up(folder):
+    """Rank 1 loops until a file is there."""
+    while not os.path.exists(folder / "go"):
+        time.sleep(0.01)
+
+
+def function(ctx, x, folder):
+    for step in ctx.steps(20):
+        if ctx.rank == 1 and step == 4:
+            held_up(folder)
+        x = x + ctx.allreduce(x.sum())
+    return x
+
+
+def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
+    assert stalled(client, after=0) == []
+    x = da.from_array(X, chunks=4)
+    future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
+    wait_until(lambda: len(stalled(client, after="100 ms")) == 3)
+    assert stalled(client, after="1 hour") == []
+    found = {each.rank: each for each in stalled(client, after="100 ms")}
+    assert {each.size for each in found.values()} == {3}
+    assert {(each.step, each.steps) for each in found.values()} == {(4, 20)}
+    assert found[1].waits_for == ()
+    assert "held_up" in found[1].stack
+    assert "computes" in str(found[1])
+    others = found[0], found[2]
+    assert all(1 in each.waits_for and each.waited_s > 0.1 for each in others)
+    assert all("allreduce" in each.call and each.exchanges > 4 for each in others)
+    assert all(
+        "waits for rank " in str(each) and "allreduce('sum')" in str(each) for each in others
+    )
+    assert {each.worker for each in found.values()} == {*client.scheduler_info()["workers"]}
+    (tmp_path / "go").touch()
+    future.result()
+    wait_until(lambda: stalled(client, after=0) == [])
+
+
+def test_a_wait_is_logged_once(client, tmp_path):
+    x = da.from_array(X, chunks=6)
+    with dask.config.set({"p2p.timeouts.request": "200 ms"}):
+        future = client.compute(spmd(function, x, ranks=2, folder=tmp_path))
+    lines = []
+
+    def logged():
+        lines[:] = [
+            line
+            for found in client.run(_lines).values()
+            for line in found
+            if "has waited" in line and "for ranks [1]" in line
+        ]
+        return bool(lines)
+
+    client.run(_listen)
+    wait_until(logged)
+    assert len(lines) == 1
+    assert "Rank 0 of 2" in lines[0]
+    assert "dask_p2p.stalled(client)" in lines[0]
+    (tmp_path / "go").touch()
+    future.result()
+    assert logged()
+    assert len(lines) == 1
+
+
+def _listen():
+    class Kept(logging.Handler):
+        def emit(self, record):
+            _KEPT.append(record.getMessage())
+
+    waits.logger.addHandler(Kept())
+
+
+def _lines():
+    return list(_KEPT)
+
+
+_KEPT: list[str] = []
+
+
+def test_wrong_arguments_are_refused(client):
+    with pytest.raises(InputError, match="after: expected a time like '10 s', got 'soon'"):
+        stalled(client, after="soon")
+
+
+def test_an_asynchronous_client_is_refused(cluster):
+    async def ask():
+        async with Client(cluster.scheduler_address, asynchronous=True) as client:
+            with pytest.raises(InputError, match="synchronous client"):
+                stalled(client)
+
+    asyncio.run(ask())
