@@ -9,10 +9,11 @@ from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
-from dask_p2p.fusing.gang import FusedGang, fused_gang
+from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
+from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
 from dask_p2p.types import DaskArray, Key
@@ -89,7 +90,7 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     check_arrays(arrays)
     most = most_ranks(ranks)
     register_if_possible()
-    made = _of_expressions if hasattr(arrays[0], "expr") else _of_layers
+    made = _of_expressions if is_expression(arrays[0]) else _of_layers
     found = made(arrays, most)
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -115,16 +116,16 @@ def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
 
 def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the fused arrays of arrays that are expressions."""
-    # Only here: the module imports private parts of Dask.
-    from dask_p2p.fusing.expression import FusedExpr, GangLayer, lowered
-
-    graph, keys = lowered(arrays)
-    read = read_graph(graph, keys)
+    graph: dict[Key, Any] = {}
+    planned = [x.expr.optimize() for x in arrays]
+    for expr in planned:
+        graph |= expr.__dask_graph__()
+    read = read_graph(graph, [keys_of(expr) for expr in planned])
     gang = _gang(arrays, read, most)
-    shared = GangLayer(gang.token, {**read.kept, **gang.tasks})
+    shared = {**read.kept, **gang.tasks}
     return [
-        type(x)(FusedExpr(shared, GangLayer(name, outputs), name, x.chunks, x._meta))
-        for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True)
+        expression_array(x, FusedLayer(x.chunks, x._meta, own_name, shared, outputs), [])
+        for x, (own_name, outputs) in zip(arrays, gang.outputs.items(), strict=True)
     ]
 
 

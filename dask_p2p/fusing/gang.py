@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,10 +17,11 @@ from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.program import Program
 from dask_p2p.fusing.runner import ProgramContext, Runner
 from dask_p2p.fusing.tasks import FusedTasks
+from dask_p2p.geometry import Chunks
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
-from dask_p2p.types import DType, Key, Kind
+from dask_p2p.types import Array, DType, Key, Kind
 
 _PREFIX = "p2p-fused"  # of the names of arrays and gangs
 
@@ -33,6 +34,32 @@ class FusedGang:
     name: str
     tasks: dict[Key, Task]  # of the ranks, and the commit task
     outputs: dict[str, dict[Key, Task]]  # output tasks, by name of the new arrays in their order
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The tasks of one of the arrays of a gang, where arrays are expressions."""
+
+    chunks: Chunks
+    own_meta: Array  # an empty array like the blocks
+    own_name: str
+    shared: Mapping[Key, Any]  # tasks of the gang and of its inputs
+    outputs: Mapping[Key, Any]  # output tasks of the array
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, self.own_name
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks."""
+        return self.own_meta
+
+    def name(self, token: str) -> str:
+        """Return the name of the array, which identifies the gang."""
+        return self.own_name
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Key, Any]:
+        """Return all tasks."""
+        return {**self.shared, **self.outputs}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.tasks import FusedTasks, ReadGraph
+from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.types import DaskArray
 
@@ -27,6 +28,7 @@ def check_arrays(arrays: Sequence[DaskArray]) -> None:
     for x in arrays:
         check_array(x)
         _check_blocks(backend_for(x._meta).name, x.dtype, f"array {x.name}")
+    check_one_library(arrays)
 
 
 def check_tasks(read: ReadGraph) -> None:

@@ -1,7 +1,8 @@
-"""The lazy Dask array of a plan: a layer of a graph, or an expression."""
+"""The lazy array of a plan: a layer of a graph, or an expression."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dask.array.core import new_da_object
@@ -9,7 +10,8 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
-from dask_p2p.graph.layer import Epilogue, assemble_tasks, output_spec
+from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
+from dask_p2p.graph.libraries import is_of_dask_array
 from dask_p2p.plans import Plan
 from dask_p2p.versioned import named_fields
 
@@ -21,17 +23,15 @@ def planned_array(
     options: Options,  # options that are sent with the tasks
     epilogue: Epilogue | None = None,  # function of the assembled blocks
 ) -> Any:
-    """Return the lazy Dask array of a plan's output; an expression if the inputs are."""
+    """Return the lazy array of a plan's output, of the library of the inputs."""
     inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     first = inputs[0]
-    if hasattr(first, "expr"):
-        # Only here: the module imports private parts of Dask.
-        from dask_p2p.graph.expression import PlannedExpr
-
-        return type(first)(PlannedExpr(plan, options, prefix, epilogue, *(x.expr for x in inputs)))
+    layer = PlannedLayer(prefix, plan, options, epilogue)
+    if is_expression(first):
+        return expression_array(first, layer, inputs)
     names = tuple(x.name for x in inputs)
-    name = f"{prefix}-{tokenize(names, *map(named_fields, (plan, options, epilogue)))}"
-    tasks = assemble_tasks(name, plan, output_spec(names, first, options, epilogue))
+    name = layer.name(tokenize(names, *map(named_fields, (plan, options, epilogue))))
+    tasks = layer.tasks(name, inputs)
     # Dask checks that each dependency is used. Empty output blocks have no input blocks.
     keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})
     read = {key[0] for key in keys}
@@ -39,6 +39,27 @@ def planned_array(
         name, tasks, dependencies=[x for x in inputs if x.name in read]
     )
     # An input's meta may have other dimensions: Dask adapts it to the chunks of the new array.
-    chunks = plan.chunks if epilogue is None else epilogue.chunks
-    meta = first._meta if epilogue is None else epilogue.meta
-    return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
+    meta = layer.meta(first)
+    return new_da_object(graph, name, layer.chunks, meta=meta, dtype=meta.dtype)
+
+
+def is_expression(x: Any) -> bool:
+    """Return whether a lazy array is an expression, in place of a graph."""
+    return hasattr(x, "expr")
+
+
+def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
+    """Return the array of a layer, as an expression of the library of `like`."""
+    # Only here: the modules import private parts of the libraries.
+    if is_of_dask_array(like):
+        from dask_p2p.graph.dask_array_expr import layer_expr
+
+        return type(like)(layer_expr(layer, [x.expr for x in inputs]))
+    from dask_p2p.graph.expression import LayerExpr
+
+    return type(like)(LayerExpr(layer, *(x.expr for x in inputs)))
+
+
+def layer_of(x: Any) -> Any:
+    """Return the `LazyLayer` of an array that is an expression; None for other arrays."""
+    return getattr(getattr(x, "expr", None), "lazy_layer", None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from dask.tokenize import normalize_token
 
@@ -17,6 +17,26 @@ from dask_p2p.plans import Plan, Source
 from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.types import Array
 from dask_p2p.versioned import named_fields
+
+
+class LazyLayer(Protocol):
+    """The tasks of an array, made when the names of its inputs are known.
+
+    An optimiser may replace inputs by equal ones with other names and equal chunks.
+    """
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks; `first` is the first input, or None."""
+
+    def name(self, token: str) -> str:
+        """Return the name of the array; `token` identifies the layer and its inputs."""
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Any, Any]:
+        """Return the tasks by key; `inputs` are arrays or expressions."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,39 @@ class Epilogue:
         kind = type(self.meta)
         meta = (kind.__module__, kind.__qualname__, self.meta.shape, self.meta.dtype)
         return normalize_token((named_fields(self.function), self.chunks, meta))
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """The tasks that assemble the blocks of a plan."""
+
+    prefix: str  # prefix of the array's name, and so of its tasks
+    plan: Plan
+    options: Options  # sent with the tasks
+    epilogue: Epilogue | None = None
+
+    def __dask_tokenize__(self) -> Any:
+        values = map(named_fields, (self.plan, self.options, self.epilogue))
+        return normalize_token((self.prefix, *values))
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        return self.plan.chunks if self.epilogue is None else self.epilogue.chunks
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks, perhaps of another number of dimensions."""
+        return first._meta if self.epilogue is None else self.epilogue.meta
+
+    def name(self, token: str) -> str:
+        """Return the name of the array."""
+        return f"{self.prefix}-{token}"
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
+        """Return the tasks, by key, that assemble the blocks."""
+        names = tuple(x.name for x in inputs)
+        output = output_spec(names, inputs[0], self.options, self.epilogue)
+        return assemble_tasks(name, self.plan, output)
 
 
 def output_spec(

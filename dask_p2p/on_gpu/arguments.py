@@ -15,6 +15,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
+from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.overlap import aligned
@@ -60,6 +61,7 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
                 f"expected a dtype that GPUs compute with, got {x.dtype!r}. Convert it with "
                 f"x.astype(...)."
             )
+    check_one_library(arrays)
     kinds = {backend_for(x._meta).name for x in arrays}
     if len(kinds) > 1:
         raise UnsupportedArrayError(

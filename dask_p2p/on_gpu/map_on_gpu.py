@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 from dask.layers import ArrayBlockIdDep
@@ -17,6 +16,7 @@ from dask_p2p.config import checked_options, positive_bytes
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.libraries import functions_of
 from dask_p2p.on_gpu.arguments import (
     check_functions,
     checked_arrays,
@@ -178,7 +178,7 @@ def map_on_gpu(
     ]
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     axes = tuple(range(len(sizes)))
-    return da.blockwise(
+    made: DaskArray = functions_of(inputs[0]).blockwise(
         GpuMapFunction(mapped),
         axes,
         ArrayBlockIdDep(mapped.chunks),
@@ -191,3 +191,4 @@ def map_on_gpu(
         meta=meta_from_array(inputs[0]._meta, len(sizes), mapped.dtype),
         keywords=kwargs,
     )
+    return made

@@ -7,15 +7,14 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import dask.array
 import numpy as np
-from dask.array.core import Array as GraphArray
 from dask.array.core import normalize_chunks
 from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
 # Instructions for making a Dask array, by package and class.
@@ -43,11 +42,6 @@ _OF_DASK = {"align_arrays", "allow_rechunk", "boundary", "depth", "trim"} | {
     "chunks", "drop_axis", "dtype", "enforce_ndim", "meta", "name", "new_axis", "token",
 }  # fmt: skip
 _NAMES = "For names of dimensions see dask_p2p.xarray."
-
-
-def is_dask_array(x: Any) -> bool:
-    """Return whether `x` is a Dask array, either graph-based or an expression."""
-    return isinstance(x, (dask.array.Array, GraphArray))
 
 
 def check_function(func: Any, of: str, call: str) -> None:

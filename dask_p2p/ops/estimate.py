@@ -16,8 +16,9 @@ from dask_p2p.config import checked_options
 from dask_p2p.engine.task import FUSABLE, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
+from dask_p2p.graph.arrays import is_expression, layer_of
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import is_dask_array
 from dask_p2p.ops.rechunk import planned
 from dask_p2p.ops.transpose import transposed
 from dask_p2p.plugins.registration import cluster_size
@@ -173,9 +174,9 @@ def _section(x: Any) -> Any:
     """Return the section that computes `x`; None if `x` is not a result of a section."""
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
-    if hasattr(x, "expr"):
-        section = getattr(x.expr, "section", None)  # None if x is already computed
-        return None if section is None else section.body
+    if is_expression(x):
+        layer = layer_of(x)  # None if x is already computed
+        return None if layer is None else layer.section.body
     graph = x.__dask_graph__()
     made = graph[(x.name, *[0] * x.ndim)]
     ranks = (graph[key] for key in getattr(made, "dependencies", ()))  # none of a future
@@ -186,5 +187,7 @@ def _mapped(x: Any) -> Any:
     """Return the `GpuMap` of the tasks of `x`; None if `x` is not a result of `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != FUSABLE:
         return None
+    if is_expression(x):  # its task may be one with that of another array
+        return next((op.mapped for op in x.expr.operands if hasattr(op, "mapped")), None)
     task = x.__dask_graph__()[(x.name, *[0] * x.ndim)]
     return getattr(getattr(task, "func", None), "mapped", None)  # None if x is already computed

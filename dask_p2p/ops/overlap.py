@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import dask.array as da
 import numpy as np
 from dask.array.core import broadcast_chunks, broadcast_dimensions, common_blockdim
 from dask.array.overlap import ensure_minimum_chunksize
@@ -25,12 +24,12 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.layer import Epilogue
+from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
     check_function,
     check_names,
-    is_dask_array,
 )
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
@@ -197,6 +196,7 @@ def _checked_arguments(
         check_chunks_are_known(x)
     if not arrays:
         raise InputError("expected an array after the function. Call map_overlap(func, x, depth).")
+    check_one_library(arrays)
     for name, given in (("depth", depth), ("boundary", boundary)):
         if others and given is not None:
             raise InputError(
@@ -247,7 +247,7 @@ def _assembled_and_mapped(
     function = partial(func, **given) if given else func
     if meta is None and dtype is None:
         # Dask calls the function with an empty array, which takes milliseconds on a GPU.
-        meta = da.map_blocks(function, x)._meta
+        meta = functions_of(x).map_blocks(function, x)._meta
     meta = meta_from_array(x._meta if meta is None else meta, x.ndim, dtype)
     chunks = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
     if trim and any(0 in sizes for sizes in chunks):
@@ -266,6 +266,7 @@ def _mapped_by_dask(
 ) -> DaskArray:
     """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
     func, kwargs, has_block_id = _bound(func, kwargs)
+    map_blocks = functions_of(arrays[0]).map_blocks
     options = checked_options()
     with_halo = [
         x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
@@ -274,12 +275,12 @@ def _mapped_by_dask(
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
         # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
-        kwargs["meta"] = da.map_blocks(OwnBlocks(func), *with_halo, **kwargs)._meta
+        kwargs["meta"] = map_blocks(OwnBlocks(func), *with_halo, **kwargs)._meta
         func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
     has_halo = any(x is not y for x, y in zip(arrays, with_halo, strict=True))
     if has_halo and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}
-    y = da.map_blocks(OwnBlocks(func), *with_halo, **kwargs)
+    y = map_blocks(OwnBlocks(func), *with_halo, **kwargs)
     if not has_halo or not trim:
         return y
     # Trim the halo of the array with the most axes, the first of several.
@@ -291,7 +292,7 @@ def _mapped_by_dask(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)
     )
-    return da.map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
+    return map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
 
 
 def _bound(

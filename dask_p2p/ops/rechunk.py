@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
-
-import dask.array as da
 
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
-
-# Bound at import: `install` may replace Dask's functions by this package's.
-_transpose_by_tasks, rechunk_by_tasks = da.transpose, partial(da.rechunk, method="tasks")
 
 
 def rechunk(
@@ -115,7 +110,7 @@ def _rechunk_unknown(
     Raises `ChunksError` if an axis of unknown chunk sizes would change, or `chunks` does not fit.
     """
     if axes != tuple(range(x.ndim)):
-        x = _transpose_by_tasks(x, axes)
+        x = transpose_by_tasks(x, axes)
     try:
         return rechunk_by_tasks(x, chunks, balance=balance, block_size_limit=block_size_limit)
     except (TypeError, ValueError) as exc:

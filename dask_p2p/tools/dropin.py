@@ -23,7 +23,8 @@ import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
-from dask_p2p.ops.arguments import has_unknown_chunks, is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.tools.taken import COUNTING, LACKING, LOCK, tried

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.layer import Epilogue
-from dask_p2p.ops.rechunk import planned, rechunk_by_tasks
+from dask_p2p.graph.arrays import is_expression, planned_array
+from dask_p2p.graph.layer import Epilogue, PlannedLayer
+from dask_p2p.graph.libraries import rechunk_by_tasks
+from dask_p2p.ops.rechunk import planned
 from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import DaskArray
@@ -41,6 +43,8 @@ def chunks_before(x: DaskArray) -> Chunks | None:
 
     The search goes up the graph through the tasks that changed the spectrum.
     """
+    if is_expression(x):
+        return _chunks_before_expression(x.expr)
     layers = getattr(x.dask, "layers", {})
     waiting = deque([x.name])
     seen = {x.name}
@@ -58,3 +62,26 @@ def chunks_before(x: DaskArray) -> Chunks | None:
         seen |= new
         waiting += sorted(new)
     return None
+
+
+def _chunks_before_expression(expr: Any) -> Chunks | None:
+    """Return the same for an array that is an expression."""
+    waiting, seen = deque([expr]), {expr._name}
+    while waiting:
+        found, expr = None, waiting.popleft()
+        while (plan := _reordered_plan(expr)) is not None:
+            found, (expr,) = plan.plan.src_chunks, expr.dependencies()
+            while type(expr).__name__ == "ChunksFreeze":
+                (expr,) = expr.dependencies()
+        if found is not None:
+            return found
+        new = [each for each in expr.dependencies() if each._name not in seen]
+        seen.update(each._name for each in new)
+        waiting += new
+    return None
+
+
+def _reordered_plan(expr: Any) -> ReorderedPlan | None:
+    layer = getattr(expr, "lazy_layer", None)
+    plan = layer.plan if isinstance(layer, PlannedLayer) and layer.prefix == PREFIX else None
+    return plan if isinstance(plan, ReorderedPlan) else None

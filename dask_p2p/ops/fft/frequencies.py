@@ -5,13 +5,13 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.libraries import functions_of, is_dask_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft.stages import Axes, checked_numbered_axes
@@ -69,7 +69,8 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     chunks : int, str or tuple, optional
         Chunks of the result. Default: "auto".
     like : array, optional
-        NumPy, CuPy or Dask array that sets the type of the blocks. Default: NumPy blocks.
+        NumPy, CuPy or Dask array that sets the type of the blocks, and the library of the result.
+        Default: NumPy blocks, and `dask.array`.
 
     Returns
     -------
@@ -99,8 +100,10 @@ def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
-    meta = None if like is None else meta_from_array(like, 1)
-    return da.arange(count, chunks=(sizes,), like=meta)
+    block = like._meta if is_dask_array(like) else like
+    meta = None if block is None else meta_from_array(block, 1)
+    numbers: DaskArray = functions_of(like).arange(count, chunks=(sizes,), like=meta)
+    return numbers
 
 
 def _checked_samples(n: int, d: Any) -> int:

@@ -21,7 +21,6 @@ from math import isqrt, prod
 from typing import Any, NamedTuple
 
 import dask
-import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
@@ -29,6 +28,7 @@ from dask.utils import parse_bytes
 from dask_p2p.backends import backend_for
 from dask_p2p.geometry import Chunks, Index, split_evenly
 from dask_p2p.graph.layer import Epilogue
+from dask_p2p.graph.libraries import functions_of
 from dask_p2p.ops.fft.exchange import assembled
 from dask_p2p.ops.fft.local import INVERSE, LocalTransform
 from dask_p2p.ops.rechunk import redistributed
@@ -88,7 +88,7 @@ def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray
     x = _padded(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
     if kind == "irfft":
         start[long.axis] = slice((n - 1) // 2, 0, -1)
-        mirrored = da.concatenate([x, x[tuple(start)].conj()], long.axis)
+        mirrored = functions_of(x).concatenate([x, x[tuple(start)].conj()], long.axis)
         return along_long_axis("ifft", mirrored, long, norm).real
     return _by_matrix(x, long, norm, kind in INVERSE)
 
@@ -99,7 +99,9 @@ def _padded(x: DaskArray, axis: int, n: int) -> DaskArray:
         return x
     shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
     chunks = (*x.chunks[:axis], max(x.chunks[axis]), *x.chunks[axis + 1 :])
-    return da.concatenate([x, da.zeros_like(x, shape=shape, chunks=chunks)], axis)
+    da = functions_of(x)
+    padded: DaskArray = da.concatenate([x, da.zeros_like(x, shape=shape, chunks=chunks)], axis)
+    return padded
 
 
 def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArray:

@@ -8,7 +8,6 @@ from math import prod
 from operator import index
 from typing import Any, Literal, TypeAlias
 
-import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 
@@ -16,6 +15,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import Epilogue
+from dask_p2p.graph.libraries import functions_of
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft.exchange import assembled, chunks_before
@@ -275,6 +275,8 @@ def _staged(
     meta = meta_from_array(x._meta.real if transform.last in done else x._meta, x.ndim, dtype)
     after = transform.after(stage.chunks, done)
     if is_first:
-        return da.map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
+        map_blocks = functions_of(x).map_blocks
+        made: DaskArray = map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
+        return made
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
     return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))

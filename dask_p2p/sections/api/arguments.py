@@ -12,6 +12,7 @@ from dask.base import unpack_collections
 
 from dask_p2p.backends import BACKENDS, Backend, backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
 from dask_p2p.plans.ranks import RankGrid
@@ -41,6 +42,7 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
     """
     if not arrays:
         raise InputError("expected at least one Dask array after the function, got none.")
+    check_one_library(arrays)
     for x in arrays:
         check_array(x)
         check_chunks_are_known(x)

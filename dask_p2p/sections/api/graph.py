@@ -16,12 +16,14 @@ from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import List, Task, TaskRef
+from dask.tokenize import normalize_token
 
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.rank_body import InputSpec, RankBody, ValueSpec
 from dask_p2p.sections.gang.rank import run_rank
@@ -49,12 +51,9 @@ def section_arrays(
     made = tuple(map(np.dtype, dtypes))
     body = RankBody(function, ranks, inputs, made, specs, kind, converts)
     section = Section(prefix, body, options)
-    if hasattr(arrays[0], "expr"):
-        from dask_p2p.sections.api.expression import SectionExpr
-
-        inside = [x.expr for x in arrays]
-        numbers = range(body.arrays)
-        return tuple(type(arrays[0])(SectionExpr(section, i, *inside)) for i in numbers)
+    if is_expression(arrays[0]):
+        layers = [SectionLayer(section, number) for number in range(body.arrays)]
+        return tuple(expression_array(arrays[0], layer, arrays) for layer in layers)
     names = [x.name for x in arrays]
     gang, tasks = section.tasks(names)
     graph = HighLevelGraph.from_collections(gang, tasks, dependencies=list(arrays))
@@ -62,8 +61,8 @@ def section_arrays(
     for number in range(body.arrays):
         name = f"{prefix}-{number}-{section.token(names)}"
         output_tasks = MaterializedLayer(section.output_tasks(name, gang, number))
-        layers = {**graph.layers, name: output_tasks}
-        whole = HighLevelGraph(layers, {**graph.dependencies, name: {gang}})
+        all_tasks = {**graph.layers, name: output_tasks}
+        whole = HighLevelGraph(all_tasks, {**graph.dependencies, name: {gang}})
         meta = section.meta(number)
         chunks = section.chunks(number)
         collections.append(new_da_object(whole, name, chunks, meta=meta, dtype=meta.dtype))
@@ -128,6 +127,38 @@ class Section:
                 key = (name, *index)
                 tasks[key] = output_task(key, commit, (gang, rank), number, position)
         return tasks
+
+
+@dataclass(frozen=True)
+class SectionLayer:
+    """The tasks of one of a section's arrays, where arrays are expressions.
+
+    All arrays of one section share the tasks of its ranks, since the inputs determine their names.
+    """
+
+    section: Section
+    number: int  # of the array
+
+    def __dask_tokenize__(self) -> Any:
+        return normalize_token(("section", self.section, self.number))
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        return self.section.chunks(self.number)
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks."""
+        return self.section.meta(self.number)
+
+    def name(self, token: str) -> str:
+        """Return the name of the array."""
+        return f"{self.section.prefix}-{self.number}-{token}"
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
+        """Return the tasks of the ranks, of the commit and of the array's blocks."""
+        gang, tasks = self.section.tasks([x.name for x in inputs])
+        return tasks | self.section.output_tasks(name, gang, self.number)
 
 
 def _repeated(x: DaskArray, first: DaskArray) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import numpy as np
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import check_function, check_names, is_dask_array
+from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import check_computed, check_decompositions, chosen_ranks
 from dask_p2p.sections.api.context import Context

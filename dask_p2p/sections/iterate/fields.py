@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import dask.array as da
 import numpy as np
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
-from dask_p2p.ops.arguments import check_array, is_dask_array
+from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
+from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
@@ -274,6 +274,7 @@ def named_constants(
 def check_kind_of(constant: Any, field: DaskArray) -> None:
     """Refuse a constant of another array library than the fields': `UnsupportedArrayError`."""
     value = constant.value if isinstance(constant, Whole) else constant
+    check_one_library([field, value])
     check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
 
 
@@ -281,7 +282,7 @@ def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
     """Return a constant as a Dask array with the chunks of the field's last axes."""
     array = given
     if not is_dask_array(given):
-        array = da.from_array(given, chunks=-1, asarray=False)
+        array = functions_of(field).from_array(given, chunks=-1, asarray=False)
     check_array(array)
     lengths = field.shape[field.ndim - array.ndim :] if array.ndim <= field.ndim else ()
     if len(lengths) != array.ndim or any(
