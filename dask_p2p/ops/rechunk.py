@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
+from dask_p2p.graph.libraries import is_of_dask_array, rechunk_by_tasks, transpose_by_tasks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
+from dask_p2p.versioned import named_fields
 
 
 def rechunk(
@@ -127,13 +130,33 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
     if after == x.chunks and not is_permuted:
         return x
     register_if_possible()
-    prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
     options = checked_options()
+    if is_of_dask_array(x):
+        from dask_p2p.graph.dask_array_expr import redistribute_expr
+
+        return type(x)(redistribute_expr(x.expr, order, after, Passes(options)))
+    prefix = "p2p-transpose" if is_permuted else "p2p-rechunk"
     for plan, grid in planned(x.chunks, order, after, options):
         x = planned_array(prefix, x, plan, options)
         if plan.chunks != grid:
             x = rechunk_by_tasks(x, grid)  # only splits blocks: views, on the same worker
     return x
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The planner of a redistribution that is planned when it is computed."""
+
+    options: Options  # sent with the tasks
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, named_fields(self.options)
+
+    def __call__(
+        self, before: Chunks, axes: tuple[int, ...], after: Chunks
+    ) -> list[tuple[GridPlan, Chunks]]:
+        """Return the plans of the passes, with the chunks after each."""
+        return planned(before, axes, after, self.options)
 
 
 def cluster_threads() -> int | None:

@@ -1,0 +1,313 @@
+"""What must hold where arrays are expressions; run by `test_expression` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import dask
+import dask_array as da
+import numpy as np
+from click.testing import CliRunner
+
+import dask_p2p
+from dask_p2p.cli import p2p
+from tests.support import indexed, own_client, persisted, used
+
+
+def composed(x, y):
+    """Results of common operations by name, of Dask arrays or of NumPy's."""
+    return {
+        "sum": y.sum(),
+        "mean of an axis": y.mean(axis=0),
+        "slice": y[1:5, 2:],
+        "transposed": y.T,
+        "added to the lazy transpose, of other chunks": x.T + y,
+        "subtracted from it": (x.T - y)[2:],
+    }
+
+
+def check_values():
+    array = indexed((6, 10))
+    x = da.from_array(array, chunks=(2, 10))
+    y = dask_p2p.transpose(x)
+    assert type(y) is type(x) is da.Array
+    assert y.chunks == ((4, 3, 3), (6,))
+    assert y.dtype == array.dtype
+    expected = composed(array, array.T)
+    for name, result in composed(x, y).items():
+        np.testing.assert_array_equal(result.compute(), expected[name], name)
+    # Dask plans what comes before, and what comes after.
+    again = dask_p2p.transpose((x + 1).rechunk((3, 4)), chunks=(5, -1)).rechunk((4, 4)) * 2
+    np.testing.assert_array_equal(again.compute(), (array.T + 1) * 2)
+    np.testing.assert_array_equal(dask_p2p.transpose(y.persist()).compute(), array)
+    assert dask_p2p.transpose(x.max()).compute() == 59
+    empty = dask_p2p.transpose(da.zeros((3, 0), chunks=2))
+    assert empty.compute().shape == (0, 3)
+
+
+def doubled(block):
+    return block * 2
+
+
+def check_rechunk_and_map_overlap():
+    array = indexed((6, 10))
+    x = da.from_array(array, chunks=(2, 10))
+    cut = dask_p2p.rechunk(x, (3, 4))
+    assert cut.chunks == ((3, 3), (4, 4, 2))
+    results = {
+        "rechunk": (cut, array),
+        "with its axes permuted": (dask_p2p.rechunk(x, (4, 3), axes=(1, 0)), array.T),
+        "of expressions": (dask_p2p.rechunk((x + 1).rechunk((6, 5)) - 1, (1, -1)), array),
+        "overlap": (dask_p2p.map_overlap(doubled, x, 1, "reflect"), array * 2),
+        "one after the other": (dask_p2p.map_overlap(doubled, cut, (1, 2), 0), array * 2),
+    }
+    for name, (y, expected) in results.items():
+        assert type(y) is da.Array
+        other, values = (x.T, array.T) if y.shape != x.shape else (x, array)
+        for text, result, wanted in (
+            ("", y, expected),
+            ("sum", y.sum(), expected.sum()),
+            ("added", y + other, expected + values),
+            ("subtracted from", (other - y)[1:], (values - expected)[1:]),
+            ("transposed", y.T, expected.T),
+        ):
+            np.testing.assert_array_equal(result.compute(), wanted, f"{name} {text}")
+    for cut_too in (x, cut):
+        both = dask_p2p.map_overlap(np.add, x, cut_too, depth=1, boundary="reflect")
+        np.testing.assert_array_equal(both.compute(), array * 2)
+    floats = dask_p2p.map_overlap(np.sqrt, x, 1)
+    assert floats.dtype == "f8"
+    np.testing.assert_array_equal(floats.compute(), np.sqrt(array))
+
+
+def check_map_on_gpu():
+    array = indexed((6, 10))
+    x = da.from_array(array, chunks=(2, 5))
+    y = dask_p2p.map_on_gpu(doubled, x, depth=1, part_bytes=80, fallback="numpy")
+    assert type(y) is da.Array
+    assert dask_p2p.estimate(y).parts == 2
+    np.testing.assert_array_equal((y + 1).compute(scheduler="sync"), 2 * array + 1)
+
+
+def leapfrog(u, before, speed, out):
+    out[:] = 2 * u[1:-1] - before + speed * (u[2:] - u[:-2])
+
+
+def normalized(ctx, share):
+    return share / ctx.allreduce(share.sum())
+
+
+def summed(ctx, share):
+    return share, share.sum()
+
+
+def check_sections(ranks=1):
+    """On one worker, or on several."""
+    array = indexed((8, 6)).astype(float)
+    x = da.from_array(array, chunks=(2, 3))
+    _, sums = dask_p2p.spmd(summed, x, ranks=ranks, per_rank=[0.0])
+    assert sums.chunks == ((1,) * ranks,)
+    assert sums.sum().compute() == array.sum()
+    speed = da.from_array(array / 100, chunks=(4, 6))
+    u, before = array + 1, array
+    for _ in range(3):
+        halo = np.pad(u, ((1, 1), (0, 0)), "wrap")
+        u, before = 2 * u - before + array / 100 * (halo[2:] - halo[:-2]), u
+    levels = dask_p2p.iterate(leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), ranks=ranks)
+    total = array / array.sum()
+    for y, wanted in (
+        *zip(levels, (u, before), strict=True),
+        (dask_p2p.spmd(normalized, x.rechunk((4, 3)), ranks=ranks), total),
+        (dask_p2p.spmd(normalized, (x * 2)[:, ::-1], ranks=ranks), total[:, ::-1]),
+    ):
+        assert type(y) is da.Array
+        assert dask_p2p.estimate(y).workers == ranks
+        for result, values in (
+            (y, wanted),
+            (y[:1], wanted[:1]),
+            (y.T + 1, wanted.T + 1),
+            (x.rechunk((4, 6)) - y, array - wanted),
+            (dask_p2p.rechunk(y, (-1, 1)), wanted),
+        ):
+            np.testing.assert_allclose(result.compute(), values, rtol=1e-14)
+    for y, wanted in zip(dask.compute(*levels), (u, before), strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=1e-14)
+    gangs = {key[0] for y in levels for key in y.__dask_graph__() if "-ranks-" in str(key[0])}
+    assert len(gangs) == 1, "both are made by the same members"
+
+
+def check_fused(ranks):
+    """On one worker, or on several."""
+    array = indexed((16, 12)).astype(float)
+    x = da.from_array(array, chunks=(4, 6))
+    y = dask_p2p.map_overlap(doubled, x, depth=1, boundary="periodic", dtype=x.dtype)
+    y = dask_p2p.transpose(y) - y.sum() / 8
+    both = dask_p2p.fused(y, (y.rechunk((3, 16)) + 1)[2:], ranks=ranks)
+    expected = 2 * array.T - 2 * array.sum() / 8
+    for z, wanted in zip(both, (expected, expected[2:] + 1), strict=True):
+        assert type(z) is da.Array
+        assert {key[0] for key in z.__dask_graph__() if "p2p-fused-ranks" in str(key)}
+        for result, values in ((z, wanted), (z[:3], wanted[:3]), (z.T + 1, wanted.T + 1)):
+            np.testing.assert_array_equal(result.compute(), values)
+        np.testing.assert_array_equal(dask_p2p.rechunk(z, (-1, 5)).compute(), wanted)
+    for z, wanted in zip(dask.compute(*both), (expected, expected[2:] + 1), strict=True):
+        np.testing.assert_array_equal(z, wanted)
+    again = dask_p2p.fused(x.persist() * 2 + 1, ranks=ranks)
+    np.testing.assert_array_equal(again.persist().compute(), 2 * array + 1)
+
+
+def check_groups_and_passes():
+    array = indexed((64, 48))
+    for options in ({"p2p.groups": 3}, {"p2p.passes": 2}, {"p2p.groups": 3, "p2p.passes": 2}):
+        with dask.config.set(options):
+            y = dask_p2p.transpose(da.from_array(array, chunks=(4, 48)), chunks=(3, -1))
+        assert y.numblocks == (16, 1)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), array.T)
+        assert y.sum().compute(scheduler="sync") == array.sum()
+
+
+def check_only_what_is_needed_runs():
+    ran = []
+
+    def seen(block):
+        ran.append(block.shape)
+        return block
+
+    x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(seen, dtype="i8")
+    by_columns = dask_p2p.rechunk(x, (4, -1))
+    halo = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
+    for y, blocks in ((by_columns[:2], 2), (halo[:1], 2), (halo[:3], 3), (by_columns, 4)):
+        ran.clear()
+        y.compute(scheduler="sync")
+        assert len(ran) == blocks, (y, ran)
+
+
+def computed(y):
+    """Values of an array by every way to compute it, and by what is made of it later."""
+    yield "compute", y.compute()
+    yield "persist", y.persist().compute()
+    yield "optimize", y.optimize().compute()
+    yield "dask.compute", dask.compute(y, y + 1)[0]
+    yield "added", (y + 1).compute() - 1
+    yield "transposed", y.T.compute().T
+    yield "cut again", y.rechunk((5, 7), method="tasks").compute()
+    yield "sliced", np.concatenate([y[:3].compute(), y[3:].compute()])
+
+
+def rechunked_while_installed():
+    """Arrays by name, each of which Dask alone would refuse to compute."""
+    array = indexed((64, 48))
+    x = da.from_array(array, chunks=(8, -1))
+    by_method = {"array.rechunk.method": "p2p"}
+    with dask_p2p.install() as used:
+        made = {
+            "method": x.rechunk((-1, 6), method="p2p"),
+            "function": da.rechunk(x + 0, {1: 6}, method="p2p"),
+            "balanced": x.rechunk((-1, 10), balance=True, method="p2p"),
+            "of the same chunks": x.rechunk(x.chunks, balance=True, method="p2p"),
+            "twice": x.rechunk((-1, 6), method="p2p").rechunk((6, -1), method="p2p"),
+        }
+        with dask.config.set(by_method):
+            made["option"] = x.rechunk((-1, 6))
+            made["size in bytes"] = x.rechunk("auto", block_size_limit=1000)
+    assert used.counts == {"rechunk": 7}, used
+    return array, made
+
+
+def check_computed_after_uninstalling():
+    array, made = rechunked_while_installed()
+    for name, y in made.items():
+        for way, values in computed(y):
+            np.testing.assert_array_equal(values, array, f"{name} {way}")
+    assert made["balanced"].numblocks == (1, 5)
+    dask_p2p.install()
+    lasting = made["option"].T.rechunk((6, -1), method="p2p")
+    dask_p2p.uninstall()
+    np.testing.assert_array_equal(lasting.compute(), array.T)
+    # Without a client Dask chooses tasks, and with one this package, also later.
+    x = da.from_array(array, chunks=(8, -1))
+    with dask_p2p.install() as used:
+        early = x.rechunk((-1, 6))
+        by_tasks = early.optimize()
+    assert not used.count
+    assert not any(key[0].startswith("p2p-") for key in by_tasks.__dask_graph__())
+    with own_client():
+        np.testing.assert_array_equal(early.compute(), array)
+        with dask_p2p.install() as used:
+            late = x.rechunk((-1, 6)) + 1
+        assert used.count == 1
+        np.testing.assert_array_equal(late.compute(), array + 1)
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        np.testing.assert_array_equal(early.compute(), array)
+
+
+def check_installed(client):
+    """Where Dask's own way is not implemented."""
+    array = indexed((64, 48))
+    x = da.from_array(array, chunks=(8, -1))
+    with dask_p2p.install():
+        y = x.T.rechunk((6, -1)) + 1
+        np.testing.assert_array_equal(y.compute(), array.T + 1)
+        assert "p2p-rechunk" in client.run_on_scheduler(prefixes)
+        by_tasks = x.rechunk((-1, 6), method="tasks").optimize()
+        assert not any(key[0].startswith("p2p-") for key in by_tasks.__dask_graph__())
+    with dask_p2p.install() as used:
+        for y in (x.map_overlap(np.negative, 1), da.map_overlap(np.negative, x, depth=1)):
+            np.testing.assert_array_equal(y.compute(), -array)
+    assert used.counts == {"map_overlap": 2}
+    try:
+        x.rechunk((-1, 6), method="p2p").compute()
+    except NotImplementedError:
+        return
+    raise AssertionError("Dask's own way is there")
+
+
+def prefixes(dask_scheduler):
+    return set(dask_scheduler.task_prefixes)
+
+
+def check_cluster():
+    array = indexed((400, 300))
+    with own_client() as client:
+        x = persisted(client, da.from_array(array, chunks=(100, 300)) + 0)
+        lazy = dask_p2p.transpose(x)
+        np.testing.assert_array_equal(persisted(client, lazy).compute(), array.T)
+        assert used(client, lazy), "whole blocks were moved in place of regions"
+        expected = composed(array, array.T)
+        results = dask.compute(composed(x, lazy))[0]
+        for name, result in results.items():
+            np.testing.assert_array_equal(result, expected[name], name)
+        for operation in (
+            lambda x: dask_p2p.rechunk(x, (-1, 100)),
+            lambda x: dask_p2p.map_overlap(np.negative, x, 1),
+        ):
+            lazy = operation(x)
+            np.testing.assert_array_equal(abs(persisted(client, lazy)).compute(), array)
+            assert used(client, lazy), "whole blocks were moved in place of regions"
+        check_sections(ranks=2)
+        check_fused(ranks=2)
+        check_installed(client)
+        check_files(client.cluster, array)
+
+
+def check_files(cluster, array):
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = (os.path.join(folder, name) for name in ("in.npy", "out.npy"))
+        np.save(source, array)
+        arguments = ["transpose", source, target, "--scheduler", cluster.scheduler_address]
+        result = CliRunner().invoke(p2p, arguments)
+        assert result.exit_code == 0, result.output
+        np.testing.assert_array_equal(np.load(target), array.T)
+
+
+if __name__ == "__main__":
+    check_values()
+    check_rechunk_and_map_overlap()
+    check_map_on_gpu()
+    check_sections()
+    check_fused(ranks=1)
+    check_groups_and_passes()
+    check_only_what_is_needed_runs()
+    check_computed_after_uninstalling()
+    check_cluster()
