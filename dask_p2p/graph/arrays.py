@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from dask.array.core import new_da_object
 from dask.base import tokenize
+from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
@@ -63,3 +65,37 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
 def layer_of(x: Any) -> Any:
     """Return the `LazyLayer` of an array that is an expression; None for other arrays."""
     return getattr(getattr(x, "expr", None), "lazy_layer", None)
+
+
+def before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """Return the array that `x` is the lazy transpose of, and the order of its axes in `x`.
+
+    None if `x` is no lazy transpose. Expressions of `dask_array` are merged by their optimiser.
+    """
+    if is_of_dask_array(x):
+        return None
+    if is_expression(x):
+        from dask_p2p.graph.expression import transposed_by
+
+        axes = transposed_by(x.expr)
+        return None if axes is None else (type(x)(x.expr.array), axes)
+    layer = x.dask.layers.get(x.name)
+    if not isinstance(layer, Blockwise) or layer.annotations or len(layer.indices) != 1:
+        return None
+    ((before, indices),) = layer.indices
+    task: Any = layer.task
+    if getattr(task, "func", None) is not np.transpose or before not in x.dask.layers:
+        return None
+    axes = tuple(map(indices.index, layer.output_indices))
+    if task.kwargs != {"axes": axes}:
+        return None
+    return _below(x, before, axes), axes
+
+
+def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
+    """Return the array of the layer `before`, of which `x` is the transpose."""
+    layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
+    graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
+    inverse = np.argsort(axes)
+    chunks = tuple(x.chunks[axis] for axis in inverse)
+    return new_da_object(graph, before, chunks, meta=x._meta.transpose(inverse), dtype=x.dtype)

@@ -13,8 +13,11 @@ from typing import Any, Protocol
 
 from dask.array.utils import meta_from_array
 from dask_array._expr import ArrayExpr, ChunksFreeze
-from dask_array._new_collection import new_collection
+from dask_array._materialize import _LOWER_CACHE
+from dask_array._new_collection import new_collection as collection_of
+from dask_array._overlap import MapOverlap
 from dask_array._rechunk import Rechunk
+from dask_array._rechunk import _choose_rechunk_method as choose_method
 from dask_array.manipulation._transpose import Transpose
 from dask_array.slicing import SliceSlicesIntegers
 
@@ -22,6 +25,8 @@ from dask_p2p.config import Options
 from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.graph.layer import LazyLayer, PlannedLayer
 from dask_p2p.plans import GridPlan
+
+__all__ = ["MapOverlap", "Rechunk", "Transpose", "choose_method", "collection_of"]
 
 
 class Passes(Protocol):
@@ -124,7 +129,7 @@ class RedistributeExpr(ArrayExpr):  # type: ignore[misc]
         if any(not isinstance(each, (slice, Integral)) for each in index):
             return None
         by_input = dict(zip(self.axes, index, strict=True))
-        given = new_collection(self.array)[tuple(by_input[a] for a in range(self.ndim))].expr
+        given = collection_of(self.array)[tuple(by_input[a] for a in range(self.ndim))].expr
         # An integer drops its axis.
         kept = [a for a in range(self.ndim) if isinstance(by_input[a], slice)]
         order = [kept.index(a) for a in self.axes if a in kept]
@@ -158,6 +163,18 @@ def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
 def redistribute_expr(x: Any, axes: tuple[int, ...], after: Chunks, passes: Passes) -> Any:
     """Return the expression of an array in other blocks, with permuted axes."""
     return RedistributeExpr(x, axes, after, passes)
+
+
+def is_settled(rechunk: Any) -> bool:
+    """Return whether `dask_array` would neither drop a rechunk, nor move it into its input."""
+    if rechunk.chunks == rechunk.array.chunks and not rechunk.balance:
+        return False
+    return rechunk._pushdown_into_io() is None and rechunk._pushdown_through_concatenate() is None
+
+
+def forget_lowered() -> None:
+    """Make `dask_array` plan all expressions anew; it keeps plans of those that are in use."""
+    _LOWER_CACHE.clear()
 
 
 def _frozen(expr: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from dask.array._array_expr._blockwise import Elemwise
+from dask.array._array_expr._blockwise import Elemwise, Transpose
 from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
 from dask.array.utils import meta_from_array
 
@@ -53,3 +53,8 @@ class LayerExpr(ArrayExpr):  # type: ignore[misc]
     def _layer(self) -> Mapping[Any, Any]:
         tasks: Mapping[Any, Any] = self.lazy_layer.tasks(self._name, self.dependencies())
         return tasks
+
+
+def transposed_by(expr: Any) -> tuple[int, ...] | None:
+    """Return the order of axes of a transpose of `dask.array`; None for other expressions."""
+    return tuple(axis % expr.ndim for axis in expr.axes) if isinstance(expr, Transpose) else None

@@ -12,25 +12,36 @@ functions reject: those with several blocks along a transformed axis.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
+from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
-from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.tools.taken import COUNTING, LACKING, LOCK, tried
+from dask_p2p.ops.rechunk import rechunk as own_rechunk
+from dask_p2p.tools.late_import import when_imported
+from dask_p2p.tools.taken import (
+    COUNTING,
+    LACKING,
+    LOCK,
+    TAKING_ALL,
+    is_taken_in_any_case,
+    tried,
+)
 from dask_p2p.types import DaskArray
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
+_watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
 _lasting = 0  # number of installations without a `with` statement
 _entered: set[Installation] = set()  # installations inside their `with` statements
 
@@ -47,8 +58,9 @@ class Installation(AbstractContextManager["Installation"]):
         Number of calls taken in place of Dask, by function: "rechunk", "map_overlap", "fft".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rechunk: str = "p2p") -> None:
         self.counts: Counter[str] = Counter()
+        self._rechunk = rechunk  # "p2p" or "all"
         self._lasts = False  # whether `_lasting` counts it
         self._depth = 0  # number of its running `with` statements
 
@@ -65,7 +77,13 @@ class Installation(AbstractContextManager["Installation"]):
             self._lasts, self._depth = False, 0
             _entered.discard(self)
             COUNTING.discard(self)
+            TAKING_ALL.discard(self)
             _take_off_unless_needed()
+
+    def _begin(self) -> None:
+        COUNTING.add(self)
+        if self._rechunk == "all":
+            TAKING_ALL.add(self)
 
     def __enter__(self) -> Installation:
         global _lasting
@@ -75,7 +93,7 @@ class Installation(AbstractContextManager["Installation"]):
             self._lasts = False
             self._depth += 1
             _entered.add(self)
-            COUNTING.add(self)
+            self._begin()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -90,7 +108,7 @@ class Installation(AbstractContextManager["Installation"]):
         return f"<dask_p2p in Dask's place: {verbs or 'nothing yet'}>"
 
 
-def install() -> Installation:
+def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     """Use this package in place of Dask for p2p rechunks, `map_overlap`, and FFTs of split axes.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)``, ``xarray.DataArray.chunk(...)`` or
@@ -99,7 +117,17 @@ def install() -> Installation:
 
     From now on, this package runs every rechunk of this process that uses Dask's method ``p2p``.
     Dask uses it if the caller requests it, or with a client if the graph exceeds a certain size.
-    Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks.
+    Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks. A
+    lazy transpose before such a rechunk becomes part of it: ``x.T.rechunk(...)`` is one exchange.
+
+    The same holds for arrays of the package `dask_array`. There, rechunks and `map_overlap` are
+    taken, and counted, when the optimiser makes tasks of them.
+
+    Parameters
+    ----------
+    rechunk : {"p2p", "all"}, optional
+        Rechunks to take. "all": with a client, also those without a method for which Dask chooses
+        tasks, unless they only split blocks. Default: those that use the method ``p2p``.
 
     Returns
     -------
@@ -107,6 +135,11 @@ def install() -> Installation:
         A context manager that ends this installation. Without a `with` statement the installation
         lasts until its ``uninstall()``, or `dask_p2p.uninstall`. Its ``count`` is the number of
         calls that this package has taken since then; its ``counts`` has them by function.
+
+    Raises
+    ------
+    InputError
+        If `rechunk` has another value.
 
     Notes
     -----
@@ -132,12 +165,16 @@ def install() -> Installation:
     (1, <dask_p2p in Dask's place: rechunk 1>)
     """
     global _lasting
-    installation = Installation()
+    if rechunk not in ("p2p", "all"):
+        raise InputError(
+            f"expected rechunk='p2p' or 'all', got {rechunk!r}. Leave it out for 'p2p'."
+        )
+    installation = Installation(rechunk)
     with LOCK:
         _put_in_place()
         installation._lasts = True
         _lasting += 1
-        COUNTING.add(installation)
+        installation._begin()
     return installation
 
 
@@ -171,15 +208,14 @@ def _replace_all() -> None:
     import distributed.shuffle
 
     _replace(distributed.shuffle, "rechunk_p2p", partial(tried, "rechunk", rechunked))
+    # `da.rechunk` is the function, not the module.
+    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _chosen)
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
         _replace(owner, "map_overlap", partial(tried, "map_overlap", overlapped))
-    transforms = import_module("dask.array.fft")
-    for name in fft.__all__:
-        if not name.endswith(("fft", "fft2", "fftn")):
-            continue  # frequencies and shifts, which Dask supports for all chunks
-        _replace(transforms, name, partial(tried, "fft", _transformed, getattr(fft, name)))
+    _replace_transforms(import_module("dask.array.fft"))
+    _watched.append(when_imported("dask_array", _replace_methods))
     if is_expression:
         # Imported only here, since it imports parts of Dask that are still private.
         from dask_p2p.tools import expressions
@@ -188,12 +224,40 @@ def _replace_all() -> None:
         _replace(expressions.Rechunk, "_lower", expressions.lowered)
 
 
+def _replace_transforms(module: Any) -> None:
+    for name in fft.__all__:
+        if not name.endswith(("fft", "fft2", "fftn")):
+            continue  # frequencies and shifts, which Dask supports for all chunks
+        _replace(module, name, partial(tried, "fft", _transformed, getattr(fft, name)))
+
+
+def _replace_methods(package: Any) -> None:
+    """Replace functions of the package `dask_array`, and methods of its expressions."""
+    # Imported only here, since it imports private parts of that package.
+    from dask_p2p.tools import planned_late
+
+    _replace_transforms(package.fft)
+    _replace(planned_late.Rechunk, "_simplify_up", planned_late.merged)
+    _replace(planned_late.Rechunk, "_lower", planned_late.lowered)
+    _replace(planned_late.MapOverlap, "_lower", planned_late.mapped_late)
+    planned_late.forget_lowered()
+
+
+def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:
+    return "p2p" if is_taken_in_any_case(before, after) else None
+
+
 def _take_off_unless_needed() -> None:
     if _lasting or _entered:
         return
+    if _replaced and (late := sys.modules.get("dask_p2p.tools.planned_late")) is not None:
+        late.forget_lowered()
     for owner, name, original, replacement in _replaced:
         if getattr(owner, name) is replacement:  # not replaced by other code
             setattr(owner, name, original)
+    for forget in _watched:
+        forget()
+    _watched.clear()
     _replaced.clear()
     LACKING.clear()
 
@@ -219,7 +283,7 @@ def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
     """
     if has_unknown_chunks(x) and isinstance(x._meta, np.ndarray):
         return None
-    return rechunk(x, chunks)
+    return own_rechunk(x, chunks)
 
 
 def overlapped(

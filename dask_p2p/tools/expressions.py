@@ -15,7 +15,7 @@ from dask.array._array_expr._rechunk import Rechunk
 from dask.array.rechunk import _choose_rechunk_method
 
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.tools.taken import tried
+from dask_p2p.tools.taken import method_of, tried
 
 __all__ = ["ArrayExpr", "Rechunk", "lowered", "rechunked"]
 
@@ -49,7 +49,7 @@ def lowered(asked: Any) -> Any:
     It replaces `Rechunk._lower`, which raises NotImplementedError for ``p2p``.
     """
     before, after = asked.array.chunks, asked.chunks
-    method = asked.method or _choose_rechunk_method(before, after, threshold=asked.threshold)
+    method = asked.method or method_of(_choose_rechunk_method, before, after, asked.threshold)
     if before == after or method != "p2p":
         return None
     return tried("rechunk", _by_this_package, asked)

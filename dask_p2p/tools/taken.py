@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import accumulate
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
+
+from dask import config
 
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.plugins.registration import connection_of, current_client
@@ -16,6 +19,28 @@ LOCK = RLock()
 COUNTING: WeakSet[Any] = WeakSet()
 #: Connections to clusters that lack the package.
 LACKING: WeakSet[Any] = WeakSet()
+
+#: Active installations that take all rechunks that move bytes.
+TAKING_ALL: set[Any] = set()
+
+
+def method_of(choose: Callable[..., str], before: Any, after: Any, threshold: Any = None) -> str:
+    """Return the method of a rechunk without one: "p2p" or "tasks"; `choose` is Dask's choice."""
+    return "p2p" if is_taken_in_any_case(before, after) else choose(before, after, threshold)
+
+
+def is_taken_in_any_case(before: Any, after: Any) -> bool:
+    """Return whether an installation takes a rechunk for which Dask may choose tasks."""
+    if not TAKING_ALL or config.get("array.rechunk.method", None) is not None:
+        return False
+    connection = connection_of(current_client())
+    if connection is None or connection in LACKING:
+        return False
+    pairs = [*zip(before, after, strict=True)]
+    if any(size != size for along in pairs for sizes in along for size in sizes):
+        return False
+    # Blocks that are only split stay on their workers.
+    return any(not {*accumulate(old)} <= {*accumulate(new)} for old, new in pairs)
 
 
 def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
