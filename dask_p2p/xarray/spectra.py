@@ -10,13 +10,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.graph.libraries import functions_of
 from dask_p2p.xarray.variables import as_dask, check_data
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean
@@ -182,7 +182,7 @@ def along(x: Any, axis: int, values: Any) -> Any:
     """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
-    factor = da.from_array(values.astype(dtype), chunks=x.chunks[axis])
+    factor = functions_of(x).from_array(values.astype(dtype), chunks=x.chunks[axis])
     factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
     return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 

@@ -120,10 +120,10 @@ def test_what_is_in_memory_gets_cut(array):
 
 def test_by_regions_on_a_cluster(client, array):
     x = array.copy(data=persisted(client, array.data + 0))
-    y = x.p2p.transpose("x", "y", "t")
-    y = y.copy(data=persisted(client, y.data))
+    lazy = x.p2p.transpose("x", "y", "t")
+    y = lazy.copy(data=persisted(client, lazy.data))
     assert_moved(y, array.T)
-    assert used(client, y.data)
+    assert used(client, lazy.data)
 
 
 @pytest.mark.parametrize("kind", ["array", "dataset"])
