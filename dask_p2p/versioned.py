@@ -30,6 +30,10 @@ from dask_p2p.errors import P2PError, RegistrationError, VersionError
 #: because the plugins replace private parts of Dask (see tests/plugins/test_canary.py).
 DASK_RELEASES = ">=2025.12,<2026.9"
 
+#: Releases of the package dask-array that pass the tests, as in pyproject.toml. Private parts of it
+#: are used in dask_p2p/graph/dask_array_expr.py.
+DASK_ARRAY_RELEASES = ">=0.7.1,<0.8"
+
 _C = TypeVar("_C", bound=type)
 
 _shared: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by their pickled bytes
@@ -148,6 +152,20 @@ def check_dask() -> None:
             f"expected distributed {DASK_RELEASES} with dask_p2p {own_version()}, got distributed "
             f"{found}. On clients, scheduler and workers: pip install 'distributed{DASK_RELEASES}' "
             f"'dask{DASK_RELEASES}', or another release of dask-p2p."
+        )
+
+
+@cache
+def check_dask_array() -> None:
+    """Raise `VersionError` if this process runs an unsupported release of dask-array."""
+    from packaging.specifiers import SpecifierSet
+
+    found = metadata.version("dask-array")
+    if not SpecifierSet(DASK_ARRAY_RELEASES).contains(found, prereleases=True):
+        raise VersionError(
+            f"expected dask-array {DASK_ARRAY_RELEASES} with dask_p2p {own_version()}, got "
+            f"dask-array {found}. On clients, scheduler and workers: pip install "
+            f"'dask-array{DASK_ARRAY_RELEASES}', or another release of dask-p2p."
         )
 
 

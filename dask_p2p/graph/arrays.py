@@ -15,7 +15,7 @@ from dask_p2p.config import Options
 from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
 from dask_p2p.graph.libraries import is_of_dask_array
 from dask_p2p.plans import Plan
-from dask_p2p.versioned import named_fields
+from dask_p2p.versioned import check_dask_array, named_fields
 
 
 def planned_array(
@@ -54,12 +54,21 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     """Return the array of a layer, as an expression of the library of `like`."""
     # Only here: the modules import private parts of the libraries.
     if is_of_dask_array(like):
-        from dask_p2p.graph.dask_array_expr import layer_expr
-
-        return type(like)(layer_expr(layer, [x.expr for x in inputs]))
+        return type(like)(dask_array_expr().layer_expr(layer, [x.expr for x in inputs]))
     from dask_p2p.graph.expression import LayerExpr
 
     return type(like)(LayerExpr(layer, *(x.expr for x in inputs)))
+
+
+def dask_array_expr() -> Any:
+    """Return the module of the expressions of `dask_array`.
+
+    Raises `VersionError` if its release is not supported.
+    """
+    check_dask_array()
+    from dask_p2p.graph import dask_array_expr
+
+    return dask_array_expr
 
 
 def layer_of(x: Any) -> Any:

@@ -57,6 +57,11 @@ def check_one_library(arrays: Iterable[Any]) -> None:
         )
 
 
+def with_fixed_blocks(x: Any) -> Any:
+    """Return the array, whose optimiser keeps its chunks; `dask_array` may choose others."""
+    return x.freeze_chunks() if is_of_dask_array(x) else x
+
+
 def rechunk_by_tasks(x: Any, chunks: Any, **options: Any) -> Any:
     """Return the array in other blocks, rechunked by tasks of its own library."""
     if is_of_dask_array(x):

@@ -16,7 +16,7 @@ from dask_p2p.config import checked_options, positive_bytes
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.libraries import functions_of
+from dask_p2p.graph.libraries import functions_of, with_fixed_blocks
 from dask_p2p.on_gpu.arguments import (
     check_functions,
     checked_arrays,
@@ -173,7 +173,9 @@ def map_on_gpu(
     )
     register_if_possible()
     with_halo = [
-        x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
+        with_fixed_blocks(x)
+        if plan.chunks == x.chunks
+        else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(inputs, plans, strict=True)
     ]
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.

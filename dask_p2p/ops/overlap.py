@@ -24,7 +24,12 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.layer import Epilogue
-from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
+from dask_p2p.graph.libraries import (
+    check_one_library,
+    functions_of,
+    is_dask_array,
+    with_fixed_blocks,
+)
 from dask_p2p.ops.arguments import (
     check_array,
     check_chunks_are_known,
@@ -269,7 +274,9 @@ def _mapped_by_dask(
     map_blocks = functions_of(arrays[0]).map_blocks
     options = checked_options()
     with_halo = [
-        x if plan.chunks == x.chunks else planned_array("p2p-overlap", x, plan, options)
+        with_fixed_blocks(x)
+        if plan.chunks == x.chunks
+        else planned_array("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
@@ -277,7 +284,7 @@ def _mapped_by_dask(
         # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
         kwargs["meta"] = map_blocks(OwnBlocks(func), *with_halo, **kwargs)._meta
         func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
-    has_halo = any(x is not y for x, y in zip(arrays, with_halo, strict=True))
+    has_halo = any(plan.chunks != x.chunks for x, plan in zip(arrays, plans, strict=True))
     if has_halo and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}
     y = map_blocks(OwnBlocks(func), *with_halo, **kwargs)

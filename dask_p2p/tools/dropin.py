@@ -13,6 +13,7 @@ functions reject: those with several blocks along a transformed axis.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning, VersionError
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
@@ -39,6 +40,7 @@ from dask_p2p.tools.taken import (
     tried,
 )
 from dask_p2p.types import DaskArray
+from dask_p2p.versioned import check_dask_array
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
@@ -233,6 +235,11 @@ def _replace_transforms(module: Any) -> None:
 
 def _replace_methods(package: Any) -> None:
     """Replace functions of the package `dask_array`, and methods of its expressions."""
+    try:
+        check_dask_array()
+    except VersionError as exc:
+        warnings.warn(f"dask_p2p: dask_array's own functions are used: {exc}", P2PWarning, 2)
+        return
     # Imported only here, since it imports private parts of that package.
     from dask_p2p.tools import planned_late
 

@@ -15,7 +15,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import Epilogue
-from dask_p2p.graph.libraries import functions_of
+from dask_p2p.graph.libraries import functions_of, with_fixed_blocks
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.fft.exchange import assembled, chunks_before
@@ -276,7 +276,8 @@ def _staged(
     after = transform.after(stage.chunks, done)
     if is_first:
         map_blocks = functions_of(x).map_blocks
-        made: DaskArray = map_blocks(local, x, chunks=after, dtype=dtype, meta=meta)
+        fixed = with_fixed_blocks(x)
+        made: DaskArray = map_blocks(local, fixed, chunks=after, dtype=dtype, meta=meta)
         return made
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
     return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))
