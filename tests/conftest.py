@@ -255,6 +255,18 @@ def gpu(monkeypatch):
     return emulated(monkeypatch)
 
 
+@pytest.fixture(scope="session")
+def dask_array():
+    """The package of this name; tests of other arrays keep Dask's options, which it changes."""
+    import dask
+
+    name = "array.rechunk.threshold"
+    before = dask.config.get(name)
+    package = pytest.importorskip("dask_array", reason="needs it: pip install dask-array")
+    dask.config.set({name: before})
+    return package
+
+
 @pytest.fixture(scope="module")
 def loop():
     """An event loop in a thread, as a worker has one."""

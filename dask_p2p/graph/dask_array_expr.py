@@ -62,9 +62,6 @@ class PlannerExpr(ArrayExpr):  # type: ignore[misc]
         meta = self.lazy_layer.meta(next(iter(self.dependencies()), None))
         return meta_from_array(meta, len(self.chunks), meta.dtype)
 
-    def _requires_grid_preservation(self, dependency: Any) -> bool:
-        return True  # the plan is one for the chunks of the inputs
-
     def _layer(self) -> Mapping[Any, Any]:
         tasks: Mapping[Any, Any] = self.lazy_layer.tasks(self._name, self.dependencies())
         return tasks
@@ -99,9 +96,6 @@ class RedistributeExpr(ArrayExpr):  # type: ignore[misc]
         return RedistributeExpr(array, tuple(axes), chunks, self.passes)
 
     def _simplify_down(self) -> Any:
-        if isinstance(self.array, Transpose):
-            before = self.array
-            return self._with(before.array, [before.axes[a] for a in self.axes], self.chunks)
         if _is_identity(self.axes) and self.array.chunks == self.chunks:
             return self.array
         return None

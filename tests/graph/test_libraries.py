@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.graph.libraries import check_one_library, functions_of, library_of
+
+VALUES = np.arange(60.0).reshape(6, 10)
+
+
+def doubled(ctx, *blocks):
+    return blocks[0] * 2
+
+
+#: Calls of several arrays.
+CALLS = {
+    "map_overlap": lambda x, y: dask_p2p.map_overlap(np.add, x, y, depth=1),
+    "map_on_gpu": lambda x, y: dask_p2p.map_on_gpu(np.add, x, y, fallback="numpy"),
+    "spmd": lambda x, y: dask_p2p.spmd(doubled, x, y, ranks=1),
+    "iterate": lambda x, y: dask_p2p.iterate(np.add, (x, y), 0, 1),
+    "constants": lambda x, y: dask_p2p.iterate(np.add, x, 0, 1, constants=(y,)),
+    "constants by name": lambda x, y: dask_p2p.iterate(np.add, {"u": x}, 0, 1, constants={"v": y}),
+    "fused": lambda x, y: dask_p2p.fused(x + 1, y + 1),
+}
+
+
+def test_each_array_has_a_library(dask_array):
+    ours, theirs = (each.from_array(VALUES, chunks=3) for each in (da, dask_array))
+    assert library_of(ours) == "dask.array"
+    assert functions_of(ours) is da
+    assert library_of(theirs) == "dask_array"
+    assert functions_of(theirs) is dask_array
+    for other in (VALUES, None, [ours]):
+        assert library_of(other) is None
+        assert functions_of(other) is da
+    check_one_library([ours, VALUES, ours])
+    with pytest.raises(UnsupportedArrayError, match=r"dask_array and of dask\.array\. Make all"):
+        check_one_library([theirs, ours])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_takes_arrays_of_one_library(call, dask_array):
+    x, y = (each.from_array(VALUES, chunks=(3, 10)) for each in (da, dask_array))
+    for arrays in ((x, y), (y, x)):
+        with pytest.raises(UnsupportedArrayError, match="expected arrays of one library in a call"):
+            CALLS[call](*arrays)
+
+
+def test_frequencies_are_of_the_library_of_like(dask_array):
+    x = dask_array.from_array(VALUES, chunks=3)
+    found = dask_p2p.fft.fftfreq(8, chunks=4, like=x)
+    assert type(found) is type(x)
+    np.testing.assert_array_equal(found.compute(), np.fft.fftfreq(8))
+    assert type(dask_p2p.fft.rfftfreq(8, like=VALUES)) is da.Array
+
+
+@pytest.mark.programs
+def test_the_package_is_not_imported_from_here():
+    program = """
+import sys
+import dask.array as da, dask_p2p, dask_p2p.xarray
+x = da.ones((8, 8), chunks=(2, 8))
+with dask_p2p.install():
+    for y in (dask_p2p.transpose(x), dask_p2p.map_overlap(abs, x, 1), dask_p2p.fft.fft2(x)):
+        y.compute(scheduler="sync")
+assert "dask_array" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
