@@ -21,7 +21,7 @@ from distributed.shuffle._rechunk import rechunk_p2p
 
 import dask_p2p
 from dask_p2p import fft
-from dask_p2p.errors import ConfigError, P2PWarning, RegistrationError
+from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin, taken
 from tests.support import added, parameter_names, persisted, used
 
@@ -123,6 +123,76 @@ def test_what_dask_does_by_tasks_it_still_does(client, x):
             assert not is_dasks(y)
     with dask.config.set({"array.rechunk.method": "tasks"}), dask_p2p.install():
         assert not is_ours(x.rechunk((-1, 6)))
+
+
+def names(y):
+    """Beginnings of the names of an array's layers, without its input's."""
+    return sorted({name.rpartition("-")[0] for name in y.dask.layers} - {"array"})
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x + 1], ids=["array", "lazy"])
+def test_a_transpose_before_a_rechunk_is_part_of_it(client, change, x):
+    x, wanted = change(x), change(X).T
+    before = names(x)
+    calls = {
+        "T": lambda: x.T.rechunk((6, -1)),
+        "axes": lambda: x.transpose(1, 0).rechunk((20, 20), method="p2p"),
+        "function": lambda: da.rechunk(da.moveaxis(x, 0, 1), (6, -1)),
+        "twice": lambda: x.T.T.T.rechunk((6, -1)),
+    }
+    for name, call in calls.items():
+        stock = call()
+        with dask_p2p.install():
+            y = call()
+        assert y.chunks == stock.chunks, name
+        assert names(y) == [*before, "p2p-transpose"], name
+        np.testing.assert_array_equal(y.compute(), wanted, name)
+    with dask_p2p.install():  # also other arrays that have the transpose
+        y = x.T.rechunk((6, -1)) + x.T
+    np.testing.assert_array_equal(y.compute(), 2 * wanted)
+
+
+def test_all_rechunks_that_move_bytes(client, x):
+    calls = {
+        "merged": lambda: x.rechunk((16, -1)),
+        "transposed": lambda: x.T.rechunk((24, 32)),
+        "function": lambda: da.rechunk(x, {0: 10}),
+    }
+    for name, call in calls.items():
+        assert not is_ours(call())
+        with dask_p2p.install(rechunk="all"):
+            y = call()
+        assert is_ours(y), name
+        np.testing.assert_array_equal(y.compute(), X.T if name == "transposed" else X, name)
+    with dask_p2p.install(rechunk="all") as used, dask_p2p.install() as other:
+        assert not is_ours(x.rechunk((4, -1))), "views"
+        assert not is_ours(x.rechunk((16, -1), method="tasks"))
+        with dask.config.set({"array.rechunk.method": "tasks"}):
+            assert not is_ours(x.rechunk((16, -1)))
+        other.uninstall()
+        assert is_ours(x.rechunk((16, -1)))
+    assert used.counts == {"rechunk": 1}
+    with dask_p2p.install():
+        assert not is_ours(x.rechunk((16, -1)))
+
+
+def test_all_rechunks_for_as_long_as_an_installation_lasts(client, x):
+    dask_p2p.install(rechunk="all")
+    gc.collect()
+    assert is_ours(x.rechunk((16, -1)))
+    with dask_p2p.install():
+        dask_p2p.uninstall()
+        assert not is_ours(x.rechunk((16, -1)))
+
+
+def test_without_a_client_few_rechunks_are_taken(x):
+    with dask_p2p.install(rechunk="all"):
+        assert not is_ours(x.rechunk((16, -1)))
+
+
+def test_other_rechunks_are_refused():
+    with pytest.raises(InputError, match=r"expected rechunk='p2p' or 'all', got 'tasks'\. Leave"):
+        dask_p2p.install(rechunk="tasks")
 
 
 def test_without_a_client(x):
