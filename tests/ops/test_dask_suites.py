@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -21,14 +22,20 @@ from tests.support import import_path
 
 pytestmark = pytest.mark.programs
 
+OF_DASK_ARRAY = (
+    *("test_rechunk", "test_rechunk_pushdown", "test_fft", "test_collection", "test_fuzz_optimize"),
+    *("test_overlap_optimizer", "test_slice_through_overlap", "test_slice_pushdown"),
+    "test_transpose_slice_pushdown",
+)
 
-def passed_and_failed(folder, *arguments, source=None):
+
+def passed_and_failed(folder, *arguments, source=None, plugin="dask_suites"):
     """Numbers of tests that passed, and that failed as they were expected to."""
     env = {**os.environ, "PYTHONPATH": import_path()}
     env.pop("DISTRIBUTED_SOURCE", None)
     if source is not None:
         env["DISTRIBUTED_SOURCE"] = source
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.dask_suites", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", f"tests.ops.{plugin}", *arguments]
     # Without the options of this project, and of the checkout.
     command += ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=250)
@@ -52,6 +59,16 @@ def test_those_of_dask_and_numpy(tmp_path, suite, least, refused):
     passed, failed = passed_and_failed(str(tmp_path), *left_out, "--pyargs", suite)
     assert passed >= least
     assert failed == refused
+
+
+@pytest.mark.skipif(find_spec("dask_array") is None, reason="needs it: pip install dask-array")
+def test_those_of_dask_array(tmp_path):
+    suites = [f"dask_array.tests.{name}" for name in OF_DASK_ARRAY]
+    passed, failed = passed_and_failed(
+        str(tmp_path), "--pyargs", *suites, plugin="dask_array_suites"
+    )
+    assert passed >= 550
+    assert failed == 33  # of which six are one test
 
 
 @pytest.mark.skipif(DISTRIBUTED_SOURCE is None, reason="needs DISTRIBUTED_SOURCE, a checkout")
