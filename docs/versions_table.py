@@ -23,7 +23,7 @@ EXTRAS = {
     "metrics": "figures for Prometheus",
     "nvtx": "ranges for NVIDIA's profilers",
     "xarray": "the accessor `p2p` of xarray",
-    "dask-array": "arrays of the package `dask-array`",
+    "dask-array": "arrays as expressions, of the package `dask-array`",
     "zarr": "Zarr arrays on the command line, and `p2p.to_zarr`",
 }
 OTHERS = ("bench", "docs", "test")  # for contributors

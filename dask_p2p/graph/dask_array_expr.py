@@ -29,7 +29,7 @@ from dask_p2p.plans import GridPlan
 __all__ = ["MapOverlap", "Rechunk", "Transpose", "choose_method", "collection_of"]
 
 
-class Passes(Protocol):
+class PassPlanner(Protocol):
     """The planner of a redistribution."""
 
     @property
@@ -154,7 +154,7 @@ def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
     return PlannerExpr(layer, *map(_frozen, inputs))
 
 
-def redistribute_expr(x: Any, axes: tuple[int, ...], after: Chunks, passes: Passes) -> Any:
+def redistribute_expr(x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner) -> Any:
     """Return the expression of an array in other blocks, with permuted axes."""
     return RedistributeExpr(x, axes, after, passes)
 

@@ -245,6 +245,7 @@ def _replace_methods(package: Any) -> None:
 
     _replace_transforms(package.fft)
     _replace(planned_late.Rechunk, "_simplify_up", planned_late.merged)
+    _replace(planned_late.Transpose, "_simplify_up", planned_late.by_method)
     _replace(planned_late.Rechunk, "_lower", planned_late.lowered)
     _replace(planned_late.MapOverlap, "_lower", planned_late.mapped_late)
     planned_late.forget_lowered()

@@ -17,12 +17,12 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[
     if (module := sys.modules.get(name)) is not None:
         action(module)
         return lambda: None
-    finder = _Watch(name, action)
+    finder = _ImportFinder(name, action)
     sys.meta_path.insert(0, finder)
     return finder.forget
 
 
-class _Watch(MetaPathFinder):
+class _ImportFinder(MetaPathFinder):
     """A finder that lets others find the module, and calls the action after it is loaded."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:

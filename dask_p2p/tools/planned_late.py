@@ -25,7 +25,16 @@ from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.tools.taken import method_of, tried
 
-__all__ = ["MapOverlap", "Rechunk", "forget_lowered", "lowered", "mapped_late", "merged"]
+__all__ = [
+    "MapOverlap",
+    "Rechunk",
+    "Transpose",
+    "by_method",
+    "forget_lowered",
+    "lowered",
+    "mapped_late",
+    "merged",
+]
 
 
 def lowered(asked: Any) -> Any:
@@ -44,6 +53,18 @@ def merged(asked: Any, parent: Any, dependents: Any) -> Any:
     if not _is_taken(asked):
         return None
     return tried("rechunk", _redistributed, asked, parent)
+
+
+def by_method(transpose: Any, parent: Any, dependents: Any) -> Any:
+    """Rechunk a transpose by the method ``p2p``, in place of `Transpose._simplify_up`.
+
+    The optimiser moves such a rechunk before the transpose, without its method.
+    """
+    if type(parent) is not Rechunk or parent.method != "p2p" or not _is_taken(parent):
+        return None
+    if transpose._other_dependents(parent, dependents):
+        return None
+    return tried("rechunk", _redistributed, parent)
 
 
 def mapped_late(asked: Any) -> Any:

@@ -46,6 +46,7 @@ def test_code_that_exists_uses_this_package(client, x):
         "rechunk": (lambda: x.rechunk((-1, 6)), VALUES, ["p2p-rechunk"]),
         "method": (lambda: x.rechunk((20, 20), method="p2p"), VALUES, ["p2p-rechunk"]),
         "T": (lambda: x.T.rechunk((6, -1)), VALUES.T, ["p2p-transpose"]),
+        "T by method": (lambda: x.T.rechunk((20, 20), method="p2p"), VALUES.T, ["p2p-transpose"]),
         "afterwards": (lambda: x.rechunk((-1, 6)).T, VALUES.T, ["p2p-transpose"]),
         "overlap": (lambda: x.map_overlap(np.negative, 1), -VALUES, ["p2p-overlap"]),
     }
