@@ -102,7 +102,7 @@ def before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
-    """Return the array of the layer `before`, of which `x` is the transpose."""
+    """Return the array of the layer `before`; `x` is its transpose."""
     layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
     graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
     inverse = np.argsort(axes)

@@ -167,7 +167,7 @@ def is_settled(rechunk: Any) -> bool:
 
 
 def forget_lowered() -> None:
-    """Make `dask_array` plan all expressions anew; it keeps plans of those that are in use."""
+    """Clear the plans that `dask_array` keeps of expressions in use, so that it plans again."""
     _LOWER_CACHE.clear()
 
 

@@ -1,7 +1,7 @@
 """The libraries of lazy arrays: `dask.array`, with graphs or expressions, and `dask_array`.
 
-The package `dask_array` makes `dask.array` anew, as expressions. It is never imported from here
-first: an array of it exists only where the user has imported it.
+The package `dask_array` replaces `dask.array`; its arrays are expressions. It is never
+imported from here first: an array of it exists only where the user has imported it.
 """
 
 from __future__ import annotations

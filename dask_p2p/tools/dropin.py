@@ -119,8 +119,8 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
 
     From now on, this package runs every rechunk of this process that uses Dask's method ``p2p``.
     Dask uses it if the caller requests it, or with a client if the graph exceeds a certain size.
-    Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks. A
-    lazy transpose before such a rechunk becomes part of it: ``x.T.rechunk(...)`` is one exchange.
+    Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks. The
+    exchange includes a lazy transpose before such a rechunk, as in ``x.T.rechunk(...)``.
 
     The same holds for arrays of the package `dask_array`. There, rechunks and `map_overlap` are
     taken, and counted, when the optimiser makes tasks of them.
@@ -128,8 +128,8 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     Parameters
     ----------
     rechunk : {"p2p", "all"}, optional
-        Rechunks to take. "all": with a client, also those without a method for which Dask chooses
-        tasks, unless they only split blocks. Default: those that use the method ``p2p``.
+        Rechunks to take. "all": with a client, also those that Dask would do by tasks, unless they
+        name this method or only split blocks. Default: those that use the method ``p2p``.
 
     Returns
     -------

@@ -30,7 +30,7 @@ def method_of(choose: Callable[..., str], before: Any, after: Any, threshold: An
 
 
 def is_taken_in_any_case(before: Any, after: Any) -> bool:
-    """Return whether an installation takes a rechunk for which Dask may choose tasks."""
+    """Return whether an installation takes a rechunk, even if Dask would choose tasks."""
     if not TAKING_ALL or config.get("array.rechunk.method", None) is not None:
         return False
     connection = connection_of(current_client())
