@@ -75,10 +75,16 @@ def test_the_optimiser_goes_first(client, dask_array):
     with dask_p2p.install() as used:
         y = ((x + 1).T * 2).rechunk((6, -1))
         np.testing.assert_array_equal(y.compute(), 2 * (VALUES.T + 1))
+        y = (x + 1).rechunk((-1, 6)).T
+        np.testing.assert_array_equal(y.compute(), VALUES.T + 1)
         part = x.map_overlap(np.negative, 2)[:4]
         assert len([key for key in part.__dask_graph__() if "overlap" in str(key)]) == 1
         np.testing.assert_array_equal(part.compute(), -VALUES[:4])
     assert used.counts == {"map_overlap": 1}
+    other = dask_array.from_array(VALUES, chunks=(16, -1))
+    with dask_p2p.install(rechunk="all") as used:  # the sum rechunks one of the two
+        np.testing.assert_array_equal((x + other).compute(), 2 * VALUES)
+    assert not used.count
 
 
 def test_transforms_of_axes_that_are_cut(dask_array, x):
