@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import shlex
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import dask.array as da
@@ -114,9 +116,35 @@ def test_the_code_of_a_page_runs(page, request):
     """One block after another, in one namespace, in which nothing is: each page is read alone."""
     if "import dask_array" in page.read_text("utf-8"):
         request.getfixturevalue("dask_array")
+    run_all(BLOCKS[page])
+
+
+GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
+IMPORT = "import dask.array as da\n"
+#: Guides that look at names of layers or tasks, which the optimiser of `dask_array` changes.
+OF_NAMES = {"existing-code", "fft", "fused"}
+
+
+@pytest.mark.filterwarnings(f"ignore:{CONSOLIDATED}")
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    "page",
+    [each for each in GUIDES if IMPORT in each.read_text("utf-8") and each.stem not in OF_NAMES],
+    ids=name,
+)
+def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
+    importlib.import_module("dask_array.xarray").register()
+    run_all(
+        replace(block, text=block.text.replace(IMPORT, "import dask_array as da\n"))
+        for block in BLOCKS[page]
+    )
+
+
+def run_all(blocks):
+    """Run the blocks of a page in one namespace."""
     names = {"__name__": "docs"}
     try:
-        for block in BLOCKS[page]:
+        for block in blocks:
             if block.language in RUN and not block.not_run:
                 run(block, names)
     finally:
