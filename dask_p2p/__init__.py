@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
 from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
+from dask_p2p.fusing.late import after_import
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
+    from dask_p2p.fusing.explanation import explain as explain
     from dask_p2p.fusing.fused import fused as fused
     from dask_p2p.monitoring.runs import last_runs as last_runs
     from dask_p2p.on_gpu.map_on_gpu import map_on_gpu as map_on_gpu
@@ -52,6 +54,7 @@ _FUNCTIONS = {
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
     "estimate": "dask_p2p.ops.estimate",
+    "explain": "dask_p2p.fusing.explanation",
     "fused": "dask_p2p.fusing.fused",
     "install": "dask_p2p.tools.dropin",
     "iterate": "dask_p2p.sections.iterate.iterate",
@@ -88,5 +91,14 @@ def __getattr__(name: str) -> Any:
         return function
 
 
+def _put_option_in_place() -> None:
+    from dask_p2p.fusing.option import put_in_place
+
+    put_in_place()
+
+
 def __dir__() -> list[str]:
     return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
+
+
+after_import("dask.array", _put_option_in_place)

@@ -40,6 +40,11 @@ def yes_or_no(value: Any) -> bool:
     return value
 
 
+def _fuse(value: Any) -> str:
+    # YAML reads the plain words on and off as truth values.
+    return _one_of("off", "auto", "on")({False: "off", True: "on"}.get(value, value))
+
+
 def positive_int(value: Any) -> int:
     """Read a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -264,6 +269,11 @@ def options() -> Options:
 def installs_with_preload() -> bool:
     """Return true if `dask_p2p.preload` calls `dask_p2p.install`; `ConfigError` if invalid."""
     return _read("install", yes_or_no)
+
+
+def fuse_mode() -> str:
+    """Return the option `p2p.fuse`: "off", "auto" or "on"; `ConfigError` if invalid."""
+    return _read("fuse", _fuse)
 
 
 def _values(cls: Any, prefix: str = "") -> dict[str, Any]:

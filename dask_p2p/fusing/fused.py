@@ -8,8 +8,9 @@ from typing import Any, overload
 from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_p2p.config import checked_options
+from dask_p2p.config import Options, checked_options
 from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang
+from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
@@ -42,8 +43,8 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     and one for each block of the result. If a worker is lost, all ranks run again.
 
     Tasks that read files, functions without array arguments, and tasks with futures among their
-    arguments remain tasks of Dask, as do arrays that are persisted. Their blocks are inputs of the
-    gang.
+    arguments remain tasks of Dask, as do sections, shuffles, arrays that are persisted, and all
+    that these read. Their blocks are inputs of the gang.
 
     Parameters
     ----------
@@ -67,8 +68,8 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     UnsupportedArrayError
         If an argument is not a Dask array of NumPy blocks, or an array has Python objects.
     FuseError
-        If the graph has a section, a peer-to-peer rechunk of Dask's own, or layers with annotations
-        such as ``workers`` or ``retries``.
+        If the graph has layers with annotations such as ``workers`` or ``retries``, or a
+        peer-to-peer rechunk of Dask before a task that stays with Dask.
     SectionError
         At run time, if `p2p.attempts` attempts have failed, or if the workers can never run all
         ranks at the same time.
@@ -97,18 +98,20 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
 
 def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the fused arrays of arrays whose graphs have layers."""
+    options = checked_options()
     before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    layers = {name: tasks_of_layer(layer) for name, layer in before.layers.items()}
+    layers = {name: tasks_of_layer(layer, options) for name, layer in before.layers.items()}
     graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
     read = read_graph(graph, [keys_of(x) for x in arrays])
     check_annotations(before.layers, read.tasks)
-    gang = _gang(arrays, read, most)
+    gang = _gang(arrays, read, most, options)
     inputs, dependencies = _input_layers(layers, before, read, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)
     made = []
-    for x, (name, outputs) in zip(arrays, gang.outputs.items(), strict=True):
-        own = {**inputs, name: MaterializedLayer(outputs)}
+    for number, x in enumerate(arrays):
+        name = _name(number, gang)
+        own = {**inputs, name: MaterializedLayer(gang.outputs(number, name))}
         after = HighLevelGraph(own, {**dependencies, name: {gang.name}})
         made.append(new_da_object(after, name, x.chunks, meta=x._meta, dtype=x.dtype))
     return made
@@ -121,19 +124,25 @@ def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     for expr in planned:
         graph |= expr.__dask_graph__()
     read = read_graph(graph, [keys_of(expr) for expr in planned])
-    gang = _gang(arrays, read, most)
-    shared = {**read.kept, **gang.tasks}
-    return [
-        expression_array(x, FusedLayer(x.chunks, x._meta, own_name, shared, outputs), [])
-        for x, (own_name, outputs) in zip(arrays, gang.outputs.items(), strict=True)
-    ]
+    gang = _gang(arrays, read, most, checked_options())
+    shared, made = {**read.kept, **gang.tasks}, []
+    for number, x in enumerate(arrays):
+        name = _name(number, gang)
+        layer = FusedLayer(x.chunks, x._meta, name, shared, gang.outputs(number, name))
+        made.append(expression_array(x, layer, []))
+    return made
 
 
-def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int) -> FusedGang:
+def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Options) -> FusedGang:
     """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
     check_tasks(read)
-    names = [x.name for x in arrays]
-    return fused_gang(read.tasks, most, names, arrays[0].dtype, checked_options())
+    programs = programs_of(read.tasks, min(most, read.tasks.widest))
+    return fused_gang(read.tasks, programs, [x.name for x in arrays], arrays[0].dtype, options)
+
+
+def _name(number: int, gang: FusedGang) -> str:
+    """Return the name of a fused array."""
+    return f"p2p-fused-{number}-{gang.token}"
 
 
 def _input_layers(

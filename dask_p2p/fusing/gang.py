@@ -13,7 +13,6 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
 from dask_p2p.engine.task import RankTask
-from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.program import Program
 from dask_p2p.fusing.runner import ProgramContext, Runner
 from dask_p2p.fusing.tasks import FusedTasks
@@ -23,7 +22,7 @@ from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
 from dask_p2p.types import Array, DType, Key, Kind
 
-_PREFIX = "p2p-fused"  # of the names of arrays and gangs
+_PREFIX = "p2p-fused"  # of the names of gangs
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,17 @@ class FusedGang:
     token: str  # of the gang, and part of all names
     name: str
     tasks: dict[Key, Task]  # of the ranks, and the commit task
-    outputs: dict[str, dict[Key, Task]]  # output tasks, by name of the new arrays in their order
+    programs: Sequence[Program]  # by rank
+
+    def outputs(self, number: int, name: str | None = None) -> dict[Key, Task]:
+        """Return the output tasks of one array, under its own keys or as the array `name`."""
+        tasks = {}
+        commit = commit_of(self.name)
+        for rank, program in enumerate(self.programs):
+            for position, own in enumerate(program.outputs[number]):
+                key = own if name is None else (name, *own[1:])
+                tasks[key] = output_task(key, commit, (self.name, rank), number, position)
+        return tasks
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class _RunProgram:
     """The work of a rank: its program, pickled, so that only the rank's worker opens it."""
 
     program: bytes
-    dtype: DType  # of the first array
+    dtype: DType | None  # of the first array; None: unknown
     kind: ClassVar[Kind] = "numpy"
 
     @staticmethod
@@ -83,37 +92,21 @@ class _RunProgram:
 
 def fused_gang(
     tasks: FusedTasks,
-    most: int,  # largest number of ranks
-    names: Sequence[str],  # of the arrays before
-    dtype: DType,  # of the first array
+    programs: Sequence[Program],  # by rank
+    names: Sequence[Any],  # that distinguish gangs of the same tasks
+    dtype: DType | None,  # of the first array; None: unknown
     options: Options,  # sent with the tasks
 ) -> FusedGang:
-    """Return the gang that runs some tasks."""
-    size = min(most, tasks.widest)
+    """Return the gang that runs some programs."""
+    size = len(programs)
     # Clients with the same arrays may have found their tasks in another order.
     token: str = tokenize(_PREFIX, list(names), size, options, str(list(tasks.nodes)))
     gang, ranks = f"{_PREFIX}-ranks-{token}", RankGrid(((1,) * size,), (size,))
     made: dict[Key, Task] = {}
-    programs = programs_of(tasks, size)
     for rank, program in enumerate(programs):
         body = _RunProgram(dumps(program), dtype)
         blocks = List(*map(TaskRef, program.inputs))
         key = (gang, rank)
         made[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, blocks)
     commit = commit_task(gang, made)
-    after = [f"{_PREFIX}-{number}-{token}" for number in range(len(names))]
-    return FusedGang(token, gang, {**made, commit.key: commit}, _outputs(gang, programs, after))
-
-
-def _outputs(
-    gang: str, programs: Sequence[Program], names: Sequence[str]
-) -> dict[str, dict[Key, Task]]:
-    """Return the output tasks of arrays with these names."""
-    tasks: dict[str, dict[Key, Task]] = {name: {} for name in names}
-    commit = commit_of(gang)
-    for rank, program in enumerate(programs):
-        for number, (name, keys) in enumerate(zip(names, program.outputs, strict=True)):
-            for position, before in enumerate(keys):
-                key = (name, *before[1:])
-                tasks[name][key] = output_task(key, commit, (gang, rank), number, position)
-    return tasks
+    return FusedGang(token, gang, {**made, commit.key: commit}, programs)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from math import prod
 from typing import Any
 
 from dask.task_spec import DataNode, GraphNode
 
 from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.sizes import item_bytes_of, sizes_of
 from dask_p2p.fusing.tasks import FusedTasks, name_of
-from dask_p2p.geometry import block_shape
 from dask_p2p.types import Key
 
 #: Largest literal value that the program of each rank contains that reads it.
@@ -25,13 +24,18 @@ MOST_LITERAL_BYTES = 2**12
 _ABOUT = 0.95  # a rank with this part of the most bytes has about as many
 
 
-def owners_of(tasks: FusedTasks, size: int) -> dict[Key, int]:
-    """Return the owner of each task and input, by key. Small literals have none."""
+def owners_of(
+    tasks: FusedTasks, size: int, sizes_bytes: Mapping[Key, int] | None = None
+) -> dict[Key, int]:
+    """Return the owner of each task and input, by key. Small literals have none.
+
+    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`.
+    """
     by_position = positions((*tasks.inputs, *tasks.nodes), size)
     owners = {key: by_position[key] for key in tasks.inputs}
     if size == 1:
         return owners | dict.fromkeys(tasks.nodes, 0)
-    sizes_bytes: dict[Key, int] = {}
+    sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
     elements: dict[Any, Sequence[int]] = {}
     shares = _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
@@ -40,16 +44,10 @@ def owners_of(tasks: FusedTasks, size: int) -> dict[Key, int]:
         for each, count in zip(tasks.reads[key], read_bytes, strict=True):
             if each in owners:
                 at[owners[each]] += count
-        sizes_bytes[key] = _size_bytes(node, key, tasks, sizes_bytes)
         if isinstance(node, DataNode) and sizes_bytes[key] <= MOST_LITERAL_BYTES:
             continue
         owners[key] = shares.chosen(key, node, at, by_position[key])
     return owners
-
-
-def item_bytes_of(node: AssembleTask) -> int:
-    """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
-    return 8 if node.output.dtype is None else int(node.output.dtype.itemsize)
 
 
 def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
@@ -118,14 +116,3 @@ def _read_bytes(
         counts = elements[node.plan, node.index] = node.plan.source_elements(node.index)
     item_bytes = item_bytes_of(node)
     return (count * item_bytes for count in counts)
-
-
-def _size_bytes(
-    node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]
-) -> int:
-    """Return an upper bound of the size of a task's result, or a guess: its largest input."""
-    if isinstance(node, AssembleTask):
-        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node)
-    if isinstance(node, DataNode):
-        return int(getattr(node.value, "nbytes", 1))
-    return max((sizes_bytes.get(each, 1) for each in tasks.reads[key]), default=1)

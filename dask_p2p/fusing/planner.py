@@ -10,7 +10,7 @@ from typing import Any
 from dask.task_spec import DataNode
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.owners import item_bytes_of, owners_of
+from dask_p2p.fusing.owners import owners_of
 from dask_p2p.fusing.program import (
     AssembledBlock,
     AssembleStep,
@@ -20,6 +20,7 @@ from dask_p2p.fusing.program import (
     Superstep,
     WholeValue,
 )
+from dask_p2p.fusing.sizes import item_bytes_of
 from dask_p2p.fusing.supersteps import supersteps_of
 from dask_p2p.fusing.tasks import FusedTasks
 from dask_p2p.geometry import block_shape
@@ -28,9 +29,11 @@ from dask_p2p.sections.exchange.regions import LEAST_BYTES
 from dask_p2p.types import Key
 
 
-def programs_of(tasks: FusedTasks, size: int) -> list[Program]:
-    """Return the program of each rank, by rank."""
-    owners = owners_of(tasks, size)
+def programs_of(
+    tasks: FusedTasks, size: int, sizes_bytes: Mapping[Key, int] | None = None
+) -> list[Program]:
+    """Return the program of each rank, by rank. `sizes_bytes` is that of `owners_of`."""
+    owners = owners_of(tasks, size, sizes_bytes)
     writer = _Writer(tasks, size, owners, supersteps_of(tasks, owners))
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):

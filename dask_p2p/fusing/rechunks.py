@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dask_p2p.config import checked_options
+from dask_p2p.config import Options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import FuseError
 from dask_p2p.graph.layer import assemble_tasks
@@ -21,7 +21,7 @@ _LAYER = "P2PRechunkLayer"
 _ANY: Any = None  # the layer has no dtype: blocks get that of their sources
 
 
-def tasks_of_layer(layer: Mapping[Key, Any]) -> Mapping[Key, Any]:
+def tasks_of_layer(layer: Mapping[Key, Any], options: Options) -> Mapping[Key, Any]:
     """Return the tasks of a layer; for a peer-to-peer rechunk, `AssembleTask` under the same keys.
 
     Raises `FuseError` if the rechunk has unknown chunk sizes or empty blocks.
@@ -36,5 +36,5 @@ def tasks_of_layer(layer: Mapping[Key, Any]) -> Mapping[Key, Any]:
             f"{before} and {after} in {rechunk.name}. Call x.compute_chunk_sizes() before it."
         )
     plan = redistribution(before, range(len(before)), after)
-    output = OutputSpec((rechunk.name_input,), _ANY, "numpy", checked_options())
+    output = OutputSpec((rechunk.name_input,), _ANY, "numpy", options)
     return assemble_tasks(rechunk.name, plan, output)

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask_p2p.backends import backend_for
-from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
+from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.tasks import FusedTasks, ReadGraph
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.types import DaskArray
 
-# Annotations of layers that a gang cannot follow for some of its tasks only.
-_ANNOTATIONS = ("workers", "allow_other_workers", "resources", "retries", "priority")
+#: Annotations of layers that a gang cannot follow for some of its tasks only.
+ANNOTATIONS = ("workers", "allow_other_workers", "resources", "retries", "priority")
 
 
 def check_arrays(arrays: Sequence[DaskArray]) -> None:
@@ -40,29 +40,18 @@ def check_tasks(read: ReadGraph) -> None:
                 f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
             )
     for key, node in read.tasks.nodes.items():
-        if isinstance(node, AssembleTask):
-            if node.output.dtype is not None:  # else known when it runs
-                _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
-        elif isinstance(node, (RankTask, WaitTask)):
-            raise FuseError(
-                f"expected no section inside a fused graph, got the task {key!r} of one: its ranks "
-                f"would wait for the workers of this gang. Compute the section before, y.persist()."
-            )
-        elif type(node).__name__ == "P2PBarrierTask":  # imported only where Dask has made one
-            raise FuseError(
-                f"expected no peer-to-peer shuffle of Dask inside a fused graph, got the task "
-                f"{key!r}, which waits for other tasks. Compute it before, persist(), or choose "
-                f"another method."
-            )
+        # A dtype of None is known when the task runs.
+        if isinstance(node, AssembleTask) and node.output.dtype is not None:
+            _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
 
 
 def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
     """Refuse layers that Dask has to run under conditions of their own: `FuseError`."""
     for name, layer in layers.items():
-        found = {k: v for k, v in (layer.annotations or {}).items() if k in _ANNOTATIONS}
+        found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
         if found and any(key in tasks.nodes for key in layer):
             raise FuseError(
-                f"expected layers without annotations of {', '.join(_ANNOTATIONS)}, got {found} of "
+                f"expected layers without annotations of {', '.join(ANNOTATIONS)}, got {found} of "
                 f"{name}: one gang runs all tasks. Build the array outside of dask.annotate. "
                 f"Annotate only the call of fused."
             )

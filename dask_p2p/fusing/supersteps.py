@@ -42,7 +42,7 @@ def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
         read[name].update(dict.fromkeys(map(name_of, tasks.reads[key])))
     order: dict[Any, None] = {}
     begun = set[Any]()
-    stack = [name_of(key) for keys in reversed(tasks.outputs) for key in keys[:1]]
+    stack = list(dict.fromkeys(name_of(key) for keys in tasks.outputs for key in keys))[::-1]
     while stack:
         name = stack[-1]
         if name in order or name not in layers:

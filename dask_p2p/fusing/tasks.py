@@ -1,28 +1,32 @@
 """The tasks of Dask arrays: those that ranks run, and those that stay with Dask.
 
-Tasks that may take very different times, or that Dask itself has to run, stay with Dask: reads of
-files, functions without any input, and tasks with futures among their arguments. Their results are
-the inputs of the gang.
+Tasks that may take very different times stay with Dask: reads of files, and functions without any
+input. So do tasks with futures among their arguments, sections, shuffles, and all that these read.
+Their results are the inputs of the gang.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import numpy as np
 from dask._task_spec import convert_legacy_graph
+from dask.array.chunk import getitem as getitem_of_dask
 from dask.array.core import getter, getter_inline, getter_nofancy
 from dask.core import flatten
 from dask.task_spec import DataNode, GraphNode, Task
 from dask.utils import apply
 
-from dask_p2p.engine.task import AssembleTask
+from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
 from dask_p2p.types import DaskArray, Key
 
 _GETTERS = (getter, getter_inline, getter_nofancy)  # functions of Dask that read an array's blocks
+_SLICES = (getitem, getitem_of_dask)
+_BARRIER = "P2PBarrierTask"  # class of Dask's shuffles, imported only where Dask has made one
 # Dask's functions without inputs that compute arrays from a few numbers.
 _CREATING = ("dask.array.chunk", "dask.array.creation", "dask.array.random", "dask.array.wrap")
 _CREATING_NUMPY: tuple[Any, ...] = (
@@ -57,14 +61,18 @@ class ReadGraph:
     kept: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
 
 
-def read_graph(graph: Mapping[Key, Any], outputs: Sequence[Iterable[Key]]) -> ReadGraph:
+def read_graph(
+    graph: Mapping[Key, Any],
+    outputs: Sequence[Iterable[Key]],
+    known: Container[Key] = (),  # keys of tasks that the scheduler has already
+) -> ReadGraph:
     """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
     nodes = _nodes(graph)
     wanted = tuple(tuple(keys) for keys in outputs)
     position = {key: number for number, key in enumerate(graph)}
     reads: dict[Key, Sequence[Key]] = {}
     order = _depth_first(wanted, nodes, reads, position)
-    kept = _kept(order, graph, nodes, reads)
+    kept = _kept(order, graph, nodes, reads, known)
     of_ranks = {key: nodes[key] for key in order if key not in kept}
     read = {key: reads[key] for key in of_ranks}
     used = [*(key for keys in read.values() for key in keys), *(k for keys in wanted for k in keys)]
@@ -123,22 +131,48 @@ def _kept(
     graph: Mapping[Key, Any],
     nodes: Mapping[Key, GraphNode],
     reads: Mapping[Key, Sequence[Key]],
+    known: Container[Key],
 ) -> set[Key]:
     """Return the keys of the tasks that stay with Dask, and of all that these read."""
     kept = set[Key]()
     for key in reversed(order):
         read = reads[key]
         # A key outside of the graph is that of a future among the task's arguments.
-        if key in kept or any(each not in graph for each in read) or _stays(nodes[key], nodes):
+        has_future = any(each not in graph for each in read)
+        if key in kept or has_future or key in known or _stays(nodes[key], nodes, read):
             kept.add(key)
             kept.update(read)
-    return kept
+    return kept | _slices_of_reads(order, nodes, reads, kept)
 
 
-def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode]) -> bool:
+def _slices_of_reads(
+    order: Sequence[Key],
+    nodes: Mapping[Key, GraphNode],
+    reads: Mapping[Key, Sequence[Key]],
+    kept: Container[Key],
+) -> set[Key]:
+    """Return the keys of slices that alone read a block that stays: Dask may read only these."""
+    readers = Counter(each for read in reads.values() for each in read)
+    sliced = set[Key]()
+    for key in order:
+        read, node = reads[key], nodes[key]
+        if len(read) != 1 or key in kept or getattr(node, "func", None) not in _SLICES:
+            continue
+        source = nodes.get(read[0])
+        is_read = read[0] in kept and getattr(source, "func", None) in _GETTERS
+        if readers[read[0]] == 1 and (is_read or read[0] in sliced):
+            sliced.add(key)
+    return sliced
+
+
+def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key]) -> bool:
     """Return whether a task stays with Dask, apart from futures among its inputs."""
     if isinstance(node, DataNode):
         return not _is_in_memory(node.value)
+    if isinstance(node, (RankTask, WaitTask)):  # of a section: its ranks wait for all workers
+        return True
+    if any(type(each).__name__ == _BARRIER for each in (node, *map(nodes.get, read))):
+        return True
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return False
     if node.func in _GETTERS:

@@ -10,10 +10,6 @@ from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from tests.sections.emulated import on_gpu
 
 
-def halved(ctx, x):
-    return x / 2
-
-
 def test_no_array_and_no_dask_array():
     with pytest.raises(InputError, match="at least one Dask array"):
         dask_p2p.fused()
@@ -40,23 +36,6 @@ def test_blocks_of_gpus(gpu):
     x = on_gpu(gpu, da.ones(4, chunks=2))
     with pytest.raises(UnsupportedArrayError, match=r"expected NumPy blocks.*got cupy"):
         dask_p2p.fused(x)
-
-
-def test_a_section():
-    x = da.ones((8, 8), chunks=(2, 8))
-    with pytest.raises(FuseError, match=r"no section inside.*p2p-spmd.*persist"):
-        dask_p2p.fused(dask_p2p.spmd(halved, x, ranks=2) + 1)
-    with pytest.raises(FuseError, match=r"no section inside.*p2p-fused"):
-        dask_p2p.fused(dask_p2p.fused(x + 1, ranks=2) + 1)
-
-
-def test_a_shuffle_of_dask():
-    x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
-    tasks = {
-        key: task for layer in x.__dask_graph__().layers.values() for key, task in layer.items()
-    }
-    with pytest.raises(FuseError, match=r"no peer-to-peer shuffle of Dask.*shuffle-barrier"):
-        dask_p2p.fused(da.Array(tasks, x.name, x.chunks, x.dtype))
 
 
 @pytest.mark.parametrize(

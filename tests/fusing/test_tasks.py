@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.fusing.tasks import keys_of, read_graph
 from tests.fusing.support import read_arrays
 
 
@@ -105,3 +106,62 @@ def test_futures(client):
     assert names(read.tasks.inputs) == {x.name, scaled.name}
     assert names(read.tasks.nodes) == {y.name}
     assert all(read.kept[key] is graph[key] for key in read.tasks.inputs)
+
+
+def halved(ctx, x):
+    return x / 2
+
+
+def test_sections_and_all_before_them_stay():
+    x = da.ones((8, 8), chunks=(2, 8))
+    y = dask_p2p.spmd(halved, dask_p2p.transpose(x + 1), ranks=2)
+    _, read = read_arrays(dask_p2p.transpose(y) + x)
+    assert {x.name, y.name, (x + 1).name} <= names(read.kept)
+    assert names(read.tasks.inputs) == {x.name, y.name}
+    assert (dask_p2p.transpose(y) + x).name in names(read.tasks.nodes)
+
+
+def test_shuffles_of_dask_stay():
+    x = da.ones((8, 8), chunks=(2, 8))
+    y = x.rechunk((8, 2), method="p2p")
+    graph = {k: t for layer in y.__dask_graph__().layers.values() for k, t in layer.items()}
+    _, read = read_arrays(da.Array(graph, y.name, y.chunks, y.dtype) + 1)
+    assert names(read.tasks.inputs) == {y.name}
+    assert x.name in names(read.kept)
+
+
+class Recorded(File):
+    """A file that records which elements were read."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
+def test_dask_reads_only_the_slices_that_ranks_need():
+    file = Recorded()
+    x = da.from_array(file, chunks=8, inline_array=True)
+    y = x[2:4, 1:][:, :5] + 1
+    read = {}
+    for way in (y, dask_p2p.fused(y, ranks=1)):
+        file.seen.clear()
+        np.testing.assert_array_equal(way.compute(scheduler="sync"), np.full((2, 5), 2.0))
+        read[way.name] = list(file.seen)
+    assert [*read.values()] == [[(slice(2, 4), slice(1, 8))]] * 2
+    z = dask_p2p.fused(x[2:4] + x.sum(axis=0), ranks=1)  # the block has another reader
+    file.seen.clear()
+    assert z.compute(scheduler="sync").shape == (2, 8)
+    assert len(file.seen) == 1
+
+
+def test_tasks_that_the_scheduler_has_stay():
+    x = da.ones((8, 8), chunks=4) + 1
+    y = x * 2
+    graph = y.__dask_graph__().to_dict()
+    read = read_graph(graph, [keys_of(y)], known={(x.name, 0, 0)})
+    assert (x.name, 0, 0) in read.kept
+    assert (x.name, 0, 1) in read.tasks.nodes
+    assert read.tasks.inputs == ((x.name, 0, 0),)

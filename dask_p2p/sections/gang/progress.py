@@ -58,7 +58,7 @@ class Watch:
     key: Key  # key of the rank's task
     ranks: RankGrid  # partition of the arrays
     rank: int
-    dtype: DType  # data type of the first output
+    dtype: DType | None  # data type of the first output; None: unknown
     progress: Progress  # current step
     context: TaskContext | None  # task context of the worker; None: nothing is recorded
     connections: Connections = ONE_RANK  # connections to other ranks
@@ -85,7 +85,7 @@ class Watch:
             stages=self._stages(),
             worker=self.context.address,
             shape=ranks.shape(self.rank) if is_made else (),
-            dtype=str(self.dtype) if is_made else "",
+            dtype=str(self.dtype) if is_made and self.dtype is not None else "",
             nbytes=nbytes,
             array_shape=tuple(map(sum, ranks.chunks)),
             blocks=ranks.grid,

@@ -1,0 +1,115 @@
+"""Graphs of several collections, whose tasks one gang runs under the keys that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dask.array.optimization import optimize
+from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from dask_p2p.config import Options
+from dask_p2p.errors import FuseError, UnsupportedArrayError
+from dask_p2p.fusing.gang import fused_gang
+from dask_p2p.fusing.planner import programs_of
+from dask_p2p.fusing.program import Program
+from dask_p2p.fusing.rechunks import tasks_of_layer
+from dask_p2p.fusing.rules import check_annotations, check_tasks
+from dask_p2p.fusing.sizes import sizes_of
+from dask_p2p.fusing.suitability import (
+    Cluster,
+    check_blocks_are_declared,
+    check_count,
+    check_suitable,
+    exchanges_of,
+    ranks_for,
+)
+from dask_p2p.fusing.tasks import ReadGraph, read_graph
+from dask_p2p.types import Key
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the scheduler has of a graph already."""
+
+    tasks: Mapping[Key, Any] = field(default_factory=dict)  # with all that these read
+    sizes_bytes: Mapping[Key, int] = field(default_factory=dict)  # of values in memory
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The programs that run a graph, or the reason why Dask runs it."""
+
+    read: ReadGraph
+    programs: Sequence[Program] = ()
+    error: FuseError | UnsupportedArrayError | None = None  # why Dask runs it
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"by Dask's tasks: {self.error}"
+        if not self.programs:
+            return "by Dask's tasks: all tasks stay with Dask"
+        return (
+            f"by one gang: {len(self.read.tasks.nodes):,} tasks, {len(self.programs)} ranks, "
+            f"{exchanges_of(self.programs)} exchanges"
+        )
+
+
+def choice_of(
+    graph: Any,
+    keys: Any,
+    cluster: Cluster,
+    options: Options,
+    known: Known = Known(),
+    is_auto: bool = True,
+) -> Choice:
+    """Return whether a gang runs a graph. Only obstacles count, unless `is_auto`."""
+    tasks, annotations = _tasks(graph, options)
+    tasks |= known.tasks
+    read = read_graph(tasks, [list(flatten([keys]))], known.tasks)
+    # Outputs that stay with Dask have their tasks already.
+    outputs = tuple(key for key in read.tasks.outputs[0] if key in read.tasks.nodes)
+    read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
+    if not outputs:
+        return Choice(read)
+    try:
+        check_tasks(read)
+        check_annotations(annotations, read.tasks)
+        sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
+        if is_auto:
+            check_count(read.tasks)
+            check_blocks_are_declared(read.tasks)
+        programs = programs_of(read.tasks, ranks_for(read.tasks, sizes_bytes, cluster), sizes_bytes)
+        if is_auto:
+            check_suitable(read.tasks, programs, sizes_bytes, cluster)
+    except (FuseError, UnsupportedArrayError) as exc:
+        return Choice(read, error=exc)
+    return Choice(read, programs)
+
+
+def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
+    """Return the graph that Dask runs: that of a gang, or the same one by Dask's own tasks."""
+    if not choice.programs:
+        return optimize(graph, keys)
+    read = choice.read
+    names = [read.tasks.outputs, sorted(map(str, read.kept))]
+    gang = fused_gang(read.tasks, choice.programs, names, None, options)
+    layers = {
+        f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
+        gang.name: MaterializedLayer(gang.tasks),
+        f"{gang.name}-outputs": MaterializedLayer(gang.outputs(0)),
+    }
+    inputs, own, outputs = layers
+    after = HighLevelGraph(layers, {inputs: set(), own: {inputs}, outputs: {own}})
+    return optimize(after, keys)
+
+
+def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:
+    """Return the tasks of a graph, and its layers."""
+    if not isinstance(graph, HighLevelGraph):
+        return dict(graph), {}
+    layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}
+    tasks = {key: task for each in layers.values() for key, task in each.items()}
+    return tasks, graph.layers

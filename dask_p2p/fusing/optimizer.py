@@ -1,0 +1,160 @@
+"""The functions that optimise the graphs of Dask arrays where `p2p.fuse` is set.
+
+The client sends such a function with the graph. The scheduler calls it, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import dask
+from dask.array.optimization import optimize
+
+from dask_p2p.backends import backend_for
+from dask_p2p.config import Options, checked_options
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
+from dask_p2p.fusing.graph import Known, choice_of, optimized
+from dask_p2p.fusing.rules import ANNOTATIONS
+from dask_p2p.fusing.suitability import Cluster
+from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
+from dask_p2p.types import Key
+from dask_p2p.versioned import versioned
+
+logger = logging.getLogger(__name__)
+
+_lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
+_NO_PLUGIN = (
+    "expected the plugin of dask_p2p on the scheduler, got none: it was removed. Call "
+    "dask_p2p.register(client)."
+)
+_GONE = ("released", "forgotten")  # states of tasks without a result, now or soon
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The function on the client. One for all arrays of a call, since equal ones count as one."""
+
+    is_auto: bool
+    options: Options
+    scheduler: str  # its identity
+
+    def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
+        """Return the graph for schedulers of this process, and for `dask.optimize`: Dask's own."""
+        return optimize(graph, keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AtScheduler, (self.is_auto, self.options, self.scheduler)
+
+
+@versioned(strict=True)
+@dataclass(frozen=True)
+class AtScheduler:
+    """The function in the scheduler's process."""
+
+    is_auto: bool
+    options: Options
+    scheduler: str  # its identity
+
+    def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
+        """Return the graph for the cluster. Raises `FuseError` if it has to be fused, and cannot.
+
+        Runs in another thread than the scheduler.
+        """
+        scheduler = _scheduler(self.scheduler)
+        if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
+            return self._refused(graph, keys, FuseError(_NO_PLUGIN))
+        cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
+        known = _known(graph, scheduler)
+        choice = choice_of(graph, keys, cluster, self.options, known, self.is_auto)
+        if choice.error is not None:
+            return self._refused(graph, keys, choice.error)
+        logger.debug("computes %s", choice)
+        return optimized(graph, keys, choice, self.options)
+
+    def _refused(self, graph: Any, keys: Any, error: Exception) -> Any:
+        """Return the graph by Dask's tasks if that is allowed, or raise the error."""
+        if not self.is_auto:
+            raise error
+        logger.debug("computes by Dask's tasks: %s", error)
+        return optimize(graph, keys)
+
+
+def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
+    """Return the properties of a cluster, from Dask's information on each worker."""
+    running = [each for each in workers if each["status"] == "running"]
+    limits = [each["memory_limit"] for each in running if each["memory_limit"]]
+    return Cluster(
+        workers=len(running),
+        threads=sum(each["nthreads"] for each in running),
+        memory_bytes=min(limits, default=0),
+        has_resources=any(each["resources"] for each in running),
+    )
+
+
+def optimizer_for(mode: str, instance: Any) -> Optimizer:
+    """Return the function for arrays of the current client, at least of one `instance`.
+
+    Raises `FuseError`, `UnsupportedArrayError` or `RegistrationError` if no gang can run them.
+    """
+    client = current_client()
+    if client is None or client.asynchronous or connection_of(client) in _lacking:
+        raise FuseError(
+            "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
+            "one, distributed.Client(...), or set the option to auto."
+        )
+    if instance is not None and backend_for(instance._meta).name != "numpy":
+        raise UnsupportedArrayError(
+            f"array {instance.name}: expected NumPy blocks in a fused graph, got "
+            f"{type(instance._meta)}. Set p2p.fuse to auto."
+        )
+    annotations = [each for each in dask.get_annotations() if each in ANNOTATIONS]
+    if mode == "auto" and annotations:
+        raise FuseError(
+            f"expected no annotations of {', '.join(annotations)} around the call: they would "
+            f"apply to ranks. Call dask_p2p.fused(x)."
+        )
+    try:
+        register_if_possible()
+    except RegistrationError:
+        _lacking.add(connection_of(client))
+        raise
+    # Private: the public method asks the scheduler.
+    return Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
+
+
+def _scheduler(identity: str) -> Any:
+    """Return the scheduler of this process with an identity; None if there is none."""
+    if "distributed" not in sys.modules:
+        return None
+    from distributed import Scheduler
+
+    return next((each for each in Scheduler._instances if str(each.id) == identity), None)
+
+
+def _known(graph: Any, scheduler: Any) -> Known:
+    """Return the tasks of a graph that the scheduler has, with all that these read."""
+    stack = [key for key, task in graph.items() if not _is_future(task)]
+    stack = [key for key in stack if _is_known(scheduler.tasks.get(key))]
+    tasks: dict[Key, Any] = {}
+    while stack:
+        key = stack.pop()
+        if key not in tasks and (state := scheduler.tasks.get(key)) and state.run_spec is not None:
+            tasks[key] = state.run_spec
+            stack += [each.key for each in list(state.dependencies)]
+    states = {key: scheduler.tasks.get(key) for key, _ in graph.items()}
+    sizes = {key: each.nbytes for key, each in states.items() if each and each.nbytes > 0}
+    return Known(tasks, sizes)
+
+
+def _is_future(task: Any) -> bool:
+    return type(task).__name__ == "Future"
+
+
+def _is_known(state: Any) -> bool:
+    return state is not None and state.run_spec is not None and state.state not in _GONE

@@ -1,0 +1,157 @@
+"""Whether one gang runs a graph about as fast as Dask, or faster: the rules of `p2p.fuse: auto`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dask.task_spec import DataNode
+from dask.utils import format_bytes
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.errors import FuseError
+from dask_p2p.fusing.program import AssembleStep, Program
+from dask_p2p.fusing.sizes import peak_bytes
+from dask_p2p.fusing.tasks import FusedTasks
+from dask_p2p.types import Key
+
+#: A gang costs about as much as this number of tasks of Dask a rank.
+_LEAST_TASKS = 6
+#: With this number of exchanges, fewer tasks are enough: Dask transfers blocks more slowly.
+_LEAST_EXCHANGES = 3
+#: Programs of more tasks take as long to make as they save.
+_MOST_TASKS = 200_000
+#: Largest part of a worker's memory that the values of its ranks may take.
+_MOST_MEMORY = 0.5
+#: Largest ratio of a rank's bytes to the mean of all ranks.
+_MOST_UNEVEN = 2.0
+#: Functions of arrays of this size run in parallel in the threads of one process.
+_LARGE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The properties of a cluster that decide whether a gang runs a graph."""
+
+    workers: int
+    threads: int  # of all workers
+    memory_bytes: int  # smallest memory limit of a worker; 0: no limit
+    has_resources: bool  # whether a worker has resources, such as GPUs
+
+
+def ranks_for(tasks: FusedTasks, sizes_bytes: Mapping[Key, int], cluster: Cluster) -> int:
+    """Return the number of ranks for a graph.
+
+    Large arrays use all threads. Small operations of two threads would wait for Python's lock.
+    """
+    is_large = max(sizes_bytes.values(), default=0) >= _LARGE_BYTES
+    return max(1, min(cluster.threads if is_large else cluster.workers, tasks.widest))
+
+
+def check_count(tasks: FusedTasks) -> None:
+    """Refuse a graph of very many tasks: `FuseError`."""
+    if len(tasks.nodes) > _MOST_TASKS:
+        raise FuseError(
+            f"expected at most {_MOST_TASKS:,} tasks, got {len(tasks.nodes):,}: their programs "
+            f"take as long to make as they save. Use larger chunks."
+        )
+
+
+def check_blocks_are_declared(tasks: FusedTasks) -> None:
+    """Refuse rechunks of Dask's own, whose blocks may be no NumPy arrays: `FuseError`."""
+    for key, node in tasks.nodes.items():
+        if isinstance(node, AssembleTask) and node.output.dtype is None:
+            raise FuseError(
+                f"expected declared dtypes in all rechunks, got the task {key!r} of a peer-to-peer "
+                f"rechunk of Dask. Call dask_p2p.rechunk, or dask_p2p.install() before."
+            )
+
+
+def check_suitable(
+    tasks: FusedTasks,
+    programs: Sequence[Program],
+    sizes_bytes: Mapping[Key, int],
+    cluster: Cluster,
+) -> None:
+    """Refuse a graph that Dask probably runs faster, or in less memory: `FuseError`."""
+    if cluster.has_resources:
+        raise FuseError(
+            "expected workers without resources, got some that have them: each rank would need "
+            "those that the call requests. Call dask_p2p.fused(x)."
+        )
+    _check_gain(tasks, programs)
+    _check_memory(programs, sizes_bytes, cluster)
+    _check_balance(programs, sizes_bytes)
+
+
+def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
+    exchanges = exchanges_of(programs)
+    count = tasks_of_dask(tasks)
+    if exchanges < _LEAST_EXCHANGES and count < _LEAST_TASKS * len(programs):
+        raise FuseError(
+            f"expected at least {_LEAST_TASKS} tasks a rank or {_LEAST_EXCHANGES} exchanges, got "
+            f"{count} tasks for {len(programs)} ranks and {exchanges} exchanges: a gang would "
+            f"cost more than the tasks. Compute more operations at once."
+        )
+
+
+def _check_memory(
+    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], cluster: Cluster
+) -> None:
+    peak = max((peak_bytes(each, sizes_bytes) for each in programs), default=0)
+    of_worker = peak * -(-len(programs) // max(1, cluster.workers))
+    if cluster.memory_bytes and of_worker > _MOST_MEMORY * cluster.memory_bytes:
+        raise FuseError(
+            f"expected values of at most half of a worker's memory, "
+            f"{format_bytes(cluster.memory_bytes)}, got {format_bytes(of_worker)}, which Dask "
+            f"cannot spill while ranks run. Use smaller chunks, or workers with more memory."
+        )
+
+
+def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
+    made = [
+        sum(
+            sizes_bytes.get(step.block.key if isinstance(step, AssembleStep) else step.key, 1)
+            for superstep in program.supersteps
+            for step in superstep.steps
+        )
+        for program in programs
+    ]
+    mean = sum(made) / max(1, len(made))
+    if max(made, default=0) > _MOST_UNEVEN * mean:
+        raise FuseError(
+            f"expected about the same work for all ranks, got {format_bytes(max(made))} of values "
+            f"for one rank and {format_bytes(int(mean))} on average. Reduce the array later, or "
+            f"use smaller chunks."
+        )
+
+
+def exchanges_of(programs: Sequence[Program]) -> int:
+    """Return the number of supersteps in which ranks exchange values."""
+    together = zip(*(each.supersteps for each in programs), strict=True)
+    return sum(any(each.sends for each in supersteps) for supersteps in together)
+
+
+def tasks_of_dask(tasks: FusedTasks) -> int:
+    """Return about the number of tasks after Dask's fusion of elementwise operations.
+
+    Dask fuses such a task with those that no other task reads.
+    """
+    readers = Counter(each for read in tasks.reads.values() for each in read)
+    fused = set[Key]()
+    for key, node in tasks.nodes.items():
+        read = tasks.reads[key]
+        is_elementwise = all(_index(each) in (_index(key), ()) for each in read)
+        if is_elementwise and not isinstance(node, AssembleTask):
+            fused.update(each for each in read if readers[each] == 1)
+    return sum(
+        key not in fused or isinstance(node, AssembleTask)
+        for key, node in tasks.nodes.items()
+        if not isinstance(node, DataNode)
+    )
+
+
+def _index(key: Key) -> object:
+    """Return the index of a block; an empty one for values that are not blocks."""
+    return key[1:] if isinstance(key, tuple) else ()

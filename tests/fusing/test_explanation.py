@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import InputError
+from tests.fusing.support import smooth
+from tests.sections.emulated import on_gpu
+
+CLUSTER = {"n_workers": 2}
+
+
+def stencils(x):
+    for _ in range(6):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
+    return x
+
+
+def test_programs(client):
+    x = da.from_array(np.ones((32, 32)), chunks=(4, 32))
+    y = stencils(x)
+    assert dask_p2p.explain(y).startswith("by one gang: ")
+    assert dask_p2p.explain(y, y.sum()).endswith("2 ranks, 6 exchanges")
+    assert "at least 6 tasks" in dask_p2p.explain(x + 1)
+    assert "all tasks stay" in dask_p2p.explain(client.persist(x))
+    with dask.annotate(priority=3):
+        assert "no annotations of priority" in dask_p2p.explain(y)
+    p2p = x.rechunk((32, 4), method="p2p")
+    assert "declared dtypes in all rechunks" in dask_p2p.explain(stencils(p2p))
+
+
+def test_xarray(client):
+    xr = pytest.importorskip("xarray")
+    y = stencils(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
+    data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y[:, 0])})
+    assert dask_p2p.explain(data).startswith("by one gang: ")
+
+
+def test_without_a_client():
+    assert "synchronous client" in dask_p2p.explain(da.ones(3))
+
+
+def test_blocks_of_gpus(gpu, client):
+    assert "expected NumPy blocks" in dask_p2p.explain(on_gpu(gpu, da.ones(4, chunks=2)))
+
+
+def test_no_collection():
+    with pytest.raises(InputError, match="at least one Dask collection"):
+        dask_p2p.explain(np.ones(3))

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import logging
+import pickle
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, wait
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import FuseError
+from dask_p2p.fusing.optimizer import AtScheduler, cluster_of, optimizer_for
+from tests.fusing.support import generated, smooth
+from tests.support import BOUND_S
+
+CLUSTER = {"n_workers": 2}
+
+
+def stencils(x):
+    for _ in range(6):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
+    return x
+
+
+def made():
+    return da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
+
+
+@pytest.fixture
+def warnings():
+    """The warnings of the scheduler, which is in this process."""
+    seen = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("distributed.scheduler")
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("before", ["off", "on"])
+def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, warnings):
+    y = stencils(made())
+    expected = stencils(made()).compute(scheduler="sync")
+    with dask.config.set({"p2p.fuse": before}):
+        known = client.persist(y)
+        wait(known)
+    with dask.config.set({"p2p.fuse": "on"}):
+        again = client.persist([y, stencils(y)])
+        wait(again, timeout=BOUND_S)
+        total = y.sum(axis=0)
+        np.testing.assert_array_equal(total.compute(), total.compute(scheduler="sync"))
+    np.testing.assert_array_equal(again[0].compute(), expected)
+    assert not [text for text in warnings if "run_spec" in text]
+
+
+def test_one_function_for_all_arrays(client):
+    first, second = optimizer_for("auto", da.ones(3)), optimizer_for("auto", da.ones((2, 2)))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != optimizer_for("on", None)
+    sent = pickle.loads(pickle.dumps(first))
+    assert type(sent) is AtScheduler
+    assert sent.options == first.options
+
+
+def test_a_scheduler_without_the_plugin(client):
+    y = stencils(made())
+    optimizer_for("auto", None)  # registers
+    client.unregister_scheduler_plugin(PLUGIN_NAME)
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert y.sum().compute() == pytest.approx(y.compute(scheduler="sync").sum())
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="plugin"):
+        y.sum().compute()
+
+
+def test_workers_with_resources():
+    with (
+        LocalCluster(n_workers=1, resources={"GPU": 1}, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        dask.config.set({"p2p.fuse": "auto"}),
+    ):
+        y = stencils(made())
+        assert "workers without resources" in dask_p2p.explain(y)
+        got = client.compute(y, resources={"GPU": 1}).result(BOUND_S)
+    np.testing.assert_array_equal(got, y.compute(scheduler="sync"))
+
+
+def test_clusters():
+    worker = {"status": "running", "memory_limit": 8, "nthreads": 2, "resources": {}}
+    paused = {**worker, "status": "paused"}
+    other = {**worker, "memory_limit": None, "resources": {"GPU": 1}}
+    found = cluster_of([worker, paused, other])
+    assert (found.workers, found.threads, found.memory_bytes) == (2, 4, 8)
+    assert found.has_resources
+    assert not cluster_of([worker]).has_resources

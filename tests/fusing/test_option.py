@@ -1,0 +1,305 @@
+"""Ordinary programs with the option `p2p.fuse`, on two workers with Dask's default settings."""
+
+from __future__ import annotations
+
+import asyncio
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, get_client, wait
+
+import dask_p2p
+from dask_p2p.errors import ConfigError, FuseError, UnsupportedArrayError
+from dask_p2p.fusing import graph
+from dask_p2p.fusing.gang import fused_gang
+from tests.fusing.support import generated, smooth
+from tests.sections.emulated import on_gpu
+from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S
+
+CLUSTER = {"n_workers": 2}
+
+
+def array(n=48, rows=6):
+    return da.from_array(np.random.default_rng(0).normal(size=(n, n)), chunks=(rows, n))
+
+
+def stencils(x):
+    for number in range(6):
+        boundary = ("periodic", "reflect", "none")[number % 3]
+        x = da.map_overlap(smooth, x, depth={0: 1}, boundary=boundary, dtype=x.dtype)
+    return x
+
+
+def transforms(x):
+    waves = dask_p2p.fft.fftn(x) * np.linspace(0, 1, x.shape[1])
+    return dask_p2p.fft.ifftn(waves).real
+
+
+def rechunks(x):
+    n = x.shape[0]
+    y = dask_p2p.rechunk(x, (n // 3, -1)) + 1
+    y = dask_p2p.rechunk(y, (-1, n // 4)) * 2
+    return dask_p2p.rechunk(y, (n // 2, n // 2)) - x
+
+
+def rechunks_of_dask(x):
+    return (x.rechunk((-1, 6)).T + x).rechunk((12, 12)) * 2
+
+
+def reductions(x):
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    return da.stack([x.sum(axis=1), abs(x).max(axis=1), x.var(axis=1), da.median(x, axis=1)])
+
+
+def solver(x):
+    """Some steps of conjugate gradients."""
+    matrix = x @ x.T + 9 * da.eye(len(x), chunks=x.chunksize[0])
+    b = x[:, 0]
+    y = da.zeros_like(b)
+    r = p = b
+    rr = (r * r).sum()
+    for _ in range(3):
+        q = matrix @ p
+        a = rr / (p * q).sum()
+        y, r = y + a * p, r - a * q
+        before, rr = rr, (r * r).sum()
+        p = r + rr / before * p
+    return y
+
+
+def masks(x):
+    return da.where(x > 0, x, x.T)[::-1, 1:].cumsum(axis=0) + x[x > 0].sum()
+
+
+def labelled(x):
+    xr = pytest.importorskip("xarray")
+    a = xr.DataArray(x, dims=("time", "x"), coords={"season": ("time", np.arange(len(x)) % 4)})
+    a = a.groupby("season") - a.groupby("season").mean()
+    return (a.rolling(x=3).mean().fillna(0) * a.weighted(abs(a[0])).mean("x")).data
+
+
+def of_functions(x):
+    """Return an array whose blocks are also made by functions that stay with Dask."""
+    made = da.map_blocks(generated, x.shape, 3, chunks=x.chunks, dtype=float)
+    return (made + x).T @ made
+
+
+PROGRAMS = (
+    stencils, transforms, rechunks, rechunks_of_dask, reductions, solver, masks, labelled,
+    of_functions,
+)  # fmt: skip
+
+
+@pytest.fixture
+def gangs(monkeypatch):
+    """The gangs that the scheduler, in this process, has made."""
+    made = []
+
+    def counted(*given):
+        made.append(fused_gang(*given))
+        return made[-1]
+
+    monkeypatch.setattr(graph, "fused_gang", counted)
+    return made
+
+
+def same_bits(got, expected):
+    got, expected = np.asarray(got), np.asarray(expected)
+    return (got.dtype, got.shape, got.tobytes()) == (
+        expected.dtype,
+        expected.shape,
+        expected.tobytes(),
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_values_are_those_without_the_option(client, program, mode, gangs):
+    x = array()
+    expected = program(x).compute()
+    inputs = client.persist(x)
+    with dask.config.set({"p2p.fuse": mode}):
+        got = program(x).compute()
+        on_workers = program(inputs).persist()
+        wait(on_workers)
+    assert same_bits(got, expected)
+    assert same_bits(on_workers.compute(), expected)
+    if mode == "on" or program in (stencils, rechunks, solver):
+        assert len(gangs) == 2
+    del on_workers, inputs
+    nothing_is_left(client)
+
+
+def test_off_is_the_default(client, gangs):
+    stencils(array()).compute()
+    with dask.config.set({"p2p.fuse": "off"}):
+        stencils(array()).compute()
+    assert not gangs
+
+
+def test_one_gang_computes_several_collections(client, gangs):
+    x = array()
+    y, z = stencils(x), stencils(x).sum(axis=0)
+    expected = dask.compute(y, z)
+    with dask.config.set({"p2p.fuse": "auto"}):
+        got = dask.compute(y, z)
+        both = dask.persist(y, z)
+        wait(both)
+    assert len(gangs) == 2
+    for one, other, on_workers in zip(got, expected, both, strict=True):
+        assert same_bits(one, other)
+        assert same_bits(on_workers, other)
+
+
+def test_futures_and_delayed_values(client):
+    x = array()
+    y, total = stencils(x), dask.delayed(np.sum)(stencils(x))
+    expected = dask.compute(y, total)
+    with dask.config.set({"p2p.fuse": "on"}):
+        for one, other in zip(dask.compute(y, total), expected, strict=True):
+            assert same_bits(one, other)
+        futures = client.compute([y, y.sum()])
+        assert same_bits(client.gather(futures)[0], expected[0])
+
+
+def test_tasks_that_the_scheduler_has_already(client):
+    """Another call computes a part of the graph, and Dask has its tasks."""
+    x = da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
+    y = stencils(x)
+    expected = (y.sum().compute(), y.compute())
+    known = client.persist(y)
+    wait(known)
+    with dask.config.set({"p2p.fuse": "on"}):
+        with dask.config.set({"logging.distributed": "warning"}):
+            assert same_bits(y.sum().compute(), expected[0])
+        again = client.persist(y)
+        wait(again, timeout=BOUND_S)
+    assert same_bits(again, expected[1])
+
+
+def test_a_section_runs_before_the_gang(client, gangs):
+    x = array()
+
+    def program(x):
+        y = dask_p2p.iterate(smooth, stencils(x), {0: 1}, 3, boundary="periodic")
+        return stencils(y).sum(axis=1)
+
+    expected = program(x).compute()
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert same_bits(program(x).compute(timeout=BOUND_S), expected)
+    assert len(gangs) == 1
+
+
+def test_a_shuffle_of_dask_before_a_section(client):
+    def program(x):
+        y = dask_p2p.spmd(lambda ctx, a: a * 2, x.rechunk((24, 48), method="p2p"))
+        return stencils(y)
+
+    expected = program(array()).compute()
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert same_bits(program(array()).compute(), expected)
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="no peer-to-peer"):
+        program(array()).compute()
+
+
+def test_an_exception_arrives_as_itself(client):
+    def failing(block):
+        raise ZeroDivisionError("no such value")
+
+    y = array().map_blocks(failing, dtype=float, name="failing-blocks")
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(ZeroDivisionError) as caught:
+        y.compute()
+    assert "In task ('failing-blocks'" in caught.value.__notes__[0]
+    del y, caught
+    nothing_is_left(client)
+
+
+def inner(block):
+    with dask.config.set({"p2p.fuse": "on"}):
+        x = stencils(da.from_array(block, chunks=2))
+        get_client()
+        return x.compute()
+
+
+def test_arrays_in_tasks_are_computed_by_dask(client, gangs):
+    expected = stencils(da.from_array(np.ones((6, 48)), chunks=2)).compute(scheduler="sync")
+    assert same_bits(client.submit(inner, np.ones((6, 48))).result(BOUND_S), expected)
+    assert not gangs
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_other_schedulers_and_optimize(client, mode, tmp_path):
+    x = array()
+    y = stencils(x)
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": mode}):
+        assert same_bits(y.compute(scheduler="sync"), expected)
+        assert same_bits(dask.optimize(y)[0].compute(), expected)
+        assert same_bits(y.compute(optimize_graph=False), expected)
+        da.to_npy_stack(str(tmp_path), y)
+    assert same_bits(da.from_npy_stack(str(tmp_path)).compute(), expected)
+
+
+def test_without_a_client():
+    y = stencils(array())
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert same_bits(y.compute(), expected)
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="synchronous client"):
+        y.compute()
+
+
+def test_annotations(client, gangs):
+    y = stencils(array())
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": "auto"}):
+        with dask.annotate(priority=3):
+            assert same_bits(y.compute(), expected)
+        with dask.annotate(retries=3):
+            z = stencils(y + 1)
+        assert same_bits(z.compute(), stencils(y + 1).compute(scheduler="sync"))
+    assert not gangs
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="without annotations"):
+        z.compute()
+
+
+def test_own_functions_that_optimise(client):
+    seen = []
+
+    def of_user(graph, keys, **kwargs):
+        seen.append(len(graph))
+        return graph
+
+    with dask.config.set({"p2p.fuse": "on", "array_optimize": of_user}):
+        assert array().sum().compute(scheduler="sync") == pytest.approx(array().compute().sum())
+    assert seen
+
+
+def test_blocks_of_gpus(gpu, client):
+    x = on_gpu(gpu, da.ones(4, chunks=2))
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match="cupy"):
+        x.persist()
+
+
+def test_an_invalid_value():
+    with dask.config.set({"p2p.fuse": "sometimes"}), pytest.raises(ConfigError, match="off, auto"):
+        da.ones(3).compute()
+    with dask.config.set({"p2p.fuse": False}):  # YAML's off
+        assert da.ones(3).sum().compute() == 3
+
+
+def test_asynchronous_clients(client):
+    y = stencils(array())
+    expected = y.compute(scheduler="sync")
+
+    async def computed(mode):
+        async with Client(client.scheduler.address, asynchronous=True) as own:
+            with dask.config.set({"p2p.fuse": mode}):
+                return await own.compute(y)
+
+    assert same_bits(asyncio.run(computed("auto")), expected)
+    with pytest.raises(FuseError, match="synchronous client"):
+        asyncio.run(computed("on"))

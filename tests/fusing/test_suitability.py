@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.errors import FuseError
+from dask_p2p.fusing import suitability
+from dask_p2p.fusing.planner import programs_of
+from dask_p2p.fusing.sizes import sizes_of
+from dask_p2p.fusing.suitability import (
+    Cluster,
+    check_blocks_are_declared,
+    check_count,
+    check_suitable,
+    exchanges_of,
+    ranks_for,
+    tasks_of_dask,
+)
+from tests.fusing.support import read_arrays, smooth
+
+CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=False)
+
+
+def array(n=64, rows=8):
+    return da.from_array(np.ones((n, n)), chunks=(rows, n))
+
+
+def stencils(x, steps=6):
+    for _ in range(steps):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
+    return x
+
+
+def check(x, size=4, cluster=CLUSTER_OF_4):
+    tasks = read_arrays(x)[1].tasks
+    sizes = sizes_of(tasks)
+    check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster)
+
+
+def test_a_chain_of_stencils_is_suitable():
+    check(stencils(array()))
+
+
+def test_few_tasks():
+    with pytest.raises(FuseError, match="at least 6 tasks a rank or 3 exchanges, got 8 tasks"):
+        check(array() + 1)
+    with pytest.raises(FuseError, match="got 4 tasks for 4 ranks and 1 exchanges"):
+        check(stencils(array(rows=16), 1))
+    check(stencils(array(rows=16), 3))
+
+
+def test_operations_that_dask_fuses_count_once():
+    x = dask_p2p.transpose(array())
+    assert tasks_of_dask(read_arrays((x + 1) * 2 - 3)[1].tasks) == 8 + 8
+    assert tasks_of_dask(read_arrays(array().sum())[1].tasks) == 8 + 4 + 2 + 1
+
+
+def test_exchanges_are_those_of_any_rank():
+    tasks = read_arrays(stencils(array()))[1].tasks
+    assert exchanges_of(programs_of(tasks, 4)) == 5  # each rank has the small blocks of the input
+    assert exchanges_of(programs_of(tasks, 1)) == 0
+
+
+def test_memory():
+    small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
+    with pytest.raises(FuseError, match=r"at most half of a worker's memory, 8.00 kiB, got"):
+        check(stencils(array()), 4, small)
+    check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
+
+
+def test_balance():
+    x = dask_p2p.rechunk(array(256, 16), (256, 256))  # one block
+    for _ in range(30):
+        x = x * 2 + x.sum()
+    with pytest.raises(FuseError, match="about the same work for all ranks"):
+        check(x)
+
+
+def test_resources():
+    with pytest.raises(FuseError, match="workers without resources"):
+        check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=True))
+
+
+def test_very_many_tasks(monkeypatch):
+    tasks = read_arrays(stencils(array()))[1].tasks
+    check_count(tasks)
+    monkeypatch.setattr(suitability, "_MOST_TASKS", 40)
+    with pytest.raises(FuseError, match="at most 40 tasks, got"):
+        check_count(tasks)
+
+
+def test_rechunks_of_dask():
+    check_blocks_are_declared(read_arrays(dask_p2p.rechunk(array(), 32))[1].tasks)
+
+
+def test_ranks():
+    def ranks(x, cluster=CLUSTER_OF_4):
+        tasks = read_arrays(x)[1].tasks
+        return ranks_for(tasks, sizes_of(tasks), cluster)
+
+    assert ranks(stencils(array())) == 4
+    assert ranks(stencils(array(rows=32))) == 2
+    assert ranks(stencils(array(2048, 64))) == 8
+    assert ranks(stencils(array()), Cluster(0, 0, 0, has_resources=False)) == 1
