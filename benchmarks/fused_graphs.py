@@ -1,10 +1,10 @@
-"""Ordinary programs by Dask's layers, and as one gang by `dask_p2p.fused`.
+"""Ordinary programs by Dask's layers, as one gang by `dask_p2p.fused`, and by `p2p.fuse: auto`.
 
     python -m benchmarks.fused_graphs --blocks 1 --blocks 8 --kib 64 --json FILE
 
 Each program runs on a square array in slabs, with ``--blocks`` blocks of about ``--kib`` KiB on
-each worker. Runs of both kinds alternate. The figures are the processor time of all processes, and
-the time from the call that builds the result until all its blocks are there. Both kinds must return
+each worker. Runs of all kinds alternate. The figures are the processor time of all processes, and
+the time from the call that builds the result until all its blocks are there. All kinds must return
 the same bits.
 """
 
@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import click
+import dask
 import dask.array as da
 import numpy as np
 
@@ -27,8 +28,9 @@ from benchmarks.growth import write
 
 __all__ = ["PROGRAMS", "main"]
 
-LAYERS, FUSED = "layers", "fused"
+KINDS = LAYERS, FUSED, AUTO = "layers", "fused", "auto"
 _STEPS = 50  # of the stencil
+_GRADIENT_STEPS = 10
 _PAUSE_S = 0.05  # after each run: workers release blocks, and report it
 
 
@@ -58,10 +60,39 @@ def spectral(x: Any) -> Any:
     return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(x) * waves).real
 
 
+def gradients(x: Any) -> Any:
+    """Return the array after some steps of conjugate gradients for a five-point Laplacian."""
+    y = da.zeros_like(x)
+    r = p = x
+    rr = (r * r).sum()
+    for _ in range(_GRADIENT_STEPS):
+        q = dask_p2p.map_overlap(
+            laplacian, p, depth={0: 1}, boundary=0, corners=False, dtype=x.dtype
+        )
+        alpha = rr / (p * q).sum()
+        y, r = y + alpha * p, r - alpha * q
+        before, rr = rr, (r * r).sum()
+        p = r + rr / before * p
+    return y
+
+
+def laplacian(block: Any) -> Any:
+    """Return the negative five-point Laplacian of a block, zero outside of the array."""
+    out = 4 * block
+    out[1:] -= block[:-1]
+    out[:-1] -= block[1:]
+    out[:, 1:] -= block[:, :-1]
+    out[:, :-1] -= block[:, 1:]
+    return out
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     f"map_overlap x {_STEPS}": stencil,
     "rechunk chain": rechunks,
     "fftn, multiply, ifftn": spectral,
+    "conjugate gradients": gradients,
+    "transpose, x + 1, sum": lambda x: (dask_p2p.transpose(x) + 1).sum(axis=0),
+    "transpose": dask_p2p.transpose,
     "x + 1": lambda x: x + 1,
 }
 
@@ -83,12 +114,18 @@ def cpu_s(client: Any) -> float:
     return time.process_time() + float(sum(client.run(time.process_time).values()))
 
 
-def one_run(client: Any, build: Callable[[], Any], expected: Any) -> tuple[float, float]:
-    """Return the processor time and the time of one run. Raises `RuntimeError` for other bits."""
+def one_run(
+    client: Any, build: Callable[[], Any], option: str, expected: Any
+) -> tuple[float, float]:
+    """Return the processor time and the time of one run, with an option `p2p.fuse`.
+
+    Raises `RuntimeError` for other bits.
+    """
     from distributed import wait
 
     cpu, start_s = cpu_s(client), time.perf_counter()
-    y = build().persist()
+    with dask.config.set({"p2p.fuse": option}):
+        y = build().persist()
     wait(y)
     wall_s = time.perf_counter() - start_s
     spent_s = cpu_s(client) - cpu
@@ -101,15 +138,21 @@ def one_run(client: Any, build: Callable[[], Any], expected: Any) -> tuple[float
 
 def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, Any]:
     """Return the seconds of each run by kind. The first input warms up, and is checked."""
-    found: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in (LAYERS, FUSED)}
+    found: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in KINDS}
     expected = program(inputs[0]).compute()
-    builds: dict[str, Callable[[Any], Any]] = {
-        LAYERS: program,
-        FUSED: lambda x: dask_p2p.fused(program(x)),
+    builds: dict[str, tuple[Callable[[Any], Any], str]] = {
+        LAYERS: (program, "off"),
+        FUSED: (lambda x: dask_p2p.fused(program(x)), "off"),
+        AUTO: (program, "auto"),
     }
     for number, x in enumerate(inputs):
-        for kind, build in builds.items():
-            spent_s, wall_s = one_run(client, lambda: build(x), None if number else expected)  # noqa: B023
+        for kind, (build, option) in builds.items():
+            spent_s, wall_s = one_run(
+                client,
+                lambda: build(x),  # noqa: B023
+                option,
+                None if number else expected,
+            )
             if number:
                 found[kind]["cpu_s"].append(spent_s)
                 found[kind]["wall_s"].append(wall_s)
@@ -146,11 +189,12 @@ def main(
                 seconds = measured(client, PROGRAMS[name], inputs)
                 row = {"program": name, "kib": kib, "blocks": count, "seconds": seconds}
                 for figure in ("cpu_s", "wall_s"):
-                    layers, fused = (median(seconds[kind][figure]) for kind in (LAYERS, FUSED))
-                    row[f"{figure} layers / fused"] = layers / fused
-                    times = f"layers {layers * 1e3:8.1f} ms, fused {fused * 1e3:8.1f} ms"
-                    ratio = f"{layers / fused:5.2f} x"
-                    print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}, {ratio}")
+                    layers, *others = (median(seconds[kind][figure]) for kind in KINDS)
+                    times = f"layers {layers * 1e3:8.1f} ms"
+                    for kind, other in zip((FUSED, AUTO), others, strict=True):
+                        row[f"{figure} layers / {kind}"] = ratio = layers / other
+                        times += f", {kind} {other * 1e3:8.1f} ms {ratio:5.2f} x"
+                    print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}")
                 rows.append(row)
     write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": rows})
 

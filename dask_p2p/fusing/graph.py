@@ -22,6 +22,7 @@ from dask_p2p.fusing.suitability import (
     Cluster,
     check_blocks_are_declared,
     check_count,
+    check_gain,
     check_suitable,
     exchanges_of,
     ranks_for,
@@ -78,10 +79,12 @@ def choice_of(
         check_tasks(read)
         check_annotations(annotations, read.tasks)
         sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
+        size = ranks_for(read.tasks, sizes_bytes, cluster)
         if is_auto:
             check_count(read.tasks)
             check_blocks_are_declared(read.tasks)
-        programs = programs_of(read.tasks, ranks_for(read.tasks, sizes_bytes, cluster), sizes_bytes)
+            check_gain(read.tasks, size)  # before programs are made
+        programs = programs_of(read.tasks, size, sizes_bytes)
         if is_auto:
             check_suitable(read.tasks, programs, sizes_bytes, cluster)
     except (FuseError, UnsupportedArrayError) as exc:

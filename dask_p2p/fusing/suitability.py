@@ -13,11 +13,13 @@ from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.program import AssembleStep, Program
 from dask_p2p.fusing.sizes import peak_bytes
-from dask_p2p.fusing.tasks import FusedTasks
+from dask_p2p.fusing.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
-#: A gang costs about as much as this number of tasks of Dask a rank.
-_LEAST_TASKS = 6
+#: A gang costs about as much as this number of tasks of Dask a rank, beside its outputs.
+_LEAST_TASKS = 4
+#: Cost of a further input of a task, in tasks.
+_COST_OF_INPUT = 0.1
 #: With this number of exchanges, fewer tasks are enough: Dask transfers blocks more slowly.
 _LEAST_EXCHANGES = 3
 #: Programs of more tasks take as long to make as they save.
@@ -68,6 +70,22 @@ def check_blocks_are_declared(tasks: FusedTasks) -> None:
             )
 
 
+def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> None:
+    """Refuse a graph of few tasks: `FuseError`. `exchanges` of None: not counted yet."""
+    if exchanges is None:
+        nodes = tasks.nodes.items()  # no array needs more than one exchange
+        exchanges = len({name_of(key) for key, node in nodes if not isinstance(node, DataNode)})
+    outputs = sum(map(len, tasks.outputs))
+    count = tasks_of_dask(tasks)
+    if exchanges < _LEAST_EXCHANGES and count - outputs < _LEAST_TASKS * size:
+        raise FuseError(
+            f"expected at least {_LEAST_EXCHANGES} exchanges, or {_LEAST_TASKS} tasks a rank more "
+            f"than outputs, got at most {exchanges} exchanges, and about {count:.0f} tasks for "
+            f"{size} ranks and {outputs} outputs: a gang would cost more than it saves. Compute "
+            f"more operations at once."
+        )
+
+
 def check_suitable(
     tasks: FusedTasks,
     programs: Sequence[Program],
@@ -80,20 +98,9 @@ def check_suitable(
             "expected workers without resources, got some that have them: each rank would need "
             "those that the call requests. Call dask_p2p.fused(x)."
         )
-    _check_gain(tasks, programs)
+    check_gain(tasks, len(programs), exchanges_of(programs))
     _check_memory(programs, sizes_bytes, cluster)
     _check_balance(programs, sizes_bytes)
-
-
-def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
-    exchanges = exchanges_of(programs)
-    count = tasks_of_dask(tasks)
-    if exchanges < _LEAST_EXCHANGES and count < _LEAST_TASKS * len(programs):
-        raise FuseError(
-            f"expected at least {_LEAST_TASKS} tasks a rank or {_LEAST_EXCHANGES} exchanges, got "
-            f"{count} tasks for {len(programs)} ranks and {exchanges} exchanges: a gang would "
-            f"cost more than the tasks. Compute more operations at once."
-        )
 
 
 def _check_memory(
@@ -133,10 +140,11 @@ def exchanges_of(programs: Sequence[Program]) -> int:
     return sum(any(each.sends for each in supersteps) for supersteps in together)
 
 
-def tasks_of_dask(tasks: FusedTasks) -> int:
-    """Return about the number of tasks after Dask's fusion of elementwise operations.
+def tasks_of_dask(tasks: FusedTasks) -> float:
+    """Return about the number of tasks that Dask would run, after its fusion of operations.
 
-    Dask fuses such a task with those that no other task reads.
+    Dask fuses elementwise operations with those that no other task reads. A task of many inputs
+    costs as much as several of one.
     """
     readers = Counter(each for read in tasks.reads.values() for each in read)
     fused = set[Key]()
@@ -146,9 +154,9 @@ def tasks_of_dask(tasks: FusedTasks) -> int:
         if is_elementwise and not isinstance(node, AssembleTask):
             fused.update(each for each in read if readers[each] == 1)
     return sum(
-        key not in fused or isinstance(node, AssembleTask)
+        1 + _COST_OF_INPUT * max(0, len(tasks.reads[key]) - 1)
         for key, node in tasks.nodes.items()
-        if not isinstance(node, DataNode)
+        if isinstance(node, AssembleTask) or not (isinstance(node, DataNode) or key in fused)
     )
 
 

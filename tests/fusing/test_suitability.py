@@ -13,6 +13,7 @@ from dask_p2p.fusing.suitability import (
     Cluster,
     check_blocks_are_declared,
     check_count,
+    check_gain,
     check_suitable,
     exchanges_of,
     ranks_for,
@@ -44,17 +45,26 @@ def test_a_chain_of_stencils_is_suitable():
 
 
 def test_few_tasks():
-    with pytest.raises(FuseError, match="at least 6 tasks a rank or 3 exchanges, got 8 tasks"):
+    with pytest.raises(FuseError, match="about 8 tasks for 4 ranks and 8 outputs"):
         check(array() + 1)
-    with pytest.raises(FuseError, match="got 4 tasks for 4 ranks and 1 exchanges"):
+    with pytest.raises(FuseError, match="at most 1 exchanges, and about 5 tasks for 4 ranks"):
         check(stencils(array(rows=16), 1))
+    with pytest.raises(FuseError, match="at most 1 exchanges"):  # without programs
+        check_gain(read_arrays(array() + 1)[1].tasks, 4)
     check(stencils(array(rows=16), 3))
 
 
 def test_operations_that_dask_fuses_count_once():
     x = dask_p2p.transpose(array())
-    assert tasks_of_dask(read_arrays((x + 1) * 2 - 3)[1].tasks) == 8 + 8
-    assert tasks_of_dask(read_arrays(array().sum())[1].tasks) == 8 + 4 + 2 + 1
+    assert tasks_of_dask(read_arrays((x + 1) * 2 - 3)[1].tasks) == pytest.approx(8 * 1.7 + 8)
+    assert tasks_of_dask(read_arrays(array().sum())[1].tasks) == pytest.approx(8 + 4.4 + 2.2 + 1.1)
+
+
+def test_a_task_of_many_inputs_costs_more():
+    assert tasks_of_dask(read_arrays(dask_p2p.transpose(array()))[1].tasks) == pytest.approx(
+        8 * 1.7
+    )
+    check(dask_p2p.transpose(array(rows=1)))  # each of 64 tasks has 64 inputs
 
 
 def test_exchanges_are_those_of_any_rank():
