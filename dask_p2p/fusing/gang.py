@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
 from dask_p2p.types import Array, DType, Key, Kind
 
 _PREFIX = "p2p-fused"  # of the names of gangs
+_LEVEL = 1  # of compression: the fastest
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class _RunProgram:
-    """The work of a rank: its program, pickled, so that only the rank's worker opens it."""
+    """The work of a rank: its program, packed, so that only the rank's worker opens it."""
 
     program: bytes
     dtype: DType | None  # of the first array; None: unknown
@@ -85,9 +87,24 @@ class _RunProgram:
         return ProgramContext(*given, **options)
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
-        program: Program = pickle.loads(self.program)
+        program = unpacked(self.program)
         with ctx.device.running(blocks):
             return Runner(ctx, program).run(blocks)
+
+
+def packed(program: Program) -> bytes:
+    """Return a program as bytes. Keys and plans repeat, so that they take a quarter compressed."""
+    text: bytes = dumps(program)
+    literals_bytes = sum(getattr(each, "nbytes", 0) for each in program.literals.values())
+    # Arrays would take long, and hardly be smaller.
+    return text if 2 * literals_bytes > len(text) else zlib.compress(text, _LEVEL)
+
+
+def unpacked(text: bytes) -> Program:
+    """Return the program that `packed` has made into bytes."""
+    is_compressed = text[:1] != pickle.PROTO
+    program: Program = pickle.loads(zlib.decompress(text) if is_compressed else text)
+    return program
 
 
 def fused_gang(
@@ -104,7 +121,7 @@ def fused_gang(
     gang, ranks = f"{_PREFIX}-ranks-{token}", RankGrid(((1,) * size,), (size,))
     made: dict[Key, Task] = {}
     for rank, program in enumerate(programs):
-        body = _RunProgram(dumps(program), dtype)
+        body = _RunProgram(packed(program), dtype)
         blocks = List(*map(TaskRef, program.inputs))
         key = (gang, rank)
         made[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, blocks)

@@ -1,8 +1,10 @@
 """The superstep of each task: the number of the exchange that precedes it.
 
-A task that reads a value of another rank is in a later superstep than this value. No task is in an
-earlier superstep than the layers before its own, depth first. So branches of a graph run one after
-the other, and hold as little memory as in the order of layers.
+A task that reads a value of another rank is in a later superstep than this value. Layers follow
+each other depth first, and tasks of a layer wait for all layers before it except the last one. So
+branches of a graph run one after the other, and hold about as little memory as in the order of
+layers. The tasks of a layer that need no other rank run before the exchange: a stencil of blocks
+that are made on the fly, and reduced, holds few of them at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +20,22 @@ from dask_p2p.types import Key
 def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
     """Return the superstep of each task, by key."""
     supersteps: dict[Key, int] = {}
-    current = 0
+    least = 0  # of the tasks of the present layer
+    done = 0  # largest superstep of the layers before
+    present = 0  # largest superstep of the present layer so far
+    layer: Any = None
     for key in _by_layer(tasks):
         if key not in owners:
             continue  # a literal of all ranks
+        if layer != (layer := name_of(key)):
+            least, done, present = done, max(done, present), 0
         owner = owners[key]
+        superstep = least
         for each in tasks.reads[key]:
             if each in owners:
-                current = max(current, supersteps.get(each, 0) + (owners[each] != owner))
-        supersteps[key] = current
+                superstep = max(superstep, supersteps.get(each, 0) + (owners[each] != owner))
+        supersteps[key] = superstep
+        present = max(present, superstep)
     return supersteps
 
 
