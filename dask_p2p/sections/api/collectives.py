@@ -7,23 +7,14 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.device import Host, check_not_masked
-from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.api.messages import Messaging
+from dask_p2p.sections.exchange.device import check_not_masked
 
 _REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-class Collectives:
+class Collectives(Messaging):
     """One rank, and its collective operations on single values."""
-
-    def __init__(
-        self,
-        rank: int,  # this rank
-        size: int,  # number of ranks
-        connections: Connections,  # connections to the other ranks
-        device: Host,  # of the arrays; values pass through host memory
-    ) -> None:
-        self.rank, self.size, self._connections, self.device = rank, size, connections, device
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method.

@@ -55,6 +55,7 @@ class Context(Stepping, Transforms):
         device: Host = HOST,  # of its local blocks
     ) -> None:
         super().__init__(rank, ranks.size, connections, device, checkpoints)
+        self.reads_memory = reads_memory
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.wire.channel import LEAST_BYTES, Channel
 from dask_p2p.sections.wire.in_process import Stream
+from dask_p2p.sections.wire.mailbox import (
+    HEADER,
+    TEXT_BYTES,
+    Frame,
+    Mailbox,
+    SentMessage,
+    is_message,
+)
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-TEXT_BYTES = 240
-HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, payload size in bytes, text of the call
+__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Connection", "RankAddress"]
+
+_MOST_BUFFERS = 256  # of one system call
 
 
 class AttemptEndedError(P2PError):
@@ -50,18 +59,31 @@ class Connection:
     channel: Channel | None = None  # UCX channel to another host, if both ends have UCX
     received_bytes: int = 0  # total of all exchanges
     waited_s: float = 0.0  # time for this rank, since the previous peer's message was complete
+    mailbox: Mailbox = field(default_factory=Mailbox)  # messages of `ctx.send` from the peer
+    frame: Frame | None = None  # the message that is being received
+    #: Headers and data of calls of all ranks that the peer made while this rank awaits a message.
+    early: deque[tuple[bytes, memoryview]] = field(default_factory=deque)
+    is_early: bool = False  # whether the data of the last one is incomplete
+    reads_ahead: bool = False  # whether a message may arrive while no exchange needs the connection
+    sent_buffers: int = 0  # buffers of `sending` that were sent
 
     @property
     def events(self) -> int:
         """Poll events that the connection waits for."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
-        return sends | hears | (0 if self.has_received else select.POLLIN)
+        is_reading = self.reads_ahead or not self.has_received
+        return sends | hears | (select.POLLIN if is_reading else 0)
 
     @property
     def uses_channel(self) -> bool:
         """True while a UCX message is in transit."""
         return self.channel is not None and self.channel.is_busy
+
+    @property
+    def all_received_bytes(self) -> int:
+        """Bytes received so far, those of messages included."""
+        return self.received_bytes + self.mailbox.received_bytes
 
     def carries(self, size_bytes: int) -> bool:
         """Return whether a message of this size goes by UCX."""
@@ -82,14 +104,80 @@ class Connection:
 
     def begin_to_receive(self, into: Buffer | None) -> None:
         """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
-        self.receiving, self.is_header, self.has_received = self.header, True, False
+        self.has_received = False
+        if self.receiving is None:  # otherwise the header is here, or a message is in transit
+            self._begin_header()
         self.payload = payload = None if into is None else _bytes_of(into)
         if channel := self.channel_for(payload):
             channel.receive(payload)
 
-    def _check_call(self, text: bytes, own: int, rank: int) -> None:
+    def _begin_header(self) -> None:
+        self.receiving, self.is_header = self.header, True
+
+    def post(self, message: SentMessage) -> None:
+        """Begin to send a message of `ctx.send`."""
+        self.sending += message.buffers
+        if message.parts:  # the peer copies them, and acknowledges
+            self.mailbox.unread.append(message)
+        else:
+            message.end = self.sent_buffers + len(self.sending)
+
+    def receive_messages(self) -> None:
+        """Receive messages without blocking, up to the header of a call of all ranks.
+
+        If the peer has yet to acknowledge a message, receive the data of the call as well: the
+        acknowledgement comes after it.
+        """
+        if self.receiving is None:
+            self._begin_header()
+        self.reads_ahead = True
+        while self.fill():
+            if self._takes_frame() or self._ends_early():
+                continue
+            self.reads_ahead = bool(self.mailbox.unread)
+            if not self.reads_ahead:
+                return
+            header = bytes(self.header)
+            payload = memoryview(bytearray(HEADER.unpack(header)[1]))
+            self.early.append((header, payload))
+            self.receiving, self.is_header, self.is_early = payload, False, True
+
+    def _ends_early(self) -> bool:
+        if self.is_early:
+            self.is_early = False
+            self._begin_header()
+            return True
+        return False
+
+    @property
+    def call(self) -> str:
+        """Text of the call of all ranks that the peer makes; "" if that is unknown."""
+        has_header = self.is_header and self.receiving is not None and not self.receiving
+        if not self.early and not (has_header and not is_message(self.header)):
+            return ""
+        header = self.early[0][0] if self.early else self.header
+        text: bytes = HEADER.unpack(header)[2]
+        return text.rstrip(b"\0").decode(errors="replace")
+
+    def _takes_frame(self) -> bool:
+        """Take a header or a payload that is complete, if it belongs to a message."""
+        if self.frame is None:
+            if not self.is_header or not is_message(self.header):
+                return False
+            self.frame = self.mailbox.open(*HEADER.unpack(self.header))
+            self.receiving, self.is_header = memoryview(self.frame.payload), False
+        if not self.receiving:
+            answer = self.mailbox.close(self.frame)
+            self.frame = None
+            self._begin_header()
+            if answer is not None:
+                answer.parts = ()
+                self.post(answer)
+        return True
+
+    def _check_call(self, header: Any, text: bytes, own: int, rank: int) -> None:
         """Raise `SectionError` if the received header belongs to another call."""
-        number, count, peers_text = HEADER.unpack(self.header)
+        number, count, peers_text = HEADER.unpack(header)
         peers_text = peers_text.rstrip(b"\0")
         wanted = count if self.payload is None else len(self.payload)
         if (number, count, peers_text) == (self.number, wanted, text):
@@ -122,23 +210,43 @@ class Connection:
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
-        while not self.has_received and self.fill():
-            if self.is_header:
-                self._check_call(text, own, rank)
+        while not self.has_received and (self._has_early() or self.fill()):
+            if self._has_early():
+                self._take_early(text, own, rank)
+            elif self._takes_frame() or self._ends_early():
+                continue
+            elif self.is_header:
+                self._check_call(self.header, text, own, rank)
                 self._begin_payload()
             else:
-                self.has_received = True
+                self.has_received, self.receiving = True, None
+        if self.sending:  # perhaps the answer to a message
+            has_sent = self.send()
         return has_sent and self.has_received
+
+    def _has_early(self) -> bool:
+        return len(self.early) > self.is_early
+
+    def _take_early(self, text: bytes, own: int, rank: int) -> None:
+        """Complete an exchange whose data has come early."""
+        header, payload = self.early.popleft()
+        self._check_call(header, text, own, rank)
+        if self.payload is None:
+            self.payload = payload
+        else:
+            self.payload[:] = payload
+        self.has_received = True
 
     def send(self) -> bool:
         """Send without blocking; return whether everything has been sent."""
         while self.sending:
             try:
-                sent = self.socket.sendmsg(self.sending)
+                sent = self.socket.sendmsg(self.sending[:_MOST_BUFFERS])
             except BlockingIOError:
                 return False
             while self.sending and sent >= len(self.sending[0]):
                 sent -= len(self.sending.pop(0))
+                self.sent_buffers += 1
             if self.sending:
                 self.sending[0] = self.sending[0][sent:]
         return self.channel is None or self.channel.has_sent()
@@ -153,7 +261,9 @@ class Connection:
             if not count:
                 raise ConnectionResetError("closed by the peer")
             self.receiving = self.receiving[count:]
-        return self.is_header or self.channel is None or self.channel.has_received()
+        if self.is_header or self.frame is not None:
+            return True
+        return self.channel is None or self.channel.has_received()
 
     def close(self) -> None:
         """Close the connection, and drop messages in transit."""

@@ -31,6 +31,7 @@ from dask_p2p.sections.wire.connection import (
 )
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.endpoint import Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 
@@ -40,13 +41,14 @@ _SPIN_S = 50e-6
 _FINALIZE = "finalize() at the return of its function"
 
 
-class Connections:
+class Connections(PointToPoint):
     """The connections of one rank in one attempt."""
 
     #: True for the connections of a section's only rank, which has nothing to exchange.
     is_alone = False
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
+        super().__init__()
         self._connections: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._current = CurrentWait(reach.timeout_s)
@@ -146,8 +148,9 @@ class Connections:
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
         above, below = branch(*self.rank_and_size)
-        near = {*self._connections, *above, *below}
+        near = {*self._connections, *self._unsent, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
+        self.check_messages()
         # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a
         # message up the tree after all its peers have answered.
         for to, sources in (([], below), (above, []), ([], above), (below, [])):
@@ -167,10 +170,7 @@ class Connections:
         `in_background`, a thread completes the transfers that the sockets do not complete
         immediately.
         """
-        if self._failure:  # the user's function may have caught the first error
-            raise AttemptEndedError(self._failure)
-        if self._found is not None:
-            self._end(self._found)
+        self.complete()
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
@@ -179,7 +179,7 @@ class Connections:
         for rank in sorted(self._waiting):
             connection = self._connections.get(rank)
             if connection is None and self._rank < rank:
-                connection = self._connections[rank] = self._connect(rank)
+                connection = self.admit(rank, self._connect(rank))
             if connection is not None:
                 self._begin(rank, connection)
         if in_background and self._waiting:
@@ -191,7 +191,13 @@ class Connections:
 
     def state(self) -> dict[str, Any]:
         """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
-        return self._current.state(self._waiting)
+        return self._current.state(self._waiting or self.awaited)
+
+    def complete(self) -> None:
+        if self._failure:  # the user's function may have caught the first error
+            raise AttemptEndedError(self._failure)
+        if self._found is not None:
+            self._end(self._found)
 
     def _go_on(self) -> None:
         with suppress(P2PError):  # `_end` raises it again
@@ -243,9 +249,8 @@ class Connections:
     @property
     def received(self) -> list[tuple[int, int, float]]:
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
-        return [
-            (r, each.received_bytes, each.waited_s) for r, each in self._connections.copy().items()
-        ]
+        connections = self._connections.copy().items()
+        return [(r, each.all_received_bytes, each.waited_s) for r, each in connections]
 
     def _begin(self, rank: int, connection: Connection) -> None:
         """Begin the sends and receives of the current exchange on a connection."""
@@ -255,7 +260,11 @@ class Connections:
                 connection.begin_to_send(self._current.text, self._sends[rank])
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
-            if connection.send() and connection.has_received:
+            if connection.call:  # its header has come with a message
+                is_done = connection.advance(self._current.text, self._rank, rank)
+            else:
+                is_done = connection.send() and connection.has_received
+            if is_done:
                 self._waiting.discard(rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
@@ -280,10 +289,13 @@ class Connections:
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
         self._current.log_if_long(self._rank, len(self._peers), waiting | missing)
+        self._check_awake()
+        return [*found, *(self._called(ready) if meets else [])]
+
+    def _check_awake(self) -> None:
         if self._is_woken:
             self._setup.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
-        return [*found, *(self._called(ready) if meets else [])]
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
@@ -303,7 +315,7 @@ class Connections:
                 if connection is not None:
                     connection.close()
                 continue
-            connection = self._connections[rank] = connection or self._connect(rank)
+            connection = self.admit(rank, connection or self._connect(rank))
             if self._is_finishing and rank not in self._waiting:
                 self._sends[rank], self._receives[rank] = b"", bytearray()
                 self._waiting.add(rank)

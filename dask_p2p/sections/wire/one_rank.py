@@ -15,7 +15,7 @@ class OneRank(Connections):
     rank_and_size = 0, 1
 
     def __init__(self) -> None:
-        self._connections = {}
+        self._connections, self._found = {}, None
         self._is_woken, self._failure, self.use_ucx = False, "", False
 
     def begin(self, *call: Any, **kwargs: Any) -> Callable[[], dict[int, memoryview]]:

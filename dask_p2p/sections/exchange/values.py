@@ -1,0 +1,205 @@
+"""Values as bytes: numbers, arrays, and tuples and dicts of these.
+
+A value becomes a *description*, with the shapes and dtypes, and the bytes of its arrays, which are
+not copied if they are contiguous. A receiver makes the value from both. No Python object is
+pickled.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.format import descr_to_dtype, dtype_to_descr
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.device import Host, check_not_masked
+from dask_p2p.sections.wire.mailbox import ALIGNMENT
+from dask_p2p.types import Array, DType
+
+_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
+_PYTHON = {bool: "?", int: "<i8", float: "<f8", complex: "<c16"}
+_KEYS = str, int  # types of a dict's keys
+
+# A description is the text of nested tuples, which `literal_eval` reads:
+#   ("array", dtype, shape, is in Fortran's order, is on the GPU), ("number", dtype),
+#   ("float", dtype), the same for bool, int and complex,
+#   ("tuple", descriptions), ("dict", keys, descriptions)
+
+
+class Encoded(NamedTuple):
+    """A value as bytes."""
+
+    description: bytes
+    parts: list[Any]  # bytes of its arrays and numbers
+
+
+def encoded(value: Any, device: Host, name: str = "value") -> Encoded:
+    """Return a value as bytes, which are those of the value itself where possible.
+
+    Raises `InputError` if the value holds anything but numbers, and `UnsupportedArrayError` if an
+    array is masked.
+    """
+    parts: list[Any] = []
+    return Encoded(_text(_described(value, device, name, parts)), parts)
+
+
+def decoded(description: bytes, data: Any, device: Host) -> Any:
+    """Return a value from its description and the bytes of its arrays, each one aligned.
+
+    Arrays are views of `data` if that is an array.
+    """
+    spec = _spec(description)
+    at = 0
+
+    def leaf(dtype: DType, shape: Sequence[int]) -> Array:
+        nonlocal at
+        size_bytes = dtype.itemsize * prod(shape)
+        own = data[at : at + size_bytes]
+        at += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        if not isinstance(own, np.ndarray):
+            own = np.frombuffer(bytearray(own), np.uint8)
+        return own.view(dtype).reshape(shape) if size_bytes else np.empty(shape, dtype)
+
+    return _made(spec, leaf, device)
+
+
+def copied(value: Any, device: Host) -> Any:
+    """Return a value as another rank would receive it."""
+    description, parts = encoded(value, device)
+    sizes = [-(-len(part) // ALIGNMENT) * ALIGNMENT for part in parts]
+    data, at = np.empty(sum(sizes), np.uint8), 0
+    for part, size_bytes in zip(parts, sizes, strict=True):
+        data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += size_bytes
+    return decoded(description, data, device)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the numbers and arrays of a value, in order."""
+    if isinstance(value, tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in leaves(each)]
+    return [value]
+
+
+def with_leaves(value: Any, new: Sequence[Any]) -> Any:
+    """Return a value with other numbers and arrays in their places."""
+    return _rebuilt(value, iter(new))
+
+
+def _rebuilt(value: Any, new: Any) -> Any:
+    if isinstance(value, tuple):
+        return _tuple_like(value, [_rebuilt(each, new) for each in value])
+    if isinstance(value, dict):
+        return {key: _rebuilt(each, new) for key, each in value.items()}
+    return next(new)
+
+
+def _tuple_like(value: Any, items: list[Any]) -> Any:
+    make: Any = getattr(type(value), "_make", tuple)  # of a named tuple
+    return make(items)
+
+
+def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind in _PYTHON:
+        return _number(value, kind, name, parts)
+    if isinstance(value, tuple):
+        return ("tuple", tuple(_described(each, device, name, parts) for each in value))
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in _KEYS:
+                raise InputError(
+                    f"{name}: expected dicts with keys of text or integers, got the key {key!r}. "
+                    f"Use such keys, or a tuple."
+                )
+        each = tuple(_described(value[key], device, name, parts) for key in value)
+        return ("dict", tuple(value), each)
+    check_not_masked(name, value)
+    own = device.to_host(value)
+    is_on_device = own is not value
+    array = _checked(own, value, name)
+    if isinstance(own, np.generic):
+        parts.append(array.tobytes())
+        return ("number", _descr(array.dtype))
+    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    parts.append(_bytes_of(array.T if is_fortran else array))
+    return ("array", _descr(array.dtype), array.shape, is_fortran, is_on_device)
+
+
+def _number(value: Any, kind: type, name: str, parts: list[Any]) -> tuple[Any, ...]:
+    try:
+        parts.append(np.array(value, _PYTHON[kind]).tobytes())
+    except OverflowError:
+        raise InputError(
+            f"{name}: expected an integer of 64 bits, got {value}. Send a float, or an array."
+        ) from None
+    return (kind.__name__, _PYTHON[kind])
+
+
+def _checked(own: Any, value: Any, name: str) -> Array:
+    try:
+        array = np.asarray(None if isinstance(value, (str, bytes)) else own)
+    except ValueError:  # a ragged list
+        array = np.asarray(None)
+    if array.dtype.kind not in _KINDS or array.dtype.hasobject:
+        raise InputError(
+            f"{name}: expected numbers, arrays, or tuples and dicts of these, got "
+            f"{type(value).__name__}. Convert it to arrays; messages are not pickled."
+        )
+    return array
+
+
+def _bytes_of(array: Array) -> Any:
+    """Return the bytes of an array: its own memory if it is contiguous."""
+    if not array.size:
+        return b""
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _made(spec: Any, leaf: Callable[[DType, Sequence[int]], Array], device: Host) -> Any:
+    kind = spec[0]
+    if kind == "array":
+        _, dtype, shape, is_fortran, is_on_device = spec
+        array = leaf(dtype, shape[::-1] if is_fortran else shape)
+        array = array.T if is_fortran else array
+        return device.module.asarray(array) if is_on_device else array
+    if kind == "number":
+        return leaf(spec[1], ())[()]
+    if kind == "tuple":
+        return tuple(_made(each, leaf, device) for each in spec[1])
+    if kind == "dict":
+        return {key: _made(each, leaf, device) for key, each in zip(*spec[1:], strict=True)}
+    return leaf(spec[1], ()).item()
+
+
+@lru_cache(1024)
+def _text(spec: tuple[Any, ...]) -> bytes:
+    return repr(spec).encode()
+
+
+@lru_cache(1024)
+def _spec(description: bytes) -> Any:
+    return _with_dtypes(literal_eval(description.decode()))
+
+
+def _with_dtypes(spec: Any) -> Any:
+    kind, *rest = spec
+    if kind == "tuple":
+        return (kind, [_with_dtypes(each) for each in rest[0]])
+    if kind == "dict":
+        return (kind, rest[0], [_with_dtypes(each) for each in rest[1]])
+    descr = literal_eval(rest[0]) if rest[0].startswith("[") else rest[0]
+    return (kind, descr_to_dtype(descr), *rest[1:])
+
+
+@lru_cache(256)
+def _descr(dtype: DType) -> str:
+    return dtype.str if dtype.names is None and dtype.shape == () else repr(dtype_to_descr(dtype))

@@ -1,0 +1,185 @@
+"""Messages between two ranks of an attempt: sends, receives, and the waits for them.
+
+A rank that waits for a message receives all messages that arrive. So a send never waits for a rank
+that waits as well, in a send or in a receive of another message.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dask_p2p.errors import SectionError, TransferError
+from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
+from dask_p2p.sections.wire.connection_setup import ConnectionSetup
+from dask_p2p.sections.wire.mailbox import Mailbox, Receive, SentMessage
+from dask_p2p.sections.wire.polling import LostConnectionError, Polling
+from dask_p2p.sections.wire.waits import CurrentWait
+
+_CHECK_EVERY = 16  # attempts to receive from one rank, before one from all ranks
+
+
+class PointToPoint(ABC):
+    """The messages of one rank, over its connections."""
+
+    _rank: int
+    _connections: dict[int, Connection]  # by rank
+    _spin_s: float
+    _failure: str
+    _setup: ConnectionSetup
+    _polling: Polling
+    _current: CurrentWait
+    _peers: Sequence[Any]
+
+    def __init__(self) -> None:
+        # Of ranks without a connection: a lower rank makes it in its next call.
+        self._unsent: dict[int, list[SentMessage]] = {}
+        self._posted: dict[int, list[Receive]] = {}
+        self.awaited: tuple[int, ...] = ()  # the rank that a wait for a message waits for
+
+    @abstractmethod
+    def _connect(self, rank: int) -> Connection: ...
+
+    @abstractmethod
+    def _called(self, ready: set[int]) -> list[int]: ...
+
+    @abstractmethod
+    def _broken(self, rank: int, why: object) -> AttemptEndedError: ...
+
+    @abstractmethod
+    def _check_awake(self) -> None: ...
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Complete the exchange that was begun, if there is one. Raises the errors of `begin`."""
+
+    def admit(self, rank: int, connection: Connection) -> Connection:
+        """Add a new connection, and begin to send and receive the messages that wait for it."""
+        self._connections[rank] = connection
+        for sent in self._unsent.pop(rank, []):
+            connection.post(sent)
+        for receive in self._posted.pop(rank, []):
+            connection.mailbox.receive(receive)
+        return connection
+
+    def _connection_to(self, rank: int) -> Connection | None:
+        """Return the connection to a rank; None if that rank has yet to make it."""
+        connection = self._connections.get(rank)
+        if connection is None and self._rank < rank:
+            connection = self.admit(rank, self._connect(rank))
+        return connection
+
+    def send_message(self, rank: int, message: SentMessage) -> None:
+        """Begin to send a message."""
+        self.complete()
+        connection = self._connection_to(rank)
+        if connection is None:
+            self._unsent.setdefault(rank, []).append(message)
+            return
+        connection.post(message)
+        self._flush(rank, connection)
+
+    def receive_message(self, rank: int, receive: Receive) -> None:
+        """Begin to receive the next message of a rank."""
+        self.complete()
+        connection = self._connection_to(rank)
+        if connection is None:
+            self._posted.setdefault(rank, []).append(receive)
+        else:
+            connection.mailbox.receive(receive)
+
+    def wait_for_sent(self, rank: int, message: SentMessage) -> None:
+        """Wait until a message is sent: its value may change then."""
+
+        def is_done() -> bool:
+            connection = self._connections.get(rank)
+            return connection is not None and message.is_done(connection.sent_buffers)
+
+        self._wait_until(rank, is_done, f"send() to rank {rank}")
+
+    def wait_for_message(self, rank: int, receive: Receive, call: str) -> None:
+        """Wait until a message is here. `call` is the text of the call that receives it."""
+
+        def is_done() -> bool:
+            if receive.is_complete:
+                return True
+            connection = self._connections.get(rank)
+            if connection is not None and connection.call:
+                raise SectionError(
+                    f"expected a message of rank {rank} for {call} of rank {self._rank}, but rank "
+                    f"{rank} called {connection.call}. Let it call ctx.send(value, "
+                    f"dest={self._rank}) before."
+                )
+            return False
+
+        self._wait_until(rank, is_done, call)
+
+    def _wait_until(self, rank: int, is_done: Callable[[], bool], call: str) -> None:
+        """Send and receive messages until `is_done`, which needs one rank above all."""
+        self.complete()
+        if is_done():
+            return
+        self._setup.begin()
+        self._current.begin(call.encode()[:TEXT_BYTES])
+        self._current.since_s = since_s = time.perf_counter()
+        self.awaited = (rank,)
+        until_s, attempts = since_s + self._spin_s, 0
+        while True:
+            connection = self._connection_to(rank)
+            attempts += 1
+            if connection is not None:
+                self._move(rank, connection)
+                if is_done():
+                    break
+            if attempts % _CHECK_EVERY == 0 or time.perf_counter() >= until_s:
+                self._move_all()
+                if is_done():
+                    break
+                if time.perf_counter() >= until_s:
+                    self._sleep(rank)
+        self.awaited = ()
+        self._connections[rank].waited_s += time.perf_counter() - since_s
+
+    def _move_all(self) -> None:
+        for rank, connection in [*self._connections.items()]:
+            self._move(rank, connection)
+
+    def _move(self, rank: int, connection: Connection) -> None:
+        """Send and receive messages on a connection, without blocking."""
+        try:
+            if connection.sending:
+                connection.send()
+            connection.receive_messages()
+            if connection.sending:  # answers
+                connection.send()
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
+
+    def _flush(self, rank: int, connection: Connection) -> None:
+        try:
+            connection.send()
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
+
+    def _sleep(self, rank: int) -> None:
+        """Wait until a message arrives, or can be sent, or a rank connects."""
+        missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
+        try:
+            _, ready = self._polling.wait(self._connections, missing)
+        except LostConnectionError as exc:
+            raise self._broken(exc.rank, exc.why) from None
+        self._current.log_if_long(self._rank, len(self._peers), [rank])
+        self._check_awake()
+        self._called(ready)
+
+    def check_messages(self) -> None:
+        """Raise `SectionError` if this rank has not received all messages of the other ranks."""
+        for peer, connection in self._connections.items():
+            connection.mailbox.check_read(self._rank, peer)
+
+    def mailbox_of(self, rank: int) -> Mailbox | Any:
+        """Return the messages of a rank; None without a connection."""
+        connection = self._connections.get(rank)
+        return None if connection is None else connection.mailbox

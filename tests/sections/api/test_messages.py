@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.interprocess import process_memory
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.wire import endpoint
+from tests.sections import gangs
+from tests.sections.gangs import run_gang
+from tests.sections.wire.conftest import Nowhere
+from tests.sections.wire.support import TCP
+from tests.simulation.streams import Array
+from tests.support import BOUND_S
+
+LARGE = 700_000  # elements: more than sockets buffer
+
+
+def grid(ranks):
+    return RankGrid.at_most(((1,) * ranks,), ranks)
+
+
+@pytest.fixture(params=["one process", "one host", "no reads", "hosts"])
+def path(request, monkeypatch):
+    """The path of messages: by memory, by Unix sockets or reads of memory, by TCP."""
+    if request.param != "one process":
+        monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
+    if request.param == "no reads":
+        monkeypatch.setattr(process_memory, "obstacle", lambda *proof: "forbidden")
+    if request.param == "hosts":
+        kernels = iter(range(100))
+        monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
+        monkeypatch.setattr(gangs, "Reach", lambda: TCP)
+    return request.param
+
+
+@pytest.fixture
+def alone():
+    return Context(grid(1))
+
+
+def ring(ctx):
+    return (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 30, LARGE])
+def test_values_go_around_a_ring(path, ranks, count):
+    """Python's usual first program: all ranks send, and then receive."""
+
+    def around(ctx):
+        right, left = ring(ctx)
+        own = {"x": np.full(count, ctx.rank), "y": (ctx.rank, 0.5)}
+        ctx.send(own, right) if ctx.size > 1 else ctx.isend(own, right)
+        found = [ctx.recv(left)]
+        found.append(ctx.sendrecv(own, right, left))
+        begun = ctx.isend(own, right)
+        received = ctx.irecv(left)
+        found.append(received.wait())
+        begun.wait()
+        for each in found:
+            assert (each["x"] == left).all()
+            assert (each["x"].shape, each["y"]) == ((count,), (left, 0.5))
+        return True
+
+    assert all(run_gang(grid(ranks), around))
+
+
+@pytest.mark.parametrize("count", [1, 5, LARGE // 40])
+def test_values_of_many_arrays_are_one_message(path, count):
+    """Their description is longer than a header; with gaps between the arrays."""
+
+    def around(ctx):
+        right, left = ring(ctx)
+        own = {f"array {n}": np.full(count + n, ctx.rank, "i2") for n in range(40)}
+        found = ctx.sendrecv(own, right, left)
+        assert list(found) == list(own)
+        for n, each in enumerate(found.values()):
+            assert (each == left).all()
+            assert (each.dtype, each.shape) == ("i2", (count + n,))
+        return True
+
+    assert all(run_gang(grid(2), around))
+
+
+def test_messages_come_in_order_with_other_calls_between(path):
+    """A message that a rank does not receive yet lets calls of all ranks pass."""
+
+    def ahead(ctx):
+        if ctx.rank == 0:
+            for number in range(300):
+                ctx.send(np.full(number, number), 1, tag=number)
+            ctx.send(np.full(LARGE, 7), 1)
+            assert ctx.allreduce(1) == 2
+            return [ctx.recv(1)]
+        assert ctx.allreduce(1) == 2
+        found = [ctx.recv(0, tag=number) for number in range(300)]
+        assert [each.tolist() for each in found] == [[n] * n for n in range(300)]
+        assert (ctx.recv(0) == np.full(LARGE, 7)).all()
+        ctx.send(1, 0)
+        return [1]
+
+    assert run_gang(grid(2), ahead) == [[1], [1]]
+
+
+def test_a_call_of_all_ranks_may_be_ahead_of_a_message_of_another_rank(path):
+    """A rank that waits for one rank has read the headers of others' calls."""
+
+    def crossing(ctx):
+        if ctx.rank == 2:
+            ctx.send(2, 0)
+            ctx.send(np.ones(LARGE), 1)
+        if ctx.rank == 1:
+            assert ctx.recv(2).sum() == LARGE
+        if ctx.rank == 0:
+            assert ctx.recv(2) == 2
+        return [int(ctx.allreduce(n)) for n in range(3)]
+
+    assert run_gang(grid(3), crossing) == [[0, 3, 6]] * 3
+
+
+def test_a_value_may_change_after_send(path):
+    def changing(ctx):
+        other = 1 - ctx.rank
+        value, found = np.zeros(LARGE), []
+        for number in range(3):
+            value[:] = number
+            ctx.send(value, other)
+            value[:] = -1
+            found.append(ctx.recv(other))
+        return [(each == number).all() for number, each in enumerate(found)]
+
+    assert run_gang(grid(2), changing) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("count", [10, LARGE])
+def test_messages_are_received_into_memory(path, count):
+    def received(ctx):
+        right, left = ring(ctx)
+        value, out = np.full((count, 2), ctx.rank), np.empty((count, 2), int)
+        assert ctx.sendrecv(value, right, left, out=out) is out
+        assert (out == left).all()
+        columns = np.zeros((2, count), int).T
+        assert ctx.sendrecv(value, right, left, out=columns) is columns
+        assert (columns == left).all()
+        return True
+
+    assert all(run_gang(grid(3), received))
+    assert all(run_gang(grid(1), received))
+
+
+def test_memory_of_another_shape_is_refused(path):
+    def other(ctx):
+        return ctx.sendrecv(np.zeros(3), *ring(ctx), out=np.zeros(4))
+
+    for ranks in (1, 2):
+        with pytest.raises(InputError, match=r"out: expected an array of shape \(3,\) and dtype"):
+            run_gang(grid(ranks), other)
+
+
+def test_lines_have_ends(path):
+    def along(ctx):
+        right = ctx.rank + 1 if ctx.rank + 1 < ctx.size else None
+        return ctx.sendrecv(ctx.rank, right, ctx.rank - 1 if ctx.rank else None)
+
+    assert run_gang(grid(3), along) == [None, 0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_sends_to_each(path, ranks):
+    def exchanged(ctx):
+        parts = [np.full(100 * (ctx.rank + r), 10 * ctx.rank + r) for r in range(ctx.size)]
+        found = ctx.alltoall(parts)
+        for rank, each in enumerate(found):
+            assert each.tolist() == [10 * rank + ctx.rank] * (100 * (ctx.rank + rank))
+        parts[ctx.rank][:] = -1
+        assert not (found[ctx.rank] == -1).any(), "the caller's own"
+        return True
+
+    assert all(run_gang(grid(ranks), exchanged))
+
+
+def test_another_tag_is_refused():
+    def tagged(ctx):
+        if ctx.rank == 0:
+            ctx.send(1, 1, tag=5)
+        else:
+            ctx.recv(0)
+
+    with pytest.raises(
+        SectionError,
+        match=r"rank 1 called recv\(source=0, tag=0\) for send\(dest=1, tag=5\) of rank 0\. Rec",
+    ):
+        run_gang(grid(2), tagged)
+
+
+def test_messages_that_nobody_receives_are_refused():
+    def lost(ctx):
+        if ctx.rank == 0:
+            ctx.send(1, 1, tag=4)
+
+    with pytest.raises(SectionError, match=r"rank 1 to receive all .* 1 of rank 0, the first with"):
+        run_gang(grid(2), lost)
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+def test_a_begun_message_that_nobody_receives_is_refused(sender, receiver):
+    def lost(ctx):
+        if ctx.rank == sender:
+            ctx.isend(1, receiver, tag=4)
+
+    with pytest.raises(SectionError, match=f"expected rank {receiver} to receive all messages"):
+        run_gang(grid(2), lost)
+
+
+@pytest.mark.parametrize(("source", "waits"), [(0, 1), (1, 0), (2, 0), (0, 2)])
+def test_a_rank_that_waits_for_one_that_has_returned_gets_an_error(source, waits):
+    def returning(ctx):
+        if ctx.rank == waits:
+            ctx.recv(source)
+
+    with pytest.raises(
+        SectionError,
+        match=rf"for recv\(source={source}, tag=0\) of rank {waits}, but rank {source} called "
+        rf"finalize.*Let it call ctx\.send\(value, dest={waits}\) before",
+    ):
+        run_gang(grid(3), returning)
+
+
+def test_a_rank_that_waits_for_one_in_a_call_of_all_gets_an_error():
+    def differing(ctx):
+        if ctx.rank == 1:
+            ctx.recv(0)
+        ctx.allreduce(1)
+
+    with pytest.raises(SectionError, match=r"of rank 1, but rank 0 called allreduce\('sum'\)"):
+        run_gang(grid(2), differing)
+
+
+def test_waits_end_with_the_attempt():
+    arrived = threading.Event()
+
+    def failing(ctx):
+        if ctx.rank == 2:
+            assert arrived.wait(BOUND_S)
+            raise ArithmeticError("no")
+        arrived.set()
+        if ctx.rank == 0:
+            ctx.recv(1)
+        ctx.recv(2)
+
+    with pytest.raises(ArithmeticError):
+        run_gang(grid(3), failing)
+
+
+@pytest.mark.parametrize("rank", [3, -1, 1.0, "a"])
+def test_ranks_that_do_not_exist_are_refused(alone, rank):
+    for call in (lambda: alone.send(1, rank), lambda: alone.recv(rank)):
+        with pytest.raises(InputError, match=r"(dest|source): expected a rank below 1, got"):
+            call()
+
+
+@pytest.mark.parametrize("tag", [-1, 2**40, 0.5, None])
+def test_tags_are_small_numbers(alone, tag):
+    with pytest.raises(InputError, match="tag: expected an integer from 0 to"):
+        alone.isend(1, 0, tag)
+
+
+def test_a_rank_sends_to_itself(alone):
+    value = np.zeros(2)
+    alone.send(value, 0)
+    value[:] = 1
+    assert alone.recv(0).tolist() == [0, 0]
+    with pytest.raises(SectionError, match="expected a message of rank 0 to itself, got none"):
+        alone.recv(0)
+    alone.send(1, 0, tag=2)
+    with pytest.raises(SectionError, match="Receive messages in the order"):
+        alone.recv(0)
+
+
+@pytest.mark.parametrize("parts", [[], [1, 2], {0: 1}, 3])
+def test_each_rank_gets_a_part(alone, parts):
+    with pytest.raises(InputError, match="parts: expected a list with a value for each of 1 ranks"):
+        alone.alltoall(parts)
+
+
+def test_arrays_of_gpus_arrive_on_gpus(gpu):
+    """The emulated GPU's arrays, and NumPy's."""
+
+    def around(ctx):
+        with ctx.device.running([]):
+            array = gpu.written(np.arange(5) + ctx.rank)
+            found, number = ctx.sendrecv((array, ctx.rank), *ring(ctx))
+            assert isinstance(found, Array)
+            return [*map(int, found.get()), number]
+
+    assert run_gang(grid(2), around, device=Gpu) == [[1, 2, 3, 4, 5, 1], [0, 1, 2, 3, 4, 0]]
