@@ -8,11 +8,12 @@ from weakref import finalize
 
 import numpy as np
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import AxesError, InputError
 from dask_p2p.geometry import Box
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.communicator import Communicator
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
@@ -303,6 +304,35 @@ class Context(Stepping, Transforms):
         """
         repartition = self._redistribution.repartition(partition, from_partition, axes, shape)
         return repartition(a, out, checked_order(exchange))
+
+    def along(self, axis: int) -> Communicator:
+        """Return the communicator of the ranks in this rank's line along an axis of the grid.
+
+        Only the ranks of one line have to call it, and only they exchange messages.
+
+        Parameters
+        ----------
+        axis : int
+            Axis of the section's arrays.
+
+        Returns
+        -------
+        Communicator
+            ``rank`` is the position in the line.
+
+        Raises
+        ------
+        AxesError
+            If the arrays have no such axis.
+        """
+        ndim = len(self.grid)
+        if axis not in range(-ndim, ndim):
+            raise AxesError(f"axis: expected an axis of {ndim} dimensions, got {axis!r}.")
+        axis = int(axis) % ndim
+        own = self._ranks.indices[self.rank]
+        line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
+        number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))
+        return self._group([*map(self._ranks.rank, line)], f"along({axis}), line {number}")
 
     def box_of(
         self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""Messages between two ranks of a section: MPI's `send` and `recv`, and what is made of them."""
+"""Messages between two ranks of a section: `send` and `recv` of MPI, and calls that consist of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from dask_p2p.types import Array
 
 _MOST_TAG = 2**32
 # Tags of calls that consist of messages, by name.
-_CALLS = {
-    name: _MOST_TAG + number
-    for number, name in enumerate(["alltoall()", "gather()", "allgather()", "scatter()", "bcast()"])
+CALL_TAGS = {
+    "alltoall()": _MOST_TAG,
+    "gather(ragged=True)": _MOST_TAG + 1,
+    "allgather(ragged=True)": _MOST_TAG + 2,
+    "scatter()": _MOST_TAG + 3,
+    "bcast()": _MOST_TAG + 4,
 }
-_NAMES = {tag: name for name, tag in _CALLS.items()}
+_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 
 
 class Messaging:
@@ -74,7 +77,7 @@ class Messaging:
         self.isend(value, dest, tag).wait()
 
     def isend(self, value: Any, dest: int | None, tag: int = 0) -> Transfer:
-        """Begin to send a value, and return at once. Parameters and errors are those of `send`.
+        """Begin to send a value, without waiting. Parameters and errors are those of `send`.
 
         Returns
         -------
@@ -86,7 +89,7 @@ class Messaging:
     def recv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Any:
         """Receive the next value that another rank has sent to this one.
 
-        Messages of one rank come in the order in which it sent them.
+        Messages of one rank arrive in the order of its sends.
 
         Parameters
         ----------
@@ -114,7 +117,7 @@ class Messaging:
         return self.irecv(source, tag, out=out).wait()
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
-        """Begin to receive a value, and return at once. Parameters and errors are those of `recv`.
+        """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.
 
         Returns
         -------
@@ -153,8 +156,7 @@ class Messaging:
         Parameters
         ----------
         parts : sequence
-            A value for each rank, in order of rank, as for `send`: arrays may have any length. None
-            of them is changed.
+            A value for each rank, in order of rank, as for `send`: arrays may have any length.
 
         Returns
         -------
@@ -169,7 +171,10 @@ class Messaging:
             If the ranks made different calls.
         """
         self._check_parts("parts", parts)
-        tag = _CALLS["alltoall()"]
+        return self._exchanged(parts, CALL_TAGS["alltoall()"])
+
+    def _exchanged(self, parts: Sequence[Any], tag: int) -> list[Any]:
+        """Send a value to each rank, and return the values that they sent, by rank."""
         after = [(self.rank + by) % self.size for by in range(self.size)]
         sent = [self._sent(parts[rank], rank, tag) for rank in after]
         found = [self._received(rank, tag) for rank in range(self.size)]
@@ -324,8 +329,7 @@ def _check_tag(wanted: int, found: int, source: int, rank: int) -> None:
         received = _call_of(wanted, f"recv(source={source}, tag={wanted})")
         raise SectionError(
             f"expected messages in the same order on both ranks, but rank {rank} called "
-            f"{received} for {sent} of rank {source}. Receive messages in the order in which they "
-            f"were sent."
+            f"{received} for {sent} of rank {source}. Receive messages in the order of the sends."
         )
 
 

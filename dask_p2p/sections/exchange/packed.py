@@ -101,7 +101,12 @@ def _layouts(
 def text_of(calls: Sequence[ExchangeCall]) -> str:
     """Return the text of one exchange for all calls, different for different calls."""
     text = "; ".join(call.text for call in calls)
-    if len(calls) == 1 or len(text) <= _MOST_CHARACTERS:
+    return text if len(calls) == 1 else shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return the text of a call, with a digest in the place of its end if it is long."""
+    if len(text) <= _MOST_CHARACTERS:
         return text
     digest = blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{text[:_MOST_CHARACTERS]}... ({digest})"

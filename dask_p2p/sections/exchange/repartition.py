@@ -38,6 +38,11 @@ class Redistribution:
         self._made: dict[str, Any] = {}
         self.shape = tuple(map(sum, ranks.chunks))
 
+    @property
+    def module(self) -> Any:
+        """The arrays' package."""
+        return self._device.module
+
     def ranks(
         self,
         partition: Any,  # axes that may be divided; None: those divided in the section's arrays

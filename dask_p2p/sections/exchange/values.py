@@ -18,6 +18,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.device import Host, check_not_masked
+from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.mailbox import ALIGNMENT
 from dask_p2p.types import Array, DType
 
@@ -77,6 +78,21 @@ def copied(value: Any, device: Host) -> Any:
         data[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += size_bytes
     return decoded(description, data, device)
+
+
+def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:
+    """Return the text of a call with arrays, different for other shapes and dtypes."""
+    return shortened(f"{call} of {', '.join(f'{x.dtype.str} {x.shape}' for x in arrays)}")
+
+
+def arrays_in(data: Any, like: Sequence[Array]) -> list[Array]:
+    """Return the arrays in the bytes of a message, with the shapes and dtypes of other arrays."""
+    found, at = [], 0
+    for each in like:
+        part = memoryview(data)[at : at + each.nbytes]
+        found.append(np.frombuffer(part, each.dtype).reshape(each.shape))
+        at += each.nbytes
+    return found
 
 
 def leaves(value: Any) -> list[Any]:

@@ -191,7 +191,7 @@ class Connections(PointToPoint):
 
     def state(self) -> dict[str, Any]:
         """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
-        return self._current.state(self._waiting or self.awaited)
+        return self._current.state(self._waiting or {*(self._awaited or ())[:1]})
 
     def complete(self) -> None:
         if self._failure:  # the user's function may have caught the first error

@@ -31,8 +31,8 @@ ALIGNMENT = 16
 #: Size of the smallest value that a rank of the same host copies from the sender's memory.
 LEAST_READ_BYTES = 1 << 16
 # Kinds of frames. The texts of calls begin with other characters.
-_VALUE, _ADDRESS, _HAS_READ, _CANNOT_READ, _DATA = range(1, 6)
-_LAST_KIND = _DATA
+_VALUE, _ADDRESS, _HAS_READ, _CANNOT_READ, _DATA, _PROBE = range(1, 7)
+_LAST_KIND = _PROBE
 _LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
 _ROOM_BYTES = TEXT_BYTES - _LABEL.size
 _PROOF = struct.Struct(f"<QQ{process_memory.TOKEN_BYTES}s")  # process, its token's address, token
@@ -63,7 +63,7 @@ class Receive:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the message is here."""
+        """True once the message is here."""
         return self.arrival is not None and self.arrival.is_complete
 
     def memory_for(self, description: bytes, size_bytes: int) -> Array:
@@ -96,6 +96,8 @@ class Mailbox:
         default_factory=deque
     )  # sent by address, and not acknowledged yet
     owed: deque[Arrival] = field(default_factory=deque)  # sent by address, which is not readable
+    probes: list[bytes] = field(default_factory=list)  # of ranks that wait: see `deadlocks`
+    received: int = 0  # number of messages
     received_bytes: int = 0
     _reads: dict[bytes, bool] = field(default_factory=dict)  # by proof: whether memory is readable
 
@@ -115,6 +117,7 @@ class Mailbox:
             frame.payload = frame.arrival.data
         elif kind in (_VALUE, _ADDRESS):
             frame.arrival = arrival = Arrival(number, communicator)
+            self.received += 1
             if self.receives:
                 frame.receive = self.receives.popleft()
                 frame.receive.arrival = arrival
@@ -132,6 +135,9 @@ class Mailbox:
     def close(self, frame: Frame) -> SentMessage | None:
         """Take a frame that is complete; return an answer to send, if there is one."""
         arrival = frame.arrival
+        if frame.kind == _PROBE:
+            self.probes.append(frame.payload.tobytes())
+            return None
         if arrival is None:
             sent = self.unread.popleft()
             if frame.kind == _HAS_READ:
@@ -230,6 +236,11 @@ def sent_message(
     header = HEADER.pack(tag, sum(map(len, buffers)), text)
     frame = [memoryview(each) for each in (header, *buffers)]
     return SentMessage(frame, _padded(parts) if has_address else ())
+
+
+def sent_probe(probe: bytes) -> SentMessage:
+    """Return a probe that can be sent."""
+    return SentMessage([_frame(_PROBE, len(probe)), memoryview(probe)])
 
 
 def _padded(parts: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from typing import Any
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.mailbox import Mailbox, Receive, SentMessage
+from dask_p2p.sections.wire.deadlocks import PROBE_S, Probe, unpacked
+from dask_p2p.sections.wire.mailbox import Receive, SentMessage, sent_probe
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 
@@ -34,10 +35,12 @@ class PointToPoint(ABC):
     _peers: Sequence[Any]
 
     def __init__(self) -> None:
-        # Of ranks without a connection: a lower rank makes it in its next call.
+        # Messages for ranks without a connection, which a lower rank makes in its next call.
         self._unsent: dict[int, list[SentMessage]] = {}
         self._posted: dict[int, list[Receive]] = {}
-        self.awaited: tuple[int, ...] = ()  # the rank that a wait for a message waits for
+        self._sent: dict[int, int] = {}  # number of messages, by rank
+        self._waits = 0  # number of waits for messages so far
+        self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
 
     @abstractmethod
     def _connect(self, rank: int) -> Connection: ...
@@ -74,6 +77,10 @@ class PointToPoint(ABC):
     def send_message(self, rank: int, message: SentMessage) -> None:
         """Begin to send a message."""
         self.complete()
+        self._sent[rank] = self._sent.get(rank, 0) + 1
+        self._post(rank, message)
+
+    def _post(self, rank: int, message: SentMessage) -> None:
         connection = self._connection_to(rank)
         if connection is None:
             self._unsent.setdefault(rank, []).append(message)
@@ -114,7 +121,11 @@ class PointToPoint(ABC):
                 )
             return False
 
-        self._wait_until(rank, is_done, call)
+        self._awaited = rank, call
+        try:
+            self._wait_until(rank, is_done, call)
+        finally:
+            self._awaited = None
 
     def _wait_until(self, rank: int, is_done: Callable[[], bool], call: str) -> None:
         """Send and receive messages until `is_done`, which needs one rank above all."""
@@ -122,10 +133,10 @@ class PointToPoint(ABC):
         if is_done():
             return
         self._setup.begin()
+        self._waits += 1
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._current.since_s = since_s = time.perf_counter()
-        self.awaited = (rank,)
-        until_s, attempts = since_s + self._spin_s, 0
+        until_s, attempts, has_probed = since_s + self._spin_s, 0, False
         while True:
             connection = self._connection_to(rank)
             attempts += 1
@@ -138,8 +149,9 @@ class PointToPoint(ABC):
                 if is_done():
                     break
                 if time.perf_counter() >= until_s:
+                    self._pass_on_probes()
+                    has_probed = has_probed or self._probes(since_s)
                     self._sleep(rank)
-        self.awaited = ()
         self._connections[rank].waited_s += time.perf_counter() - since_s
 
     def _move_all(self) -> None:
@@ -163,6 +175,38 @@ class PointToPoint(ABC):
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
+    def _probes(self, since_s: float) -> bool:
+        """Send a probe after a long wait for a message; return whether one was sent."""
+        if self._awaited is None or time.perf_counter() < since_s + PROBE_S:
+            return False
+        rank, call = self._awaited
+        path = f"rank {self._rank} in {call}"
+        self._send_probe(Probe(self._rank, self._waits, self._received_from(rank), path))
+        return True
+
+    def _pass_on_probes(self) -> None:
+        """Pass on the probes of ranks that wait for this one, or raise `SectionError`."""
+        if self._awaited is None:
+            return
+        to, call = self._awaited
+        for peer, connection in [*self._connections.items()]:
+            probes, connection.mailbox.probes = connection.mailbox.probes, []
+            for probe in map(unpacked, probes):
+                if self._sent.get(peer, 0) > probe.received:
+                    continue  # a message for that rank is in transit
+                if probe.rank != self._rank:
+                    self._send_probe(probe.passed_on(self._received_from(to), self._rank, call))
+                elif probe.wait == self._waits:
+                    raise probe.error()
+
+    def _received_from(self, rank: int) -> int:
+        connection = self._connections.get(rank)
+        return 0 if connection is None else connection.mailbox.received
+
+    def _send_probe(self, probe: Probe) -> None:
+        assert self._awaited is not None
+        self._post(self._awaited[0], sent_probe(probe.packed()))
+
     def _sleep(self, rank: int) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
@@ -178,8 +222,3 @@ class PointToPoint(ABC):
         """Raise `SectionError` if this rank has not received all messages of the other ranks."""
         for peer, connection in self._connections.items():
             connection.mailbox.check_read(self._rank, peer)
-
-    def mailbox_of(self, rank: int) -> Mailbox | Any:
-        """Return the messages of a rank; None without a connection."""
-        connection = self._connections.get(rank)
-        return None if connection is None else connection.mailbox

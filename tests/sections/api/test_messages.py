@@ -10,7 +10,7 @@ from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.wire import endpoint
+from dask_p2p.sections.wire import endpoint, point_to_point
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.sections.wire.conftest import Nowhere
@@ -242,6 +242,40 @@ def test_a_rank_that_waits_for_one_in_a_call_of_all_gets_an_error():
         run_gang(grid(2), differing)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_wait_for_each_other_get_an_error(path, ranks):
+    """In a ring: the other usual first program, which waits for ever with MPI."""
+
+    def deadlock(ctx):
+        right, left = ring(ctx)
+        ctx.sendrecv(1, right, left)
+        ctx.recv(left, tag=ctx.rank)
+        ctx.send(1, right)
+
+    with pytest.raises(SectionError) as error:
+        run_gang(grid(ranks), deadlock)
+    for rank in range(ranks):
+        assert f"rank {rank} in recv(source={(rank - 1) % ranks}, tag={rank})" in str(error.value)
+    assert str(error.value).endswith("or call ctx.sendrecv.")
+
+
+def test_ranks_that_wait_for_a_message_in_transit_get_it(monkeypatch):
+    """Also if they have sent probes."""
+    monkeypatch.setattr(point_to_point, "PROBE_S", 0.0)
+
+    def slow(ctx):
+        right, left = ring(ctx)
+        for number in range(200):
+            if (number + ctx.rank) % 3 == 0:
+                ctx.send(number, right)
+                assert ctx.recv(left) == number
+            else:
+                assert ctx.sendrecv(number, right, left) == number
+        return True
+
+    assert all(run_gang(grid(3), slow))
+
+
 def test_waits_end_with_the_attempt():
     arrived = threading.Event()
 
@@ -279,7 +313,7 @@ def test_a_rank_sends_to_itself(alone):
     with pytest.raises(SectionError, match="expected a message of rank 0 to itself, got none"):
         alone.recv(0)
     alone.send(1, 0, tag=2)
-    with pytest.raises(SectionError, match="Receive messages in the order"):
+    with pytest.raises(SectionError, match="Receive messages in the order of"):
         alone.recv(0)
 
 

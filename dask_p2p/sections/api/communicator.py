@@ -1,0 +1,89 @@
+"""Communicators: some ranks of a section, with messages and collective operations of their own."""
+
+from __future__ import annotations
+
+from operator import index
+from zlib import crc32
+
+from dask_p2p.errors import InputError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.collectives import Collectives
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.group import GroupConnections
+
+
+class Communicator(Collectives):
+    """Some of the ranks of a section, from `split` or `along`, as a communicator of MPI.
+
+    All of its ranks must call the same methods in the same order.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank in the communicator, and the number of its ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,  # this rank
+        size: int,  # number of ranks
+        connections: Connections,  # connections to the other ranks
+        device: Host,  # of the arrays
+        name: str = "",  # the same on its ranks; "" for all ranks of the section
+    ) -> None:
+        super().__init__(rank, size, connections, device)
+        self._name, self._splits = name, 0
+        self.communicator = crc32(name.encode())
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Divide the ranks into communicators: one for each color. All ranks must call this.
+
+        Parameters
+        ----------
+        color : int or None
+            Ranks with the same number are in one communicator. A rank with None is in none.
+        key : int, optional
+            Order of the ranks in the communicator. Ranks with the same key keep their order.
+
+        Returns
+        -------
+        Communicator or None
+            The communicator of this rank's color. It has ``rank``, ``size``, messages and
+            collective operations.
+
+        Raises
+        ------
+        InputError
+            If `color` or `key` is no integer.
+        SectionError
+            If the ranks made different calls.
+        """
+        try:
+            own = (color is not None, 0 if color is None else index(color), index(key))
+        except TypeError:
+            raise InputError(
+                f"expected integers as color and key, got {color!r} and {key!r}. Give color=None "
+                f"for a rank without a communicator."
+            ) from None
+        self._splits += 1
+        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather([*own]).tolist()]
+        if color is None:
+            return None
+        mine = [(at, rank) for rank, (is_in, of, at) in enumerate(found) if is_in and of == own[1]]
+        ranks = [rank for _, rank in sorted(mine)]
+        return self._group(ranks, f"split {self._splits}, color {own[1]}")
+
+    def _group(self, ranks: list[int], name: str) -> Communicator:
+        whole = f"{name} of {self._name}" if self._name else name
+        connections = GroupConnections(self._connections, ranks, name)
+        at, size = connections.rank_and_size
+        made = Communicator(at, size, connections, self.device, whole)
+        made.reads_memory = self.reads_memory
+        made.reduces_in_parts = not self.device.backend.on_device
+        if made.reduces_in_parts:
+            lines = RankGrid(((1,) * size,), (size,))
+            options = connections, self.reads_memory, self.device
+            made._redistribution = Redistribution(lines, at, *options)
+        return made

@@ -1,0 +1,50 @@
+"""Ranks that wait for each other's messages: found by probes along the chain of waits.
+
+A rank that has waited for long for a message sends a probe to the rank that should send it. If that
+rank waits for a message as well, it passes the probe on. A probe that comes back, to the wait that
+began it, has found ranks that wait in a circle.
+
+A probe has the number of messages that its last sender had received. If the receiver has sent more,
+they are in transit, and end that wait. Otherwise that rank waits until the receiver sends, which it
+cannot do while it waits itself. So a circle that a probe has found never ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from dask_p2p.errors import SectionError
+
+PROBE_S = 1.0  # time that a rank waits before it sends a probe
+_FIELDS = struct.Struct("<QQQ")
+
+
+class Probe(NamedTuple):
+    """A probe."""
+
+    rank: int  # the rank that began it
+    wait: int  # number of its wait
+    received: int  # messages that the last sender of the probe has received from its receiver
+    path: str  # the calls in which ranks wait
+
+    def packed(self) -> bytes:
+        """Return the bytes of a frame."""
+        return _FIELDS.pack(*self[:3]) + self.path.encode()
+
+    def passed_on(self, received: int, rank: int, call: str) -> Probe:
+        """Return the probe for the next rank."""
+        return Probe(self.rank, self.wait, received, f"{self.path}, rank {rank} in {call}")
+
+    def error(self) -> SectionError:
+        """Return the error of ranks that wait in a circle."""
+        return SectionError(
+            f"expected a rank that sends, but ranks wait for each other: {self.path}. Let one of "
+            f"them send before it receives, or call ctx.sendrecv."
+        )
+
+
+def unpacked(frame: bytes) -> Probe:
+    """Return the probe in a frame."""
+    rank, wait, received = _FIELDS.unpack_from(frame)
+    return Probe(rank, wait, received, frame[_FIELDS.size :].decode(errors="replace"))

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api import collectives
+from dask_p2p.sections.gpu.device import Gpu
+from tests.sections.gangs import run_gang
+from tests.simulation.streams import Array
+
+SIZES = pytest.mark.parametrize("ranks", [1, 2, 3])
+
+
+def run(ranks, function, **kwargs):
+    return run_gang(RankGrid.at_most(((1,) * ranks,), ranks), function, **kwargs)
+
+
+@SIZES
+def test_several_values_are_combined_in_one_message(ranks):
+    def combined(ctx):
+        calls = []
+        gather = ctx._connections.gather
+        ctx._connections.gather = lambda *given: calls.append(given) or gather(*given)
+        found = ctx.allreduce({"a": np.arange(3.0), "b": (ctx.rank, True)})
+        assert found["a"].tolist() == [0, ranks, 2 * ranks]
+        assert found["b"] == (sum(range(ranks)), ranks)
+        stacked = ctx.allgather((ctx.rank, np.zeros(2)))
+        assert stacked[0].tolist() == [*range(ranks)]
+        assert stacked[1].shape == (ranks, 2)
+        return len(calls)
+
+    assert run(ranks, combined) == [2] * ranks
+
+
+@SIZES
+@pytest.mark.parametrize("value", [1.5, np.array([3, -2, 5]), np.array([np.nan, 1.0, 2.0])])
+def test_extremes_have_the_first_rank_that_has_them(ranks, value):
+    def extremes(ctx):
+        own = value * (1 + ctx.rank // 2)
+        every = np.stack([value * (1 + rank // 2) for rank in range(ranks)])
+        for op, at in (("maxloc", np.argmax), ("minloc", np.argmin)):
+            found, where = ctx.allreduce(own, op)
+            wanted = at(every, axis=0)
+            assert np.array_equal(where, wanted)
+            assert np.array_equal(found, np.choose(wanted, every), equal_nan=True)
+        return True
+
+    assert all(run(ranks, extremes))
+
+
+@SIZES
+def test_logical_values(ranks):
+    def logical(ctx):
+        is_first = ctx.rank == 0
+        assert ctx.allreduce(is_first, "any").dtype == bool
+        assert ctx.allreduce(is_first, "any")
+        assert ctx.allreduce(is_first, "all") == (ranks == 1)
+        assert ctx.allreduce(np.array([0, 2]), "all").tolist() == [False, True]
+        return True
+
+    assert all(run(ranks, logical))
+
+
+@SIZES
+def test_prefixes(ranks):
+    def prefixes(ctx):
+        found = ctx.scan((ctx.rank + 1, 2)), ctx.exscan(ctx.rank + 1)
+        before = sum(range(ctx.rank + 1))
+        assert found == ((before + ctx.rank + 1, 2 * (ctx.rank + 1)), before if ctx.rank else None)
+        return True
+
+    assert all(run(ranks, prefixes))
+
+
+@SIZES
+def test_one_rank_gets_or_gives(ranks):
+    def rooted(ctx):
+        last, rank = ranks - 1, ctx.rank
+        assert ctx.reduce(2, root=last) == (2 * ranks if rank == last else None)
+        found = ctx.gather({"a": rank}, root=last)
+        assert found is None if rank < last else found["a"].tolist() == [*range(ranks)]
+        found = ctx.gather(np.zeros(rank), ragged=True)
+        assert (
+            found is None
+            if rank
+            else [each.shape for each in found] == [(n,) for n in range(ranks)]
+        )
+        lengths = [len(each) for each in ctx.allgather(np.zeros(rank), ragged=True)]
+        assert lengths == [*range(ranks)]
+        parts = [np.full(n, n) for n in range(ranks)] if rank == last else None
+        assert ctx.scatter(parts, root=last).tolist() == [rank] * rank
+        value = {"x": np.arange(3), "y": 0.5} if rank == last else None
+        found = ctx.bcast(value, root=last)
+        assert (found["x"].tolist(), found["y"]) == ([0, 1, 2], 0.5)
+        found["x"][:] = 0
+        assert rank < last or value["x"][1] == 1, "a copy"
+        return True
+
+    assert all(run(ranks, rooted))
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "any"])
+@SIZES
+def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeypatch):
+    def reduced(ctx):
+        own = np.random.default_rng(ctx.rank).normal(size=(401, 331))
+        before = own.copy()
+        found = ctx.allreduce(own, op)
+        monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", 1 << 30)
+        wanted = ctx.allreduce(own, op)
+        assert found.dtype == wanted.dtype
+        assert found.tobytes() == wanted.tobytes()
+        assert (own == before).all()
+        found[:] = 0
+        return True
+
+    monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", 1 << 20)
+    assert all(run(ranks, reduced))
+
+
+def test_each_rank_reduces_a_part_of_large_arrays():
+    """No rank receives the arrays of all others."""
+
+    def received(ctx):
+        own = np.ones(1 << 17)
+        ctx.allreduce({"large": own, "small": 1})
+        return sum(size_bytes for _, size_bytes, _ in ctx._connections.received) / own.nbytes
+
+    assert all(1.4 < times < 1.7 for times in run(4, received))
+
+
+def test_large_arrays_of_gpus(gpu):
+    def reduced(ctx):
+        with ctx.device.running([]):
+            found = ctx.allreduce(gpu.written(np.arange(3.0) + ctx.rank))
+            assert isinstance(found, Array)
+            return found.get().tolist()
+
+    assert run(2, reduced, device=Gpu) == [[1.0, 3.0, 5.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ctx: ctx.allreduce(np.zeros(2 + ctx.rank)),
+        lambda ctx: ctx.allreduce(np.zeros(200_000 + ctx.rank)),
+        lambda ctx: ctx.allreduce(np.zeros(200_000 if ctx.rank else 2)),
+        lambda ctx: ctx.allreduce((1, 2) if ctx.rank else (1, 2.0)),
+        lambda ctx: ctx.gather(np.zeros(2 + ctx.rank)),
+        lambda ctx: ctx.reduce(1, root=ctx.rank),
+        lambda ctx: ctx.alltoall([1, 2]) if ctx.rank else ctx.allreduce(1),
+        lambda ctx: ctx.scatter([1, 2]) if ctx.rank else ctx.bcast(1),
+    ],
+)
+def test_different_calls_are_an_error(call):
+    with pytest.raises(SectionError, match=r"rank 0 .* rank 1|rank 1 .* rank 0"):
+        run(2, call)
+
+
+@pytest.mark.parametrize("root", [1, -1, "a", 0.5, True, None])
+def test_roots_are_ranks(root):
+    def rooted(ctx):
+        for call in (ctx.bcast, ctx.gather, ctx.reduce, ctx.scatter):
+            with pytest.raises(InputError, match="root: expected a rank below 1, got"):
+                call([1], root=root)
+
+    run(1, rooted)
+
+
+@pytest.mark.parametrize("op", ["maxloc", "minloc"])
+def test_complex_numbers_have_no_extremes(op):
+    def extreme(ctx):
+        with pytest.raises(InputError, match=f"expected a dtype that {op!r} combines"):
+            ctx.allreduce(1j, op)
+
+    run(1, extreme)
