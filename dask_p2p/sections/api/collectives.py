@@ -44,8 +44,7 @@ class Collectives(Messaging):
         Parameters
         ----------
         value : number, array, tuple or dict
-            A value of the same shape and dtype on all ranks. It is not changed. A tuple or dict is
-            one message.
+            A value of the same shape and dtype on all ranks. A tuple or dict is one message.
         op : {"sum", "prod", "min", "max", "any", "all", "maxloc", "minloc"}, optional
             The operation that combines two values. "maxloc" and "minloc" return a tuple in the
             place of each value: the largest or smallest value, and the first rank that has it.
@@ -76,8 +75,8 @@ class Collectives(Messaging):
     def _is_in_parts(self, leaf: Any) -> bool:
         """Return whether an array is so large that each rank reduces one part."""
         is_here = isinstance(leaf, self.device.module.ndarray) and not np.ma.isMaskedArray(leaf)
-        is_large = is_here and leaf.nbytes >= LEAST_IN_PARTS_BYTES
-        return is_large and self.size > 1 and self.reduces_in_parts
+        is_possible = is_here and self.size > 1 and self.reduces_in_parts
+        return is_possible and leaf.nbytes >= LEAST_IN_PARTS_BYTES
 
     def _reduced(self, leaf: Any, op: str) -> Any:
         if not self._is_in_parts(leaf):
@@ -167,7 +166,7 @@ class Collectives(Messaging):
         root : int, optional
             The rank that gets the values. By default 0.
         ragged : bool, optional
-            True if shapes and dtypes may differ between ranks.
+            True if shapes and dtypes may differ.
 
         Returns
         -------

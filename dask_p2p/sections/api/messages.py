@@ -1,4 +1,4 @@
-"""Messages between two ranks of a section: `send` and `recv` of MPI, and calls that consist of them."""
+"""Messages between two ranks: `send` and `recv` of MPI, and calls that consist of messages."""
 
 from __future__ import annotations
 

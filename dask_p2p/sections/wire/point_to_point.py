@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from dask_p2p.errors import SectionError, TransferError
@@ -151,7 +152,7 @@ class PointToPoint(ABC):
                 if time.perf_counter() >= until_s:
                     self._pass_on_probes()
                     has_probed = has_probed or self._probes(since_s)
-                    self._sleep(rank)
+                    self._sleep(rank, inf if has_probed else PROBE_S)
         self._connections[rank].waited_s += time.perf_counter() - since_s
 
     def _move_all(self) -> None:
@@ -207,11 +208,11 @@ class PointToPoint(ABC):
         assert self._awaited is not None
         self._post(self._awaited[0], sent_probe(probe.packed()))
 
-    def _sleep(self, rank: int) -> None:
+    def _sleep(self, rank: int, most_s: float) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
         try:
-            _, ready = self._polling.wait(self._connections, missing)
+            _, ready = self._polling.wait(self._connections, missing, most_s)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
         self._current.log_if_long(self._rank, len(self._peers), [rank])

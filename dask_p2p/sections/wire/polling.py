@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from dask_p2p.interprocess.messenger import NAP_S
 from dask_p2p.sections.wire.connection import Connection
@@ -32,14 +33,21 @@ class Polling:
         self._look_s = 0.0  # time of the next check for lost connections
 
     def wait(
-        self, connections: Mapping[int, Connection], missing: Iterable[int] | None
+        self,
+        connections: Mapping[int, Connection],
+        missing: Iterable[int] | None,
+        most_s: float = inf,
     ) -> tuple[set[int], set[int]]:
         """Wait until one of these connections is ready, or a rank connects, or some time is over.
 
         Return the ranks whose connections may be ready, and all descriptors that are. `missing` are
         the ranks that may connect; None if the exchange needs none. Raises `LostConnectionError`.
         """
-        sockets, others, most_s = dict[int, int](), set[int](), self._timeout_s / _LOOKS
+        sockets, others, most_s = (
+            dict[int, int](),
+            set[int](),
+            min(most_s, self._timeout_s / _LOOKS),
+        )
         poll, uses_channel = select.poll(), False
         poll.register(self._setup.bell, select.POLLIN)
         for rank, connection in connections.items():
