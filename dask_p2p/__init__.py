@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from dask_p2p.ops.rechunk import rechunk as rechunk
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
+    from dask_p2p.sections.api.outputs import Array as Array
+    from dask_p2p.sections.api.outputs import LocalBlock as LocalBlock
+    from dask_p2p.sections.api.outputs import PerRank as PerRank
+    from dask_p2p.sections.api.outputs import Rows as Rows
+    from dask_p2p.sections.api.outputs import Same as Same
     from dask_p2p.sections.api.spmd import spmd as spmd
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.fields import Whole as Whole
@@ -46,10 +51,15 @@ ensure_defaults()
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
+    "Array": "dask_p2p.sections.api.outputs",
     "Checkpoint": "dask_p2p.sections.iterate.stores",
     "Field": "dask_p2p.sections.iterate.fields",
+    "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
+    "PerRank": "dask_p2p.sections.api.outputs",
     "Record": "dask_p2p.sections.iterate.series",
+    "Rows": "dask_p2p.sections.api.outputs",
+    "Same": "dask_p2p.sections.api.outputs",
     "Save": "dask_p2p.sections.iterate.stores",
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",

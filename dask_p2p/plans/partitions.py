@@ -63,6 +63,21 @@ def repartition(
     return RankGrid(tuple(sizes), grid)
 
 
+def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
+    """Return the distribution of an array of any shape, along the axes of another distribution.
+
+    Along axis 0, if the array has none of these axes.
+
+    Examples
+    --------
+    >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
+    >>> divided_alike(slabs, (7, 2, 2)).local_sizes
+    ((4, 3), (2,), (2,))
+    """
+    axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
+    return repartition(ranks, shape, axes or [0])
+
+
 class TransformStage(NamedTuple):
     """The distribution of an array while some of its axes are transformed."""
 

@@ -90,6 +90,20 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     return RankGrid.at_most(x.chunks, most, divided)
 
 
+def ranks_without_arrays(ranks: int | None) -> RankGrid:
+    """Return the decomposition of a section without arrays: `ranks` ranks in a line.
+
+    Raises `InputError` if the number of ranks is missing or invalid.
+    """
+    if ranks is None:
+        raise InputError(
+            "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
+            "such as the number of workers."
+        )
+    count = most_ranks(ranks)
+    return RankGrid(((1,) * count,), (count,))
+
+
 def most_ranks(ranks: int | None) -> int:
     """Return the largest number of ranks; None: one on each usable worker.
 

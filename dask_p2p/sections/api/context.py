@@ -8,12 +8,12 @@ from weakref import finalize
 
 import numpy as np
 
-from dask_p2p.errors import AxesError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.communicator import Communicator
+from dask_p2p.sections.api.grids import Grid
 from dask_p2p.sections.api.stepping import Stepping
 from dask_p2p.sections.api.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
@@ -61,6 +61,7 @@ class Context(Stepping, Transforms):
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
         self.replays_steps = False  # whether steps are captured, and all have the same number
+        self._grids: dict[RankGrid, Grid] = {}
         self._halo_arrays = 0  # calls of `with_halo` so far
         self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
         self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
@@ -304,41 +305,6 @@ class Context(Stepping, Transforms):
         """
         repartition = self._redistribution.repartition(partition, from_partition, axes, shape)
         return repartition(a, out, checked_order(exchange))
-
-    def along(self, axis: int) -> Communicator:
-        """Return the communicator of the ranks in this rank's line along an axis of the grid.
-
-        Only the ranks of one line have to call it, and only they exchange messages.
-
-        Parameters
-        ----------
-        axis : int
-            Axis of the section's arrays.
-
-        Returns
-        -------
-        Communicator
-            ``rank`` is the position in the line.
-
-        Raises
-        ------
-        AxesError
-            If the arrays have no such axis.
-        """
-        ndim = len(self.grid)
-        if axis not in range(-ndim, ndim):
-            raise AxesError(f"axis: expected an axis of {ndim} dimensions, got {axis!r}.")
-        axis = int(axis) % ndim
-        own = self._ranks.indices[self.rank]
-        line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
-        number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))
-        return self._group([*map(self._ranks.rank, line)], f"along({axis}), line {number}")
-
-    def box_of(
-        self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None
-    ) -> Box:
-        """Return the `box` of this rank for another partition: see `redistribute`."""
-        return self._redistribution.ranks(partition, shape).box(self.rank)
 
 
 def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:

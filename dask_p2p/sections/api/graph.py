@@ -25,6 +25,7 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.outputs import Output, Outputs
 from dask_p2p.sections.api.rank_body import InputSpec, RankBody, ValueSpec
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
@@ -40,6 +41,7 @@ def section_arrays(
     options: Options,  # sent with the tasks
     per_rank: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
     converts: bool = True,  # whether the function may return numbers of another kind
+    outputs: Outputs | None = None,  # in the place of `dtypes` and `per_rank`
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
@@ -47,11 +49,11 @@ def section_arrays(
     tuple: an array of the local block's shape for each dtype, and then the values.
     """
     inputs = tuple(InputSpec(np.dtype(x.dtype), _repeated(x, arrays[0])) for x in arrays)
-    kind, specs = backend_for(arrays[0]._meta).name, tuple(per_rank)
+    kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
     made = tuple(map(np.dtype, dtypes))
-    body = RankBody(function, ranks, inputs, made, specs, kind, converts)
+    body = RankBody(function, ranks, inputs, made, tuple(per_rank), kind, converts, outputs)
     section = Section(prefix, body, options)
-    if is_expression(arrays[0]):
+    if arrays and is_expression(arrays[0]):
         layers = [SectionLayer(section, number) for number in range(body.arrays)]
         return tuple(expression_array(arrays[0], layer, arrays) for layer in layers)
     names = [x.name for x in arrays]
@@ -101,8 +103,14 @@ class Section:
         position = number - self.body.outputs
         return None if position < 0 else self.body.per_rank[position]
 
-    def chunks(self, number: int) -> Chunks:
+    def _output(self, number: int) -> Output | None:
+        """Return the spec of an array, if the outputs have specs."""
+        return None if self.body.specs is None else self.body.specs.each[number]
+
+    def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
         """Return the chunks of one of the arrays."""
+        if (output := self._output(number)) is not None:
+            return output.chunks(self.body.ranks)
         ranks, value = self.body.ranks, self._value(number)
         if value is None:
             return ranks.chunks
@@ -110,6 +118,9 @@ class Section:
 
     def meta(self, number: int) -> Array:
         """Return an empty array of the same kind as one of the arrays."""
+        if (output := self._output(number)) is not None:
+            kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
+            return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
         value = self._value(number)
         dtype = self.body.dtypes[number] if value is None else value.dtype
         backend = backend_named(self.body.kind) if value is None else NUMPY
@@ -118,9 +129,12 @@ class Section:
     def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
-        value, commit = self._value(number), commit_of(gang)
+        output, commit = self._output(number), commit_of(gang)
+        value = self._value(number) if output is None else None
         for rank in range(self.body.ranks.size):
             indices = [index for index, _ in self.body.ranks.blocks(rank)]
+            if output is not None:
+                indices = output.indices(self.body.ranks, rank)
             if value is not None:
                 indices = [(rank, *(0 for _ in value.shape))]
             for position, index in enumerate(indices):
@@ -145,7 +159,8 @@ class SectionLayer:
     @property
     def chunks(self) -> Chunks:
         """Chunks of the array."""
-        return self.section.chunks(self.number)
+        chunks: Any = self.section.chunks(self.number)  # not a number where it is unknown
+        return tuple(chunks)
 
     def meta(self, first: Any) -> Array:
         """Return an empty array like the blocks."""

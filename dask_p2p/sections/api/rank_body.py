@@ -18,6 +18,8 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
+from dask_p2p.sections.api.outputs import Outputs
+from dask_p2p.sections.api.returned import as_numbers, becomes, holds, shape_of
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
 from dask_p2p.types import Array, DType, Kind
 
@@ -93,10 +95,13 @@ class RankBody:
     per_rank: tuple[ValueSpec, ...] = ()
     kind: Kind = "numpy"
     converts: bool = True
+    specs: Outputs | None = None  # in the place of `dtypes` and `per_rank`
 
     @property
     def arrays(self) -> int:
         """Number of arrays that are made."""
+        if self.specs is not None:
+            return len(self.specs.each)
         return self.outputs + len(self.per_rank)
 
     @property
@@ -107,7 +112,9 @@ class RankBody:
     @property
     def dtype(self) -> DType:
         """The dtype of the first array."""
-        return (*self.dtypes, *(each.dtype for each in self.inputs))[0]
+        of_specs = () if self.specs is None else [each.dtype for each in self.specs.each]
+        found: DType = (*self.dtypes, *of_specs, *(each.dtype for each in self.inputs))[0]
+        return found
 
     @staticmethod
     def context(*given: Any, **options: Any) -> Context:
@@ -124,6 +131,8 @@ class RankBody:
 
     def _blocks(self, ctx: Any, local_blocks: LocalBlocks, returned: Any) -> list[list[Any]]:
         """Return the results of the function as blocks, by array."""
+        if self.specs is not None:
+            return self.specs.blocks(ctx, self.ranks, returned)
         values = self._values(ctx, returned) if self.per_rank else []
         returned = returned[: self.outputs] if self.per_rank else returned
         self._check(ctx, local_blocks.shape, returned)
@@ -146,8 +155,8 @@ class RankBody:
             )
         for value, spec in zip(returned[self.outputs :], self.per_rank, strict=True):
             check_not_masked("per_rank", value)
-            own = _as_numbers(ctx.device.to_host(value))
-            if own.shape != spec.shape or not _holds(spec.dtype, own):
+            own = as_numbers(ctx.device.to_host(value))
+            if own.shape != spec.shape or not holds(spec.dtype, own):
                 raise BlockMismatchError(
                     f"expected a per_rank value of shape {spec.shape} that becomes {spec.dtype} "
                     f"from the function on rank {rank}, got {own.shape} {own.dtype}."
@@ -164,6 +173,8 @@ class RankBody:
         shape, size = self.ranks.shape(rank), self.ranks.size
         inputs_bytes = [each.size_bytes(shape) for each in self.inputs]
         made = sum(prod(shape) * each.itemsize for each in self.dtypes)
+        if self.specs is not None:
+            made = sum(each.size_bytes(self.ranks, rank) for each in self.specs.each)
         given = sum(inputs_bytes)
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
@@ -180,7 +191,7 @@ class RankBody:
                 f"shape, in a tuple if outputs is not 1."
             )
         for number, (array, dtype) in enumerate(zip(each, self.dtypes, strict=True)):
-            if not self._becomes(array.dtype, dtype):
+            if not becomes(array.dtype, dtype, self.converts):
                 named = ", ".join(repr(str(array.dtype)) for array in each)
                 named = named if self.outputs == 1 else f"({named})"
                 raise BlockMismatchError(
@@ -188,25 +199,6 @@ class RankBody:
                     f"as output {number}, got {array.dtype}. Give dtype={named}, or convert it, "
                     f"astype(...)."
                 )
-
-    def _becomes(self, found: DType, dtype: DType) -> bool:
-        """Return whether a returned dtype may be converted to the declared one.
-
-        Without a dtype from the caller, floats may only change their precision.
-        """
-        if self.converts or found.kind == dtype.kind in "fc":
-            return np.can_cast(found, dtype, "same_kind")
-        return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
-
-
-def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
-    """Return the shape of a returned value, or its type if it is no plain array."""
-    is_plain = isinstance(array, (kind, np.generic)) and not np.ma.isMaskedArray(array)
-    if is_plain:
-        shape: tuple[int, ...] = array.shape
-        return shape
-    module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
-    return f"{module}{type(array).__name__}"
 
 
 def own_copy(value: Any) -> Any:
@@ -226,18 +218,3 @@ def own_copy(value: Any) -> Any:
         if type(value) in (list, tuple, set):
             return type(value)(map(own_copy, value))
         return value
-
-
-def _holds(dtype: DType, own: Array) -> bool:
-    """Return whether a dtype holds the values of an array, apart from the precision of floats."""
-    if not np.can_cast(own.dtype, dtype, "same_kind"):
-        return False
-    return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
-
-
-def _as_numbers(value: Any) -> Array:
-    """Return a value as a NumPy array, which holds an object if the value is ragged."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        return np.asarray(None)

@@ -13,11 +13,19 @@ from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function, check_names
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.arguments import check_computed, check_decompositions, chosen_ranks
+from dask_p2p.sections.api.arguments import (
+    check_computed,
+    check_decompositions,
+    chosen_ranks,
+    ranks_without_arrays,
+)
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.graph import section_arrays
+from dask_p2p.sections.api.outputs import Output, checked_outputs
 from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
+from dask_p2p.sections.exchange.values import leaves
 from dask_p2p.types import DaskArray, DTypeLike
 
 
@@ -63,6 +71,34 @@ def spmd(
 ) -> tuple[DaskArray, ...]: ...
 
 
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Output,
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: None = ...,
+    per_rank: tuple[()] = ...,
+    **kwargs: Any,
+) -> DaskArray: ...
+
+
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray,
+    outputs: Mapping[str, Output],
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: None = ...,
+    per_rank: tuple[()] = ...,
+    **kwargs: Any,
+) -> dict[str, DaskArray]: ...
+
+
 # The number of outputs is known only at run time: one array, or a tuple.
 @overload
 def spmd(
@@ -82,13 +118,13 @@ def spmd(
     func: Callable[..., Any],
     /,
     *arrays: DaskArray,
-    outputs: int = 1,
+    outputs: int | Output | Mapping[str, Output] = 1,
     partition: Sequence[int] | None = None,
     ranks: int | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     per_rank: Sequence[Any] = (),
     **kwargs: Any,
-) -> DaskArray | tuple[DaskArray, ...]:
+) -> DaskArray | tuple[DaskArray, ...] | dict[str, DaskArray]:
     """Run a function on all workers at the same time: ``func(ctx, *local_blocks, **kwargs)``.
 
     The function runs once on each *rank*. A rank has one contiguous local block of each array,
@@ -104,14 +140,17 @@ def spmd(
     *arrays : dask.array.Array
         Arrays of NumPy or CuPy blocks, with the same chunks. With CuPy blocks, `func` gets and
         returns CuPy arrays. It runs with a CUDA stream of its own as the current stream, and need
-        not synchronize.
-    outputs : int, optional
-        Number of arrays that `func` returns, in a tuple unless it is one. 0 if `func` returns only
-        the values of `per_rank`.
+        not synchronize. Without arrays, `ranks` and other outputs than local blocks are required.
+    outputs : int, output, or dict of outputs, optional
+        Number of arrays of a local block's shape that `func` returns, in a tuple unless it is one.
+        0 if `func` returns only the values of `per_rank`. Or one of `LocalBlock`, `Array`, `Rows`,
+        `PerRank`, `Same`, for an array of any shape. A dict has several of these by name; `func`
+        returns a dict of the same names then, and so does `spmd`.
     partition : sequence of int, optional
         Axes that may be divided between ranks. By default all.
     ranks : int, optional
-        Largest number of ranks. The number of blocks is a limit as well. By default the number of
+        Largest number of ranks. The number of blocks is a limit as well; without arrays the number
+        of ranks itself. By default the number of
         the cluster's workers that have the resources of `dask.annotate`. It is 1 without a
         cluster, with an asynchronous client, and always in the function of another section.
     dtype : dtype or sequence of dtype, optional
@@ -128,15 +167,17 @@ def spmd(
 
     Returns
     -------
-    dask.array.Array, or tuple of them
-        The outputs, with the chunks of the arrays; then the values of `per_rank`.
+    dask.array.Array, or tuple or dict of them
+        The outputs, with the chunks of the arrays; then the values of `per_rank`. A dict if
+        `outputs` is one.
 
     Raises
     ------
     InputError
         If `func` is not callable, a number is too small, or an example in `per_rank` is
-        unsuitable. Also if an argument for `func` is a Dask collection, or has the name of a
-        parameter of `spmd`, or if `dtype` has another length than `outputs`.
+        unsuitable. Also if `outputs` is no output, or `dtype` or `per_rank` is given in addition
+        to it. Also if an argument for `func` is a Dask collection, or has the name of a parameter
+        of `spmd`, or if `dtype` has another length than `outputs`.
     AxesError
         If `partition` has an axis that the arrays do not have.
     ChunksError
@@ -160,10 +201,14 @@ def spmd(
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
-    check_decompositions(arrays)
+    has_specs = isinstance(outputs, (Output, Mapping))
+    if arrays or not has_specs:
+        check_decompositions(arrays)
     check_computed(*kwargs.values())
-    chosen = chosen_ranks(arrays[0], ranks, partition)
+    chosen = chosen_ranks(arrays[0], ranks, partition) if arrays else ranks_without_arrays(ranks)
     options = checked_options()
+    if not isinstance(outputs, int):
+        return _by_specs(func, arrays, chosen, outputs, (dtype, per_rank), kwargs)
     register_if_possible()
     if not isinstance(per_rank, (list, tuple)):
         raise InputError(
@@ -184,6 +229,28 @@ def spmd(
         converts=dtype is not None,
     )
     return made[0] if len(made) == 1 else made
+
+
+def _by_specs(
+    func: Callable[..., Any],
+    arrays: Sequence[DaskArray],
+    ranks: RankGrid,
+    outputs: Any,
+    others: tuple[Any, Any],  # dtype and per_rank
+    kwargs: Mapping[str, Any],
+) -> DaskArray | dict[str, DaskArray]:
+    """Return the outputs that have specs."""
+    checked = checked_outputs(outputs, [x.dtype for x in arrays])
+    dtype, per_rank = others
+    if dtype is not None or per_rank != ():
+        raise InputError(
+            "expected outputs= without dtype= and per_rank=, got both. Give them in the outputs, "
+            "LocalBlock(dtype) and PerRank(example)."
+        )
+    register_if_possible()
+    function, options = _Function(func, None, kwargs), checked_options()
+    made = section_arrays("p2p-spmd", function, arrays, ranks, (), options, outputs=checked)
+    return made[0] if checked.names is None else dict(zip(checked.names, made, strict=True))
 
 
 def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
@@ -216,12 +283,15 @@ class _Function:
     """The user's function, with its keyword arguments."""
 
     function: Callable[..., Any]
-    outputs: int
+    outputs: int | None  # None: the outputs have specs
     kwargs: Mapping[str, Any]
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> Any:
         arrays = map(local_blocks.copy, range(len(local_blocks)))
         returned = self.function(ctx, *arrays, **self.kwargs)
+        if self.outputs is None:
+            ctx.check_returned(leaves(returned))
+            return returned
         made = (returned,) if self.outputs == 1 else returned
         ctx.check_returned(made if isinstance(made, tuple) else ())
         return made

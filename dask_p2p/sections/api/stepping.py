@@ -8,7 +8,7 @@ from operator import index
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.bindings import Bindings
-from dask_p2p.sections.api.communicator import Communicator
+from dask_p2p.sections.api.places import Places
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
 from dask_p2p.sections.gang.progress import Progress
@@ -21,7 +21,7 @@ from dask_p2p.types import Array
 _CHECKED_STEPS = 3
 
 
-class Stepping(Communicator):
+class Stepping(Places):
     """The part of a context that counts steps and saves state."""
 
     def __init__(

@@ -233,6 +233,17 @@ class HaloExchange:
         end = self._moved.begin([each.data for each in halo_arrays], in_background)
         return Pending(halo_arrays, end, made)
 
+    def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
+        """Fill the halos of any arrays with the layouts of this exchange."""
+        for layout, data in zip(layouts, arrays, strict=True):
+            layout.fill(data)
+        end = self._moved.begin(arrays, False)
+        if end is not None:
+            end()
+        for layout, data in zip(layouts, arrays, strict=True):
+            if layout.ends:
+                layout.ends.fill(data)
+
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange, and prepare it."""
         return self._moved.can_put()

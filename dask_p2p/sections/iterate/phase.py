@@ -10,7 +10,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.sections.api.rank_body import shape_of
+from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.exchange.halo import HaloPart
 from dask_p2p.sections.exchange.recorder import check_kept
 from dask_p2p.sections.iterate.binding import OUT, UNNAMED, VALUES, Binding

@@ -67,8 +67,8 @@ class Connections(PointToPoint):
         """Begin an attempt, with the addresses and attempt tokens of all ranks."""
         self._rank, self._peers = rank, peers
         self._setup.start(rank, peers)
-        kernels = [host_of(peer.endpoint) for peer in peers]
-        has_cores = kernels.count(kernels[rank]) <= len(os.sched_getaffinity(0))
+        self.hosts = [host_of(peer.endpoint) for peer in peers]
+        has_cores = self.hosts.count(self.hosts[rank]) <= len(os.sched_getaffinity(0))
         # Ranks of one process share Python's lock, and a rank that polls does not release it.
         self._spin_s = _SPIN_S if has_cores and not self._setup.has_company else 0.0
 

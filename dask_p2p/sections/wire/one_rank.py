@@ -13,6 +13,7 @@ class OneRank(Connections):
 
     is_alone = True
     rank_and_size = 0, 1
+    hosts = [""]  # noqa: RUF012
 
     def __init__(self) -> None:
         self._connections, self._found = {}, None

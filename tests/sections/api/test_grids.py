@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
+from dask_p2p.sections.gpu.device import Gpu
+from tests.sections.gangs import run_gang
+
+GRIDS = pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 2)])
+MODES = {"periodic": "wrap", "nearest": "edge", "reflect": "symmetric", 0.5: "constant"}
+
+
+def ranks_of(grid, shape=(8, 16)):
+    chunks = tuple((n // 4, n // 4, n // 2) for n in shape)
+    return RankGrid(chunks, grid)
+
+
+@GRIDS
+@pytest.mark.parametrize("boundary", MODES)
+def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
+    ranks = ranks_of(grid)
+    whole = np.random.default_rng(0).normal(size=(8, 16))
+    values = {"constant_values": 0.5} if boundary == 0.5 else {}
+    wanted = np.pad(whole, ((2, 2), (1, 1)), MODES[boundary], **values)
+
+    def padded(ctx):
+        own = whole[tuple(slice(*along) for along in ctx.box)]
+        before = own.copy()
+        for _ in range(2):
+            found = ctx.pad(own, (2, 1), boundary)
+            (top, bottom), (left, right) = ctx.box
+            assert (found == wanted[top : bottom + 4, left : right + 2]).all()
+            found[:] = 0
+            assert (own == before).all()
+        return True
+
+    assert all(run_gang(ranks, padded))
+
+
+@GRIDS
+def test_several_arrays_share_a_message(grid):
+    def padded(ctx):
+        exchanges = []
+        begin = ctx._connections.begin
+        ctx._connections.begin = lambda *given, **kw: exchanges.append(1) or begin(*given, **kw)
+        i, j = ctx.index
+        u, v = (10 * i + j).astype(float), (i - j).astype("i2")
+        found = ctx.pad({"u": u, "v": v}, 1, {"u": 0.0, "*": "periodic"})
+        assert list(found) == ["u", "v"]
+        assert (found["u"].dtype, found["v"].dtype) == ("f8", "i2")
+        i, j = np.ogrid[tuple(slice(low - 1, high + 1) for low, high in ctx.box)]
+        is_inside = (i >= 0) & (i < 8) & (j >= 0) & (j < 16)
+        assert (found["u"] == np.where(is_inside, 10 * i + j, 0)).all()
+        assert (found["v"] == i % 8 - j % 16).all()
+        return len(exchanges)
+
+    assert max(run_gang(ranks_of(grid), padded)) <= 1
+
+
+@GRIDS
+def test_coarser_grids(grid):
+    """Points of a coarser grid are with every second point of the finer one."""
+
+    def coarser(ctx):
+        fine = ctx.grid_of()
+        coarse = fine.coarser(2)
+        assert coarse is fine.coarser()
+        assert coarse.shape == (4, 8)
+        i, j = fine.index
+        own = (100 * i + j)[::2, ::2]
+        assert own.shape == coarse.zeros().shape
+        k, m = coarse.index
+        assert (own == 100 * 2 * k + 2 * m).all()
+        found = coarse.pad(own, 1, "nearest")
+        wanted = np.pad((100 * np.arange(8)[:, None] + np.arange(16))[::2, ::2], 1, "edge")
+        (top, bottom), (left, right) = coarse.box
+        assert (found == wanted[top : bottom + 2, left : right + 2]).all()
+        whole = coarse.gather(own)
+        assert (whole == wanted[1:-1, 1:-1]).all()
+        return True
+
+    assert all(run_gang(ranks_of(grid), coarser))
+
+
+@GRIDS
+def test_arrays_of_other_shapes(grid):
+    def other(ctx):
+        line = ctx.grid_of((5,))
+        assert line is ctx.grid_of([5])
+        own = line.index[0] ** 2
+        assert line.gather(own).tolist() == [0, 1, 4, 9, 16]
+        cube = ctx.grid_of((2, 12, 3), partition=(1,))
+        assert cube.box[0] == (0, 2)
+        assert cube.gather(cube.zeros("i4")).dtype == "i4"
+        assert cube.pad(cube.zeros(), 1, "periodic").ndim == 3
+        return True
+
+    assert all(run_gang(ranks_of(grid), other))
+
+
+def test_blocks_that_begin_at_odd_positions_have_no_coarser_grid():
+    def coarser(ctx):
+        grid = ctx.grid_of()
+        assert grid.coarser(3).shape == (3,)
+        with pytest.raises(ChunksError, match=r"begin at multiples of 2, got one at 3 along axis"):
+            grid.coarser(2)
+        for factor in (1, 0, 2.5, None):
+            with pytest.raises(InputError, match="factor: expected an integer of at least 2"):
+                grid.coarser(factor)
+        return True
+
+    assert all(run_gang(RankGrid(((3, 4),), (2,)), coarser))
+
+
+@pytest.fixture
+def alone():
+    return Context(RankGrid(((4,), (3,)), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda ctx: ctx.pad(np.zeros((3, 3)), 1), r"a: expected an array of shape \(4, 3\), as"),
+        (lambda ctx: ctx.pad({"u": np.zeros(4)}, 1), "u: expected an array of shape"),
+        (lambda ctx: ctx.pad(np.zeros((4, 3)), 5), "no wider than the array"),
+        (lambda ctx: ctx.pad(np.zeros((4, 3)), 1, "odd one"), "expected a boundary out of"),
+        (
+            lambda ctx: ctx.pad({"u": np.zeros((4, 3))}, 1, {"v": 0.0}),
+            r'boundary: expected one for each of u, got .* Give the others by "\*"',
+        ),
+        (lambda ctx: ctx.grid_of((5,)).gather(np.zeros(4)), r"expected an array of shape \(5,\)"),
+        (lambda ctx: ctx.grid_of((-5,)), "shape: expected lengths of axes"),
+    ],
+)
+def test_other_blocks_are_refused(alone, call, error):
+    with pytest.raises(InputError, match=error):
+        call(alone)
+
+
+def test_nothing_without_arrays(alone):
+    assert alone.pad({}, 1) == {}
+
+
+def test_grids_end_with_their_context():
+    """They have memory for messages, on GPUs windows."""
+    gc.collect()
+    gc.disable()
+    try:
+        ctx = Context(RankGrid(((4,),), (1,)))
+        ctx.pad(np.zeros(4), 1, "periodic")
+        grid = weakref.ref(ctx.grid_of())
+        del ctx
+        assert grid() is None
+    finally:
+        gc.enable()
+
+
+def test_blocks_of_gpus_have_halos(gpu):
+    def padded(ctx):
+        with ctx.device.running([]):
+            found = ctx.pad(gpu.written(np.arange(3.0) + 3 * ctx.rank), 1, "periodic")
+            return found.get().tolist()
+
+    found = run_gang(RankGrid(((3, 3),), (2,)), padded, device=Gpu)
+    assert found == [[5, 0, 1, 2, 3], [2, 3, 4, 5, 0]]

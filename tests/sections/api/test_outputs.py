@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Array, LocalBlock, PerRank, Rows, Same, spmd
+from dask_p2p.errors import BlockMismatchError, InputError
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def x():
+    return da.from_array(np.arange(24.0).reshape(12, 2), chunks=(3, 2))
+
+
+def described(ctx, x):
+    """Return all kinds of outputs."""
+    low, high = ctx.box[0]
+    spectrum = np.arange(10)[slice(*ctx.box_of((0,), (10,))[0])]
+    return {
+        "double": 2 * x,
+        "is even": x % 2 == 0,
+        "spectrum": spectrum.astype(complex),
+        "rows": x[x[:, 0] % 3 == 0],
+        "edges": np.array([low, high]),
+        "sum": ctx.allreduce(x.sum()),
+    }
+
+
+OUTPUTS = {
+    "double": LocalBlock(),
+    "is even": LocalBlock(bool),
+    "spectrum": Array((10,), complex),
+    "rows": Rows(float, (2,)),
+    "edges": PerRank([0, 0]),
+    "sum": Same(0.0),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_outputs_of_all_kinds(client, x, ranks):
+    made = spmd(described, x, outputs=OUTPUTS, ranks=ranks)
+    assert list(made) == list(OUTPUTS)
+    values = np.arange(24.0).reshape(12, 2)
+    found = dict(zip(made, client.gather(client.compute([*made.values()])), strict=True))
+    assert (found["double"] == 2 * values).all()
+    assert (found["is even"] == (values % 2 == 0)).all()
+    assert found["spectrum"].tolist() == list(range(10))
+    assert (found["rows"] == values[values[:, 0] % 3 == 0]).all()
+    assert found["edges"].shape == (ranks, 2)
+    assert found["edges"][-1, 1] == 12
+    assert found["sum"] == values.sum()
+    for name, array in made.items():
+        assert array.dtype == found[name].dtype
+    assert made["double"].chunks == x.chunks
+    assert made["sum"].ndim == 0
+    assert np.isnan(made["rows"].chunks[0]).all()
+    assert float(made["spectrum"].imag.max().compute()) == 0
+
+
+def test_one_output_has_no_name(client, x):
+    found = spmd(lambda ctx, x: ctx.allreduce(x.sum()), x, outputs=Same(0.0))
+    assert isinstance(found, da.Array)
+    assert float(found.compute()) == 276
+
+
+def test_sections_without_arrays(client):
+    def rows(ctx, count):
+        return np.full(ctx.rank * count, ctx.rank)
+
+    found = spmd(rows, outputs=Rows(int), ranks=3, count=2)
+    assert found.compute().tolist() == [1, 1, 2, 2, 2, 2]
+    assert found.compute_chunk_sizes().chunks == ((0, 2, 4),)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (0, 3), (2, 1, 2)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_arrays_of_any_shape(client, shape, ranks):
+    """Also with fewer elements than ranks: no block is empty."""
+
+    def ones(ctx, shape):
+        box = ctx.grid_of(shape).box
+        return np.ones([high - low for low, high in box])
+
+    found = spmd(ones, outputs=Array(shape, float), ranks=ranks, shape=shape)
+    assert found.shape == shape
+    assert 0 in shape or all(n for sizes in found.chunks for n in sizes)
+    assert (found.compute() == np.ones(shape)).all()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "returned", "error"),
+    [
+        ({"a": LocalBlock()}, lambda x: x, "expected a dict of a from the .*, got ndarray"),
+        ({"a": LocalBlock()}, lambda x: {"b": x}, r"dict of a from .* got \['b'\]\. Return"),
+        (LocalBlock(), lambda x: x[1:], r"expected an array of shape \(12, 2\) from .* \(11, 2\)"),
+        ({"a": LocalBlock()}, lambda x: {"a": x > 0}, "a: expected an array that becomes float64"),
+        (Array((5,), float), lambda x: np.ones(4), r"expected an array of shape \(5,\) .* \(4,\)"),
+        (Rows(float, (2,)), lambda x: np.ones(4), r"of shape \(any number, 2\) .* \(4,\)"),
+        (Rows(int), lambda x: np.ones(4), "expected an array that becomes int64 from .* float64"),
+        (PerRank(0), lambda x: 0.5, r"expected a value of shape \(\) that becomes int64"),
+        (Same([0.0]), lambda x: 0.5, r"expected a value of shape \(1,\) that becomes float64"),
+        (Rows(float), lambda x: [1.0], "got list"),
+    ],
+)
+def test_other_values_are_refused(x, outputs, returned, error):
+    made = spmd(lambda ctx, x: returned(x), x, outputs=outputs, ranks=1)
+    with pytest.raises(BlockMismatchError, match=error):
+        (made["a"] if isinstance(made, dict) else made).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda x: spmd(described, x, outputs={}), "outputs: expected a number of outputs, one of"),
+        (lambda x: spmd(described, x, outputs={"a": 1}), "outputs: expected a number"),
+        (lambda x: spmd(described, x, outputs={1: Same(0)}), "outputs: expected a number"),
+        (lambda x: spmd(described, x, outputs=Same(0), dtype=float), "without dtype= and per_rank"),
+        (lambda x: spmd(described, x, outputs={"a": Same(0)}, per_rank=[0]), "without dtype= and"),
+        (lambda x: spmd(described, outputs=Same(0)), "ranks: expected a number of ranks for a sec"),
+        (lambda x: spmd(described, outputs=LocalBlock(), ranks=1), "without arrays, got LocalBl"),
+        (lambda x: spmd(described, ranks=1), "expected at least one Dask array"),
+        (lambda x: Array((), float), r"shape: expected at least one axis"),
+        (lambda x: Array((-1,), float), "shape: expected lengths of axes"),
+        (lambda x: Rows(object), "dtype: expected one without Python objects"),
+        (lambda x: Same("text"), "expected a number or a NumPy array as an example, got str"),
+        (lambda x: PerRank(x), "expected a number or a NumPy array as an example, got Array"),
+    ],
+)
+def test_wrong_outputs_are_refused(x, call, error):
+    with pytest.raises(InputError, match=error):
+        call(x)
