@@ -61,8 +61,8 @@ class LocalBlock(Output):
     >>> def halves(ctx, x):
     ...     return {"half": x / 2, "sum": ctx.allreduce(x.sum())}
     >>> made = spmd(halves, da.ones(8, chunks=4), outputs={"half": LocalBlock(), "sum": Same(0.0)})
-    >>> made["sum"].compute(scheduler="sync")
-    np.float64(8.0)
+    >>> float(made["sum"].compute(scheduler="sync"))
+    8.0
     """
 
     dtype: DTypeLike | None = None
@@ -293,7 +293,8 @@ def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
     ):
         raise InputError(
             f"outputs: expected a number of outputs, one of LocalBlock, Array, Rows, PerRank, "
-            f'Same, or a dict of these by name, got {outputs!r}. Give for example {{"u": LocalBlock()}}.'
+            f"Same, or a dict of these by name, got {outputs!r}. Give for example "
+            f"{{'u': LocalBlock()}}."
         )
     each = [_with_dtype(output, at, dtypes) for at, output in enumerate(given.values())]
     return Outputs(tuple(each), tuple(given))

@@ -175,8 +175,8 @@ def spmd(
     ------
     InputError
         If `func` is not callable, a number is too small, or an example in `per_rank` is
-        unsuitable. Also if `outputs` is no output, or `dtype` or `per_rank` is given in addition
-        to it. Also if an argument for `func` is a Dask collection, or has the name of a parameter
+        unsuitable. Also if `outputs` is no output, or has `dtype` or `per_rank` in addition. Also
+        if an argument for `func` is a Dask collection, or has the name of a parameter
         of `spmd`, or if `dtype` has another length than `outputs`.
     AxesError
         If `partition` has an axis that the arrays do not have.

@@ -26,10 +26,10 @@ _KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
 _PYTHON = {bool: "?", int: "<i8", float: "<f8", complex: "<c16"}
 _KEYS = str, int  # types of a dict's keys
 
-# A description is the text of nested tuples, which `literal_eval` reads:
-#   ("array", dtype, shape, is in Fortran's order, is on the GPU), ("number", dtype),
-#   ("float", dtype), the same for bool, int and complex,
-#   ("tuple", descriptions), ("dict", keys, descriptions)
+# A description is the text of nested tuples, which `literal_eval` reads.
+# - ("array", dtype, shape, is in Fortran's order, is on the GPU)
+# - ("number", dtype) is a scalar of NumPy, ("float", dtype) a number of Python.
+# - ("tuple", descriptions), ("dict", keys, descriptions)
 
 
 class Encoded(NamedTuple):

@@ -23,10 +23,10 @@ _FIELDS = struct.Struct("<QQQ")
 class Probe(NamedTuple):
     """A probe."""
 
-    rank: int  # the rank that began it
-    wait: int  # number of its wait
-    received: int  # messages that the last sender of the probe has received from its receiver
-    path: str  # the calls in which ranks wait
+    rank: int  # rank of the first sender
+    wait: int  # number of the first sender's wait
+    received: int  # messages received so far by the last sender, from the probe's receiver
+    path: str  # calls of the waiting ranks
 
     def packed(self) -> bytes:
         """Return the bytes of a frame."""
