@@ -43,6 +43,19 @@ class RankGrid:
                 return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
         raise AssertionError("one rank can always have the whole array")
 
+    def extended(self, extra: Sequence[int]) -> RankGrid:
+        """Return the ranks of an array that is longer at its end, by `extra` along each axis.
+
+        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extended((0, 1)).local_sizes
+        ((6,), (4, 5))
+        """
+        if not any(extra):
+            return self
+        chunks = (
+            (*sizes[:-1], sizes[-1] + more) for sizes, more in zip(self.chunks, extra, strict=True)
+        )
+        return RankGrid(tuple(chunks), self.grid)
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -74,6 +74,7 @@ class Context(Stepping, Transforms):
         corners: bool = True,
         dtype: DTypeLike | None = None,
         exchange: str = "auto",
+        grid: Grid | None = None,
     ) -> HaloArray:
         """Return a halo array: memory for this rank's local block with a halo around it.
 
@@ -98,6 +99,8 @@ class Context(Stepping, Transforms):
             By default that of `local`, or float64.
         exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
             Order of messages in `update_halo`: see `redistribute`.
+        grid : Grid, optional
+            Division of the array, from `grid_of`. By default that of the section's arrays.
 
         Returns
         -------
@@ -111,7 +114,8 @@ class Context(Stepping, Transforms):
             If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype
             that cannot become `dtype`, or the dtype holds Python objects.
         """
-        whole = [tuple(map(sum, self._ranks.chunks))]
+        ranks = self._ranks if grid is None else grid.ranks
+        whole = [tuple(map(sum, ranks.chunks))]
         local = None if local is None else self.device.as_array(local)
         own = np.dtype(getattr(local, "dtype", np.float64))
         kind = own if dtype is None else np.dtype(dtype)
@@ -119,14 +123,15 @@ class Context(Stepping, Transforms):
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind, in_section=True)
-        halo = halo_exchange(self._ranks, self.rank, widths, planned(beyond), bool(corners))
+        halo = halo_exchange(ranks, self.rank, widths, planned(beyond), bool(corners))
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
             f"boundary {described(beyond)}, corners {bool(corners)}"
         )
         self._halo_arrays += 1
         order = checked_order(exchange)
-        at = At(self.rank, whole[0], self.box, self.device.module, self.step_for)
+        box = ranks.box(self.rank)
+        at = At(self.rank, whole[0], box, self.device.module, self.step_for)
         ends = Ends(halo, beyond, at, self.device, kind)
         halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device, ends))
         if local is not None:

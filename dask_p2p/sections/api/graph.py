@@ -35,7 +35,7 @@ from dask_p2p.types import Array, DaskArray, DType
 def section_arrays(
     prefix: str,  # of the new arrays' names, and thus of Dask's tasks
     function: Callable[..., Any],
-    arrays: Sequence[DaskArray],  # of the same chunks, or of length 1; in blocks of one kind
+    arrays: Sequence[DaskArray],  # of like chunks, or of length 1; in blocks of one kind
     ranks: RankGrid,  # decomposition of the arrays
     dtypes: Sequence[DType],  # of the arrays that are made
     options: Options,  # sent with the tasks
@@ -48,7 +48,7 @@ def section_arrays(
     Each rank calls the function with a context and its `LocalBlocks`. The function returns a
     tuple: an array of the local block's shape for each dtype, and then the values.
     """
-    inputs = tuple(InputSpec(np.dtype(x.dtype), _repeated(x, arrays[0])) for x in arrays)
+    inputs = tuple(_input_spec(x, arrays[0]) for x in arrays)
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
     made = tuple(map(np.dtype, dtypes))
     body = RankBody(function, ranks, inputs, made, tuple(per_rank), kind, converts, outputs)
@@ -90,7 +90,7 @@ class Section:
         tasks: dict[Any, Task] = {}
         for rank in range(ranks.size):
             blocks = [
-                List(*(TaskRef((name, *index)) for index, _ in ranks.blocks(rank, of.repeated)))
+                List(*(TaskRef((name, *index)) for index, _ in of.blocks(ranks, rank)))
                 for name, of in zip(names, self.body.inputs, strict=True)
             ]
             key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
@@ -176,6 +176,8 @@ class SectionLayer:
         return tasks | self.section.output_tasks(name, gang, self.number)
 
 
-def _repeated(x: DaskArray, first: DaskArray) -> tuple[int, ...]:
-    sizes = enumerate(zip(x.shape, first.shape, strict=True))
-    return tuple(axis for axis, (size, whole) in sizes if size == 1 != whole)
+def _input_spec(x: DaskArray, first: DaskArray) -> InputSpec:
+    pairs = list(zip(x.shape, first.shape, strict=True))
+    repeated = tuple(axis for axis, (size, whole) in enumerate(pairs) if size == 1 != whole)
+    extra = tuple(max(0, size - whole) if size != 1 else 0 for size, whole in pairs)
+    return InputSpec(np.dtype(x.dtype), repeated, extra if any(extra) else ())

@@ -38,7 +38,7 @@ class Grid:
     def __init__(self, ctx: Any, ranks: RankGrid) -> None:
         # A cycle of references would delay the end of the exchanges and their memory.
         self._ctx: Any = ctx if isinstance(ctx, ProxyTypes) else proxy(ctx)
-        self._ranks = ranks
+        self.ranks = ranks
         self.shape = tuple(map(sum, ranks.chunks))
         self.box: Box = ranks.box(ctx.rank)
         self._pads: dict[str, tuple[list[HaloLayout], HaloExchange]] = {}
@@ -55,7 +55,7 @@ class Grid:
 
     def zeros(self, dtype: DTypeLike = float) -> Array:
         """Return a local block of zeros."""
-        return self._ctx.device.zeros(self._ranks.shape(self._ctx.rank), dtype)
+        return self._ctx.device.zeros(self.ranks.shape(self._ctx.rank), dtype)
 
     def pad(self, a: Any, depth: DepthLike, boundary: Any = "none") -> Any:
         """Return local blocks with a halo: `numpy.pad` of the whole array.
@@ -117,7 +117,7 @@ class Grid:
         (widths,) = checked_depths(depth, [self.shape])
         (beyond,) = checked_boundaries(boundary, [self.shape], dtype, in_section=True)
         rank, device = self._ctx.rank, self._ctx.device
-        halo = halo_exchange(self._ranks, rank, widths, planned(beyond), has_corners=True)
+        halo = halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
         of, text = f" of {name}" if is_named else "", described(beyond)
         call = f"pad(){of}, {dtype.str} {self.shape}, depth {widths}, boundary {text}"
         at = At(rank, self.shape, self.box, device.module, self._ctx.step_for)
@@ -127,7 +127,7 @@ class Grid:
     def _checked(self, name: str, a: Any) -> Array:
         block = self._ctx.device.as_array(a)
         check_kind(self._ctx.device, name, block)
-        shape = self._ranks.shape(self._ctx.rank)
+        shape = self.ranks.shape(self._ctx.rank)
         if block.shape != shape or block.dtype.hasobject:
             raise InputError(
                 f"{name}: expected an array of shape {shape}, as this rank's local block of an "
@@ -160,7 +160,7 @@ class Grid:
         parts = self._ctx.allgather(own, ragged=True)
         whole = self._ctx.device.empty(self.shape, own.dtype)
         for rank, part in enumerate(parts):
-            whole[box_slices(self._ranks.box(rank))] = part
+            whole[box_slices(self.ranks.box(rank))] = part
         return whole
 
     def coarser(self, factor: int = 2) -> Grid:
@@ -188,12 +188,12 @@ class Grid:
         if by < 2:
             raise InputError(f"factor: expected an integer of at least 2, got {factor!r}.")
         if by not in self._coarser:
-            sizes = [_coarse(axis, along, by) for axis, along in enumerate(self._ranks.local_sizes)]
-            self._coarser[by] = Grid(self._ctx, RankGrid(tuple(sizes), self._ranks.grid))
+            sizes = [_coarse(axis, along, by) for axis, along in enumerate(self.ranks.local_sizes)]
+            self._coarser[by] = Grid(self._ctx, RankGrid(tuple(sizes), self.ranks.grid))
         return self._coarser[by]
 
     def __repr__(self) -> str:
-        return f"<Grid of {self.shape}, {self._ranks.grid} ranks, box {self.box}>"
+        return f"<Grid of {self.shape}, {self.ranks.grid} ranks, box {self.box}>"
 
 
 def _coarse(axis: int, sizes: Sequence[int], factor: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
@@ -14,7 +14,7 @@ from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.engine.memory import in_memory_bytes
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.geometry import box_slices
+from dask_p2p.geometry import Box, Index, box_slices
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
@@ -25,18 +25,24 @@ from dask_p2p.types import Array, DType, Kind
 
 
 class InputSpec(NamedTuple):
-    """Dtype of an input, and the axes along which all ranks have its only element."""
+    """Dtype of an input, and its shape in comparison with the first one."""
 
     dtype: DType
-    repeated: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()  # axes along which all ranks have its only element
+    extra: tuple[int, ...] = ()  # by axis: by how much it is longer; empty: nowhere
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a local block, from that of the first input."""
-        return tuple(1 if axis in self.repeated else n for axis, n in enumerate(shape))
+    def blocks(self, ranks: RankGrid, rank: int) -> Iterator[tuple[Index, Box]]:
+        """Yield the index of each block of a rank, and its box in the local block."""
+        return ranks.extended(self.extra).blocks(rank, self.repeated)
 
-    def size_bytes(self, shape: Sequence[int]) -> int:
-        """Return the size of a local block, from the shape of that of the first input."""
-        return prod(self.shape(shape)) * self.dtype.itemsize
+    def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
+        """Return the shape of a local block."""
+        own = enumerate(ranks.extended(self.extra).shape(rank))
+        return tuple(1 if axis in self.repeated else n for axis, n in own)
+
+    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
+        """Return the size of a local block."""
+        return prod(self.shape(ranks, rank)) * self.dtype.itemsize
 
 
 class ValueSpec(NamedTuple):
@@ -68,7 +74,7 @@ class LocalBlocks:
     def copy_into(self, number: int, local_block: Array) -> None:
         """Copy the local block of one array into `local_block`."""
         of = self._inputs[number]
-        places = self._ranks.blocks(self._rank, of.repeated)
+        places = of.blocks(self._ranks, self._rank)
         for (index, box), block in zip(places, self._arrays[number], strict=True):
             slices = box_slices(box)
             key, shape = (f"input {number}", *index), local_block[slices].shape
@@ -79,7 +85,7 @@ class LocalBlocks:
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""
         of = self._inputs[number]
-        local_block = self._device.empty(of.shape(self.shape), of.dtype)
+        local_block = self._device.empty(of.shape(self._ranks, self._rank), of.dtype)
         self.copy_into(number, local_block)
         return local_block
 
@@ -171,7 +177,7 @@ class RankBody:
 
     def _estimate(self, rank: int) -> SectionEstimate:
         shape, size = self.ranks.shape(rank), self.ranks.size
-        inputs_bytes = [each.size_bytes(shape) for each in self.inputs]
+        inputs_bytes = [each.size_bytes(self.ranks, rank) for each in self.inputs]
         made = sum(prod(shape) * each.itemsize for each in self.dtypes)
         if self.specs is not None:
             made = sum(each.size_bytes(self.ranks, rank) for each in self.specs.each)

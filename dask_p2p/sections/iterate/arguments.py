@@ -64,7 +64,7 @@ class Arguments:
         names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
         if returns_steps:
             names.append(STEPS)
-        found |= {name: next(rest)[0] for name in names}  # the same on all ranks
+        found |= {name: next(rest) for name in names}
         return {name: found[name] for name in dict.fromkeys((*self.names, *names))}
 
 

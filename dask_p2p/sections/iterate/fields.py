@@ -10,11 +10,14 @@ import numpy as np
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.geometry import Index
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
+from dask_p2p.sections.api.outputs import LocalBlock, Output
 from dask_p2p.sections.iterate.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
@@ -71,6 +74,7 @@ class FieldSpec:
     dtype: DType
     is_list: bool  # whether the result is a list of time levels
     is_constant: bool = False  # a constant with a halo
+    extra: tuple[int, ...] = ()  # by axis: by how much it is longer than the first field
 
     @property
     def widest(self) -> tuple[tuple[int, int], ...]:
@@ -87,6 +91,26 @@ class ConstantSpec:
     value: Any = None  # unless it is divided
     #: Number of dimensions of a divided array. It has the last axes of the fields.
     ndim: int | None = None
+
+
+@dataclass(frozen=True)
+class FieldOutput(Output):
+    """A field as an output of the section."""
+
+    dtype: DType
+    extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        return ranks.extended(self.extra).chunks
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        return LocalBlock(self.dtype).indices(ranks, rank)
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        return LocalBlock(self.dtype).blocks(ctx, ranks.extended(self.extra), value, name)
+
+    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
+        return LocalBlock(self.dtype).size_bytes(ranks.extended(self.extra), rank)
 
 
 def named_fields(
@@ -110,7 +134,8 @@ def named_fields(
         check_name(name, "a field")
     _check_other_names("depth", depth, fields)
     _check_other_names("boundary", boundary, fields)
-    specs, arrays, scalars = [], [], []
+    specs, scalars = [], []
+    arrays: list[DaskArray] = []
     for name, given in fields.items():
         own = given if isinstance(given, Field) else Field(given)
         if is_scalar(own.value):
@@ -124,6 +149,8 @@ def named_fields(
             corners=of_all.corners if own.corners is None else own.corners,
         )
         spec, levels = field_spec(name, options)
+        if arrays:
+            spec, levels = _staggered(spec, levels, arrays[0])
         specs.append(spec)
         arrays += levels
     if not arrays:
@@ -131,8 +158,31 @@ def named_fields(
             f"expected at least one Dask array among the fields, got only numbers, "
             f"{[*fields]}. Give the arrays of the step, too."
         )
-    check_decompositions(arrays)
     return specs, arrays, tuple(scalars)
+
+
+def _staggered(
+    spec: FieldSpec, levels: list[DaskArray], first: DaskArray
+) -> tuple[FieldSpec, list[DaskArray]]:
+    """Return the spec and the levels of a field that may be one longer than the first field."""
+    level = levels[0]
+    extra = tuple(own - whole for own, whole in zip(level.shape, first.shape, strict=False))
+    if level.ndim != first.ndim or not any(extra):
+        check_decompositions([first, *levels])
+        return spec, levels
+    if not {*extra} <= {0, 1}:
+        raise ChunksError(
+            f"expected fields of the first one's shape, {first.shape}, or one longer along some "
+            f"axes, got {spec.name!r} of shape {level.shape}. Give a field of the smallest shape "
+            f"first."
+        )
+    check_same_kind(backend_for(first._meta), level._meta, "an array")
+    chunks = tuple(
+        (*sizes[:-1], sizes[-1] + more) for sizes, more in zip(first.chunks, extra, strict=True)
+    )
+    return replace(spec, extra=extra), [
+        each if each.chunks == chunks else rechunk(each, chunks) for each in levels
+    ]
 
 
 def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:

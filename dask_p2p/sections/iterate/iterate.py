@@ -155,7 +155,9 @@ def iterate(
         `out` returns the numbers that it changes, ``{"t": t + dt}``. A sequence of
         arrays in place of the mapping has the time levels of one field, which are separate
         arguments of the function. All arrays have the same shape and chunks, in NumPy or CuPy
-        blocks. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is the
+        blocks. In a mapping a field may be longer by one along some axes than the first one, such
+        as the faces of cells: the last rank has the additional element, and `overlap` has no
+        effect. With CuPy blocks `func` receives CuPy arrays, and the rank's own stream is the
         current one. It need not wait for work on that stream.
     depth : int, tuple, dict or list
         Width of the halo, as for `dask_p2p.map_overlap`; in a list one for each time level, and in
@@ -207,7 +209,7 @@ def iterate(
     max_time : str, optional
         Time like "3 hours" after which the run ends, with a checkpoint in files if it has any. The
         result then has "steps", the number of steps done. After the loss of a worker the time
-        counts anew. Only for a mapping of fields.
+        starts again. Only for a mapping of fields.
     check_every : int, optional
         Number of steps between calls of `until`, by default 1.
     checkpoint_every : int, str or None, optional
@@ -341,9 +343,9 @@ def iterate(
         iteration,
         arguments.arrays,
         chosen_ranks(first, ranks, None),
-        [spec.dtype for spec in arguments.results for _ in spec.depths],
+        (),
         options,
-        iteration.value_specs,
+        outputs=iteration.outputs,
     )
     return arguments.sorted(made, iteration.returns_steps)
 

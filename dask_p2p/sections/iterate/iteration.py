@@ -12,17 +12,18 @@ from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
+from dask_p2p.sections.api.outputs import Output, Outputs, Same
+from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.ends import planned
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import AT, VALUES
-from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
+from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec
-from dask_p2p.sections.iterate.series import STEPS_SPEC, SeriesSpec
+from dask_p2p.sections.iterate.series import SeriesSpec
 from dask_p2p.sections.iterate.stores import StoreSpecs
 
 
@@ -60,14 +61,20 @@ class Iteration:
         return any(VALUES[AT] in binding.names for binding in bindings)
 
     @property
-    def value_specs(self) -> list[ValueSpec]:
-        """The values that each rank returns after its arrays."""
-        scalars = [spec.value_spec for spec in self.scalars]
-        series = [spec.value_spec(self.steps) for spec in self.series]
-        return [*scalars, *series, *([STEPS_SPEC] if self.returns_steps else [])]
+    def outputs(self) -> Outputs:
+        """The outputs of the section: all levels of the fields, and then the numbers."""
+        fields = [spec for spec in self.fields if not spec.is_constant]
+        found: list[Output] = [
+            FieldOutput(spec.dtype, spec.extra) for spec in fields for _ in spec.depths
+        ]
+        found += [Same(spec.value) for spec in self.scalars]
+        found += [Same(spec.unset(self.steps)) for spec in self.series]
+        found += [Same(0)] if self.returns_steps else []
+        return Outputs(tuple(found), tuple(map(str, range(len(found)))))
 
-    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> tuple[Any, ...]:
-        return RankLoop(self, ctx, local_blocks)()
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
+        returned = RankLoop(self, ctx, local_blocks)()
+        return {str(number): value for number, value in enumerate(returned)}
 
     def estimate(
         self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs_bytes: Sequence[int]
@@ -100,6 +107,7 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
+    ranks = ranks.extended(spec.extra)
     own = halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels

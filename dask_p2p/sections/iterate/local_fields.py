@@ -7,7 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from dask_p2p.geometry import Box
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.grids import Grid
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
@@ -19,8 +21,16 @@ from dask_p2p.types import Array
 class LocalField:
     """The time levels of a field with their halos, the newest first."""
 
-    def __init__(self, spec: FieldSpec, levels: Sequence[HaloArray]) -> None:
-        self.spec, self.levels = spec, list(levels)
+    def __init__(
+        self,
+        spec: FieldSpec,
+        levels: Sequence[HaloArray],
+        ranks: RankGrid,  # decomposition of its arrays
+        rank: int,
+        extra: tuple[int, ...],  # by axis: elements that only this rank has, at the end
+    ) -> None:
+        self.spec, self.levels, self._extra = spec, list(levels), extra
+        self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
         self.has_halo = any(map(any, spec.widest))
         self._spare: HaloArray | None = None
 
@@ -46,7 +56,11 @@ class LocalField:
         self.levels, self._spare = [self.spare, *self.levels[:-1]], self.levels[-1]
 
     def parts(self, box: Box) -> list[HaloPart]:
-        """Return the part of each level for a box of the local block."""
+        """Return the part of each level for a box of the local block of the first field."""
+        if any(self._extra):
+            box = tuple(
+                (start, stop + more) for (start, stop), more in zip(box, self._extra, strict=True)
+            )
         of_levels = zip(self.levels, self.spec.depths, strict=True)
         return [level.part(box, depth) for level, depth in of_levels]
 
@@ -95,12 +109,16 @@ class LocalFields:
             self._constants[constant.name] = value, constant.ndim
 
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
+        ctx, rank = self._ctx, self._ctx.rank
+        whole = ctx.grid_of().ranks
+        ranks = whole.extended(spec.extra)
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
-        first = self._ctx.with_halo(None, *options, exchange=exchange)
+        first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
         for level in levels:
             local_blocks.copy_into(next(self._numbers), level.inner)
-        return LocalField(spec, levels)
+        pairs = zip(ranks.shape(rank), whole.shape(rank), strict=True)
+        return LocalField(spec, levels, ranks, rank, tuple(own - of for own, of in pairs))
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
         if spec.ndim is None:

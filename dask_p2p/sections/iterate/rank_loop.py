@@ -48,6 +48,7 @@ class RankLoop:
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
+        self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.has_halo}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
@@ -159,7 +160,7 @@ class RankLoop:
     def _step(self, step: int) -> Sequence[Any]:
         """Make a step; return the numbers of its last function."""
         returned = Returned()
-        overlap = self._of.overlap
+        overlap = False if self._is_staggered else self._of.overlap
         if overlap and self._is_asked(step + 1):  # numbers are of a whole local block
             overlap = False
         for call in self._calls_of(step):

@@ -10,7 +10,6 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.rank_body import ValueSpec
 from dask_p2p.types import Array, DTypeLike
 
 
@@ -20,11 +19,6 @@ class ScalarSpec:
 
     name: str
     value: Any  # a NumPy scalar
-
-    @property
-    def value_spec(self) -> ValueSpec:
-        """Shape and dtype of the value that each rank returns."""
-        return ValueSpec((), self.value.dtype)
 
 
 def is_scalar(value: Any) -> bool:

@@ -12,14 +12,12 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.rank_body import ValueSpec
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
 STEPS = "steps"
-STEPS_SPEC = ValueSpec((), np.dtype(int))
 _OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _BATCH = 64  # values of a rank that one message combines
 
@@ -59,10 +57,12 @@ class SeriesSpec:
     record: Record
     binding: Binding
 
-    def value_spec(self, steps: int) -> ValueSpec:
-        """Return the shape and dtype of the series after a number of steps."""
+    def unset(self, steps: int) -> Array:
+        """Return the series of a number of steps without values."""
         record = self.record
-        return ValueSpec((steps // record.every, *record.shape), np.dtype(record.dtype))
+        dtype = np.dtype(record.dtype)
+        fill = np.nan if dtype.kind in "fc" else 0
+        return np.full((steps // record.every, *record.shape), fill, dtype)
 
 
 def checked_series(
@@ -103,7 +103,7 @@ class Series:
     def __init__(self, specs: Sequence[SeriesSpec], steps: int, ctx: Context) -> None:
         self._specs, self._ctx = specs, ctx
         self.last: dict[str, Any] = {}  # the newest values, of all ranks
-        self._values = [_unset(spec.value_spec(steps)) for spec in specs]
+        self._values = [spec.unset(steps) for spec in specs]
         self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
         self._counts = [0] * len(specs)  # values that are combined
         self._on_device: list[Array] = []
@@ -193,8 +193,3 @@ class Series:
         """Return all series."""
         self.combine()
         return self._values
-
-
-def _unset(spec: ValueSpec) -> Array:
-    fill = np.nan if spec.dtype.kind in "fc" else 0
-    return np.full(spec.shape, fill, spec.dtype)

@@ -25,7 +25,7 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.ops.zarr_arrays import CONFIG, zarr_format
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.iterate.local_fields import LocalFields
+from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
 from dask_p2p.sections.iterate.stores import Checkpoint, Save, StoreSpecs
@@ -49,7 +49,6 @@ class Stores:
         self._specs, self._ctx, self._local = specs, ctx, local
         self._scalars, self._series, self._steps = scalars, series, steps
         self._groups: list[Any] = []  # of frames
-        self._own = box_slices(ctx.box)
         checkpoint = specs.checkpoint
         self._period = Period(None if checkpoint is None else checkpoint.every)
 
@@ -132,7 +131,7 @@ class Stores:
             with _explained(Path(save.path)):
                 if name not in self._scalars.values:
                     block = self._ctx.device.to_host(self._local.fields[name].newest.inner)
-                    group[name][(number, *self._own)] = block
+                    group[name][(number, *box_slices(self._local.fields[name].box))] = block
                 elif self._ctx.rank == 0:
                     group[name][number] = self._scalars.values[name]
         attributes = {"frames": number + 1, "steps": step}
@@ -152,7 +151,8 @@ class Stores:
         """Return the shape and dtype of a field."""
         if name in self._scalars.values:
             return (), self._scalars.values[name].dtype
-        return self._local.shape, self._local.fields[name].spec.dtype
+        field = self._local.fields[name]
+        return field.shape, field.spec.dtype
 
     def _group(self, path: Path) -> Any:
         """Return a group that rank 0 has made; all ranks must see it."""
@@ -168,15 +168,15 @@ class Stores:
 
     # --- checkpoints
 
-    def _levels(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each array of a checkpoint, and its local block."""
+    def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
+        """Yield the name of each array of a checkpoint, its local block, and its field."""
         for name, field in self._local.fields.items():
             for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
-                yield f"{name}.{number}" if field.spec.is_list else name, level.inner
+                yield f"{name}.{number}" if field.spec.is_list else name, level.inner, field
 
     def _shapes(self) -> dict[str, Any]:
         """Return the shape and dtype of each array of a checkpoint."""
-        found = {name: (self._local.shape, np.dtype(own.dtype)) for name, own in self._levels()}
+        found = {name: (field.shape, field.spec.dtype) for name, _, field in self._levels()}
         return found | {name: self._shape(name) for name in self._scalars.values}
 
     def _program(self) -> dict[str, Any]:
@@ -216,9 +216,9 @@ class Stores:
                 f"expected a checkpoint of the same fields at {path}, got "
                 f"{_difference(program, known)}. Give another path, or the same fields."
             )
-        for name, block in self._levels():
+        for name, block, field in self._levels():
             with _explained(path):
-                self._ctx.device.copy_from_host(block, group[name][self._own])
+                self._ctx.device.copy_from_host(block, group[name][box_slices(field.box)])
         self._scalars.update({name: group[name][()] for name in self._scalars.values})
         self._series.resume({name: np.asarray(v) for name, v in _series_of(group)}, newest)
         return newest
@@ -249,9 +249,9 @@ class Stores:
 
         self._together(path, create)
         group = self._group(folder)
-        for name, block in self._levels():
+        for name, block, field in self._levels():
             with _explained(path):
-                group[name][self._own] = self._ctx.device.to_host(block)
+                group[name][box_slices(field.box)] = self._ctx.device.to_host(block)
         self._ctx.barrier()
         self._together(path, complete)
 

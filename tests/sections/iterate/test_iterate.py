@@ -334,7 +334,7 @@ def test_by_default_large_local_blocks_are_done_in_parts_where_halos_come_from_o
         local_blocks = LocalBlocks(
             ranks, ctx.rank, [[x[box_slices(ctx.box)]]], [InputSpec(x.dtype)]
         )
-        return body.function(ctx, local_blocks)[0]
+        return next(iter(body.function(ctx, local_blocks).values()))
 
     assert np.array_equal(
         np.concatenate(run_gang(ranks, run)), sum(np.roll(x, by, 0) for by in (-2, 0, 0, 2))
