@@ -11,7 +11,7 @@ from dask_p2p.sections.api.bindings import Bindings
 from dask_p2p.sections.api.places import Places
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
-from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.gang.progress import Progress, is_logged
 from dask_p2p.sections.gang.state_memory import check_state
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
@@ -34,7 +34,7 @@ class Stepping(Places):
     ) -> None:
         super().__init__(rank, size, connections, device)
         self._checkpoints = checkpoints
-        self.progress = Progress(logs=rank == 0)
+        self.progress = Progress(logs=rank == 0 and is_logged())
         self._saved_step = -1  # of the last checkpoint
         self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
         self._has_steps = False  # whether `steps` was called

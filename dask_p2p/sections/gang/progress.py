@@ -23,6 +23,11 @@ _LOG_S = 10.0  # time between lines of the log
 LINK = "connection"
 
 
+def is_logged() -> bool:
+    """Return whether the log of this process takes lines of progress."""
+    return logger.isEnabledFor(logging.INFO)
+
+
 @dataclass(slots=True)
 class Progress:
     """Progress of a function. Its own thread writes, others read."""
@@ -30,7 +35,7 @@ class Progress:
     step: int = 0  # steps done
     steps: int = 0  # total number of steps; 0 if unknown
     first: int = 0  # first step of this attempt
-    logs: bool = False  # whether this rank logs its progress
+    logs: bool = False  # whether this rank logs its progress; checked in each step
     _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
 
     def advance(self, step: int) -> None:

@@ -27,6 +27,9 @@ class Returned(NamedTuple):
     scalars: Mapping[str, Any] = MappingProxyType({})  # new values of numbers by name
 
 
+NOTHING = Returned()
+
+
 @dataclass(frozen=True)
 class Phase:
     """One function of a step."""
@@ -88,6 +91,8 @@ class Phase:
 
         The first value may be the memory itself, or None.
         """
+        if value is None:
+            return NOTHING
         values = value if isinstance(value, tuple) else (value,)
         if not self.is_named:
             if values and (values[0] is None or _is_same_memory(values[0], outs[UNNAMED])):
@@ -104,7 +109,7 @@ class Phase:
                 f"..., and returns None or fields that are numbers, {list(self.scalars)}, got "
                 f"{found}. Return nothing else, or leave out the parameter out."
             )
-        return Returned()
+        return NOTHING
 
 
 @contextmanager

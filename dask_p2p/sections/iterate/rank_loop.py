@@ -21,7 +21,13 @@ from dask_p2p.sections.iterate.call import Call, CallArrays
 from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
-from dask_p2p.sections.iterate.phase import Phase, Returned, explained_writes, replace_block
+from dask_p2p.sections.iterate.phase import (
+    NOTHING,
+    Phase,
+    Returned,
+    explained_writes,
+    replace_block,
+)
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
 from dask_p2p.sections.iterate.store_writer import Stores
@@ -88,7 +94,7 @@ class RankLoop:
                     self._stores.write(step)
                     break
             ctx.device.keep_up(step)
-            is_over = ctx.has_ended(self._limit, step)
+            is_over = of.max_time is not None and ctx.has_ended(self._limit, step)
             self._stores.write(step, is_last=is_over)
             if is_over:
                 break
@@ -159,7 +165,7 @@ class RankLoop:
 
     def _step(self, step: int) -> Sequence[Any]:
         """Make a step; return the numbers of its last function."""
-        returned = Returned()
+        returned = NOTHING
         overlap = False if self._is_staggered else self._of.overlap
         if overlap and self._is_asked(step + 1):  # numbers are of a whole local block
             overlap = False
@@ -171,7 +177,8 @@ class RankLoop:
             for box in self._boxes(call, is_overlapped):
                 returned = self._apply(call, box)
             self._turn(call.changed)
-            self._scalars.update(returned.scalars)
+            if returned.scalars:
+                self._scalars.update(returned.scalars)
         return returned.numbers
 
     def _boxes(self, call: Call, is_overlapped: bool) -> Iterator[Box]:
