@@ -210,11 +210,13 @@ class Connection:
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
-        while not self.has_received and (self._has_early() or self.fill()):
-            if self._has_early():
+        while not self.has_received and ((self.early and self._has_early()) or self.fill()):
+            if self.early and self._has_early():
                 self._take_early(text, own, rank)
-            elif self._takes_frame() or self._ends_early():
-                continue
+            elif self.frame is not None or (self.is_header and is_message(self.header)):
+                self._takes_frame()
+            elif self.is_early:
+                self._ends_early()
             elif self.is_header:
                 self._check_call(self.header, text, own, rank)
                 self._begin_payload()
@@ -241,7 +243,8 @@ class Connection:
         """Send without blocking; return whether everything has been sent."""
         while self.sending:
             try:
-                sent = self.socket.sendmsg(self.sending[:_MOST_BUFFERS])
+                few = len(self.sending) <= _MOST_BUFFERS
+                sent = self.socket.sendmsg(self.sending if few else self.sending[:_MOST_BUFFERS])
             except BlockingIOError:
                 return False
             while self.sending and sent >= len(self.sending[0]):

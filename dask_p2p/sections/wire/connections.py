@@ -170,7 +170,8 @@ class Connections(PointToPoint):
         `in_background`, a thread completes the transfers that the sockets do not complete
         immediately.
         """
-        self.complete()
+        if self._failure or self._found is not None:
+            self.complete()
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
         found = self._found = dict[int, memoryview]()
@@ -260,7 +261,8 @@ class Connections(PointToPoint):
                 connection.begin_to_send(self._current.text, self._sends[rank])
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
-            if connection.call:  # its header has come with a message
+            if (connection.early or not connection.receiving) and connection.call:
+                # Its header has come with a message.
                 is_done = connection.advance(self._current.text, self._rank, rank)
             else:
                 is_done = connection.send() and connection.has_received
@@ -288,8 +290,10 @@ class Connections(PointToPoint):
             found, ready = self._polling.wait(connections, missing if meets else None)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
-        self._current.log_if_long(self._rank, len(self._peers), waiting | missing)
-        self._check_awake()
+        if not ready:
+            self._current.log_if_long(self._rank, len(self._peers), waiting | missing)
+        if self._is_woken:
+            self._check_awake()
         return [*found, *(self._called(ready) if meets else [])]
 
     def _check_awake(self) -> None:
