@@ -31,8 +31,8 @@ _OURS = "dask_p2p"
 _RUNS = 4  # runs of each method, including the first
 _SETTLE_S = 0.2
 _LEGEND = (
-    "first: the first run; median: of later runs; GB/s: read and written; wrong: wrong elements; "
-    "faster by: the median divided by that of dask_p2p."
+    "first: the first run, on a new cluster; median: of later runs; GB/s: read and written; wrong: "
+    "wrong elements; faster by: the median divided by that of dask_p2p."
 )
 _NEXT = (
     "Next: https://github.com/dask-p2p/dask-p2p/blob/main/docs/tutorial.md, and `dask p2p check` "
@@ -83,14 +83,15 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
 
 def methods(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Callable[[DaskArray], Any]]]]:
     """Return the options of each cluster, with the transpose methods to run on it, by name."""
-    ours = {_OURS: lambda x: transpose(x)}
-    tasks = {"dask tasks": partial(_rechunked, "tasks")}
+    ours: dict[str, Callable[[DaskArray], Any]] = {_OURS: lambda x: transpose(x)}
+    tasks: dict[str, Callable[[DaskArray], Any]] = {"dask tasks": partial(_rechunked, "tasks")}
     if not on_gpus:
-        return [({}, {**ours, **tasks, "dask p2p": partial(_rechunked, "p2p")})]
+        # A cluster for each: the first of several on one cluster would start its threads.
+        return [({}, ours), ({}, tasks), ({}, {"dask p2p": partial(_rechunked, "p2p")})]
     # Dask's p2p fails with CuPy blocks. Its tasks are fastest over UCX.
     if find_spec("distributed_ucxx") is None:
-        return [({}, {**ours, **tasks})]
-    return [({}, {**ours}), ({"protocol": "ucx"}, {**tasks})]
+        return [({}, ours), ({}, tasks)]
+    return [({}, ours), ({"protocol": "ucx"}, tasks)]
 
 
 def _rechunked(method: str, x: DaskArray) -> DaskArray:

@@ -94,11 +94,17 @@ def test_a_way_of_dasks_that_fails_is_left_out(demo, monkeypatch):
 
 def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
     """Dask's own p2p fails with CuPy blocks, and its tasks are quickest over UCX."""
-    for there, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}])):
+    for there, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}, {}])):
         monkeypatch.setattr(command, "find_spec", lambda name, there=there: there)
         found = command.methods(on_gpus=True)
         assert [options for options, _ in found] == clusters
         assert [way for _, methods in found for way in methods] == ["dask_p2p", "dask tasks"]
+
+
+def test_each_way_has_a_cluster_of_its_own():
+    """Otherwise the first run of the first way would also start the cluster's threads."""
+    found = command.methods(on_gpus=False)
+    assert [[*methods] for _, methods in found] == [["dask_p2p"], ["dask tasks"], ["dask p2p"]]
 
 
 @pytest.mark.parametrize(
