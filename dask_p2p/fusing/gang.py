@@ -57,8 +57,13 @@ class FusedLayer:
     shared: Mapping[Key, Any]  # tasks of the gang and of its inputs
     outputs: Mapping[Key, Any]  # output tasks of the array
 
+    @property
+    def token(self) -> str:
+        """Token that identifies the array."""
+        return self.own_name
+
     def __dask_tokenize__(self) -> Any:
-        return type(self).__name__, self.own_name
+        return type(self).__name__, self.token
 
     def meta(self, first: Any) -> Array:
         """Return an empty array like the blocks."""

@@ -52,6 +52,7 @@ def is_expression(x: Any) -> bool:
 
 def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     """Return the array of a layer, as an expression of the library of `like`."""
+    _ = layer.token  # outside of the expression, which refuses functions without a token
     # Only here: the modules import private parts of the libraries.
     if is_of_dask_array(like):
         return type(like)(dask_array_expr().layer_expr(layer, [x.expr for x in inputs]))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
-from dask.tokenize import normalize_token
+from dask.tokenize import normalize_token, tokenize
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
@@ -28,6 +29,10 @@ class LazyLayer(Protocol):
     @property
     def chunks(self) -> Chunks:
         """Chunks of the array."""
+
+    @property
+    def token(self) -> str:
+        """Token that identifies the layer, without its inputs."""
 
     def meta(self, first: Any) -> Array:
         """Return an empty array like the blocks; `first` is the first input, or None."""
@@ -63,9 +68,14 @@ class PlannedLayer:
     options: Options  # sent with the tasks
     epilogue: Epilogue | None = None
 
-    def __dask_tokenize__(self) -> Any:
+    @cached_property
+    def token(self) -> str:
+        """Token of the layer; random if the function has no other, so it is computed once."""
         values = map(named_fields, (self.plan, self.options, self.epilogue))
-        return normalize_token((self.prefix, *values))
+        return str(tokenize(self.prefix, *values))
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, self.token
 
     @property
     def chunks(self) -> Chunks:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
+from threading import Lock
 
 import numpy as np
 import pytest
+from dask.tokenize import TokenizationError
 
 import dask_p2p
 from dask_p2p import versioned
@@ -169,6 +171,24 @@ def test_persisted_and_lazy_arrays_mix(x):
     y = dask_p2p.transpose(x).persist(scheduler="sync")
     both = dask_p2p.map_overlap(np.add, dask_p2p.transpose(y), x + 1, depth=1)
     np.testing.assert_array_equal(both.compute(scheduler="sync"), 2 * VALUES + 1)
+
+
+def test_functions_that_dask_cannot_tokenize(x):
+    """Expressions refuse them, and so does `dask_array`; here they get a token of their own."""
+    lock = Lock()
+
+    def locked(ctx, block):
+        with lock:
+            return block * 2, block.sum()
+
+    with pytest.raises(TokenizationError):
+        x.map_blocks(lambda block: locked(None, block)[0])
+    y, sums = dask_p2p.spmd(locked, x, ranks=1, per_rank=[0.0])
+    both = y.sum() + sums.sum()
+    assert len({key[0] for key in both.__dask_graph__() if "-ranks-" in str(key[0])}) == 1
+    assert both.compute(scheduler="sync") == 3 * VALUES.sum()
+    z = dask_p2p.map_overlap(lambda block: locked(None, block)[0], x, 1, dtype=float)
+    np.testing.assert_array_equal((z + z.T.T).compute(scheduler="sync"), 4 * VALUES)
 
 
 def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import List, Task, TaskRef
-from dask.tokenize import normalize_token
 
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
@@ -79,10 +79,14 @@ class Section:
     body: RankBody  # called by each rank
     options: Options  # sent with the tasks
 
+    @cached_property
+    def own_token(self) -> str:
+        """Token without the inputs; random if the function has no other, so computed once."""
+        return str(tokenize(self.prefix, self.body, self.options))
+
     def token(self, names: Sequence[str]) -> str:
         """Return a token that identifies the gang, from the names of its inputs."""
-        token: str = tokenize(self.prefix, self.body, list(names), self.options)
-        return token
+        return str(tokenize(self.own_token, list(names)))
 
     def tasks(self, names: Sequence[str]) -> tuple[str, dict[Any, Task]]:
         """Return the name of the gang, and the tasks of its ranks and of the commit."""
@@ -153,8 +157,13 @@ class SectionLayer:
     section: Section
     number: int  # of the array
 
+    @property
+    def token(self) -> str:
+        """Token that identifies the array, without its inputs."""
+        return f"{self.number}-{self.section.own_token}"
+
     def __dask_tokenize__(self) -> Any:
-        return normalize_token(("section", self.section, self.number))
+        return type(self).__name__, self.token
 
     @property
     def chunks(self) -> Chunks:
