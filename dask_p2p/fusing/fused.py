@@ -14,7 +14,7 @@ from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
-from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
 from dask_p2p.types import DaskArray, Key
@@ -120,10 +120,12 @@ def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
 def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the fused arrays of arrays that are expressions."""
     graph: dict[Key, Any] = {}
-    planned = [x.expr.optimize() for x in arrays]
-    for expr in planned:
-        graph |= expr.__dask_graph__()
-    read = read_graph(graph, [keys_of(expr) for expr in planned])
+    keys = []
+    for x in arrays:
+        tasks, of_blocks = optimised_tasks(x)
+        graph |= tasks
+        keys.append(of_blocks)
+    read = read_graph(graph, keys)
     gang = _gang(arrays, read, most, checked_options())
     shared, made = {**read.kept, **gang.tasks}, []
     for number, x in enumerate(arrays):

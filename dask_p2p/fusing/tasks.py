@@ -27,8 +27,11 @@ from dask_p2p.types import DaskArray, Key
 _GETTERS = (getter, getter_inline, getter_nofancy)  # functions of Dask that read an array's blocks
 _SLICES = (getitem, getitem_of_dask)
 _BARRIER = "P2PBarrierTask"  # class of Dask's shuffles, imported only where Dask has made one
-# Dask's functions without inputs that compute arrays from a few numbers.
-_CREATING = ("dask.array.chunk", "dask.array.creation", "dask.array.random", "dask.array.wrap")
+# Modules whose functions without inputs compute arrays from a few numbers.
+_CREATING = (
+    *("dask.array.chunk", "dask.array.creation", "dask.array.random", "dask.array.wrap"),
+    *("dask_array._chunk", "dask_array.creation._utils", "dask_array.random._expr"),
+)
 _CREATING_NUMPY: tuple[Any, ...] = (
     *(np.diag, np.empty, np.eye, np.full, np.ones, np.zeros),
     *(np.empty_like, np.full_like, np.ones_like, np.zeros_like),  # of an empty array

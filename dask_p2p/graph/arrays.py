@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from dask import config
 from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.blockwise import Blockwise
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
@@ -70,6 +72,21 @@ def dask_array_expr() -> Any:
     from dask_p2p.graph import dask_array_expr
 
     return dask_array_expr
+
+
+def optimised_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """Return the tasks of an expression after its optimisation, and the keys of its blocks.
+
+    Tasks of several operations are not merged.
+    """
+    if is_of_dask_array(x):
+        expr = x.expr.optimize(fuse=False)
+        with config.set({"array.optimize-graph": False}):  # it is optimised
+            tasks = expr.__dask_graph__()
+    else:
+        expr = x.expr.optimize()
+        tasks = expr.__dask_graph__()
+    return tasks, list(flatten(expr.__dask_keys__()))
 
 
 def layer_of(x: Any) -> Any:

@@ -191,6 +191,21 @@ def test_functions_that_dask_cannot_tokenize(x):
     np.testing.assert_array_equal((z + z.T.T).compute(scheduler="sync"), 4 * VALUES)
 
 
+@pytest.mark.parametrize("make", ["ones", "full", "arange", "linspace", "random", "normal"])
+def test_ranks_of_fused_graphs_make_arrays_of_few_numbers(make, dask_array):
+    x = {
+        "ones": lambda: dask_array.ones(8, chunks=2),
+        "full": lambda: dask_array.full(8, 3.0, chunks=2),
+        "arange": lambda: dask_array.arange(8, chunks=2),
+        "linspace": lambda: dask_array.linspace(0, 1, 8, chunks=2),
+        "random": lambda: dask_array.random.RandomState(0).random(8, chunks=2),
+        "normal": lambda: dask_array.random.default_rng(0).normal(size=8, chunks=2),
+    }[make]()
+    y = dask_p2p.fused(dask_p2p.rechunk(x + 1, 3) * 2, ranks=1)
+    assert prefixes(y) <= {"p2p-fused"}
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), 2 * (x.compute() + 1))
+
+
 def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
     monkeypatch.setattr(versioned, "DASK_ARRAY_RELEASES", "<0.1")
     versioned.check_dask_array.cache_clear()
