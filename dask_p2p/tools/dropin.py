@@ -243,12 +243,13 @@ def _replace_methods(package: Any) -> None:
     # Imported only here, since it imports private parts of that package.
     from dask_p2p.tools import planned_late
 
-    _replace_transforms(package.fft)
-    _replace(planned_late.Rechunk, "_simplify_up", planned_late.merged)
-    _replace(planned_late.Transpose, "_simplify_up", planned_late.by_method)
-    _replace(planned_late.Rechunk, "_lower", planned_late.lowered)
-    _replace(planned_late.MapOverlap, "_lower", planned_late.mapped_late)
-    planned_late.forget_lowered()
+    with LOCK:
+        if not _replaced:  # uninstalled by another thread
+            return
+        _replace_transforms(package.fft)
+        for rule in planned_late.RULES:
+            _replace(*rule)
+        planned_late.forget_lowered()
 
 
 def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -14,8 +15,8 @@ from typing import Any
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call `action` with a module, now or after its import; return a function that forgets it."""
-    if (module := sys.modules.get(name)) is not None:
-        action(module)
+    if name in sys.modules:
+        action(import_module(name))  # which waits for another thread that imports it
         return lambda: None
     finder = _ImportFinder(name, action)
     sys.meta_path.insert(0, finder)

@@ -25,16 +25,7 @@ from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.tools.taken import method_of, tried
 
-__all__ = [
-    "MapOverlap",
-    "Rechunk",
-    "Transpose",
-    "by_method",
-    "forget_lowered",
-    "lowered",
-    "mapped_late",
-    "merged",
-]
+__all__ = ["RULES", "forget_lowered"]
 
 
 def lowered(asked: Any) -> Any:
@@ -103,3 +94,12 @@ def _mapped(asked: Any) -> Any:
     if made.chunks != asked.chunks:
         raise InputError(f"expected the chunks {asked.chunks}, got {made.chunks}.")
     return made.expr
+
+
+#: Methods of expressions, and the functions that replace them: see `dask_p2p.tools.dropin`.
+RULES = (
+    (Rechunk, "_simplify_up", merged),
+    (Transpose, "_simplify_up", by_method),
+    (Rechunk, "_lower", lowered),
+    (MapOverlap, "_lower", mapped_late),
+)
