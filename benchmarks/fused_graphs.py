@@ -1,11 +1,12 @@
-"""Ordinary programs by Dask's layers, as one gang by `dask_p2p.fused`, and by `p2p.fuse: auto`.
+"""Ordinary programs by Dask's layers, and as one gang: fused, `auto` and compiled.
 
     python -m benchmarks.fused_graphs --blocks 1 --blocks 8 --kib 64 --json FILE
 
 Each program runs on a square array in slabs, with ``--blocks`` blocks of about ``--kib`` KiB on
-each worker. Runs of all kinds alternate. The figures are the processor time of all processes, and
-the time from the call that builds the result until all its blocks are there. All kinds must return
-the same bits.
+each worker. The kinds are layers, `dask_p2p.fused`, `p2p.fuse: auto` and `dask_p2p.compile`, which
+is called once before. Runs of all kinds alternate. The figures are the processor time of all
+processes, and the time from the call that builds the result until all its blocks are there. All
+kinds must return the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.growth import write
 
 __all__ = ["PROGRAMS", "main"]
 
-KINDS = LAYERS, FUSED, AUTO = "layers", "fused", "auto"
+KINDS = LAYERS, FUSED, AUTO, COMPILED = "layers", "fused", "auto", "compiled"
 _STEPS = 50  # of the stencil
 _GRADIENT_STEPS = 10
 _PAUSE_S = 0.05  # after each run: workers release blocks, and report it
@@ -144,6 +145,7 @@ def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) 
         LAYERS: (program, "off"),
         FUSED: (lambda x: dask_p2p.fused(program(x)), "off"),
         AUTO: (program, "auto"),
+        COMPILED: (dask_p2p.compile(program, inputs[0]), "off"),
     }
     for number, x in enumerate(inputs):
         for kind, (build, option) in builds.items():
@@ -191,7 +193,7 @@ def main(
                 for figure in ("cpu_s", "wall_s"):
                     layers, *others = (median(seconds[kind][figure]) for kind in KINDS)
                     times = f"layers {layers * 1e3:8.1f} ms"
-                    for kind, other in zip((FUSED, AUTO), others, strict=True):
+                    for kind, other in zip(KINDS[1:], others, strict=True):
                         row[f"{figure} layers / {kind}"] = ratio = layers / other
                         times += f", {kind} {other * 1e3:8.1f} ms {ratio:5.2f} x"
                     print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}")

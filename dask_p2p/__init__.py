@@ -17,6 +17,8 @@ from dask_p2p.fusing.late import after_import
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
+    from dask_p2p.fusing.compiled import CompiledFunction as CompiledFunction
+    from dask_p2p.fusing.compiled import compile as compile  # noqa: A004
     from dask_p2p.fusing.explanation import explain as explain
     from dask_p2p.fusing.fused import fused as fused
     from dask_p2p.monitoring.runs import last_runs as last_runs
@@ -53,6 +55,7 @@ ensure_defaults()
 _FUNCTIONS = {
     "Array": "dask_p2p.sections.api.outputs",
     "Checkpoint": "dask_p2p.sections.iterate.stores",
+    "CompiledFunction": "dask_p2p.fusing.compiled",
     "Field": "dask_p2p.sections.iterate.fields",
     "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
@@ -63,6 +66,7 @@ _FUNCTIONS = {
     "Save": "dask_p2p.sections.iterate.stores",
     "Whole": "dask_p2p.sections.iterate.fields",
     "check": "dask_p2p.tools.check",
+    "compile": "dask_p2p.fusing.compiled",
     "estimate": "dask_p2p.ops.estimate",
     "explain": "dask_p2p.fusing.explanation",
     "fused": "dask_p2p.fusing.fused",

@@ -35,8 +35,8 @@ def explain(*collections: Any) -> str:
 
     Notes
     -----
-    The scheduler decides when the collections are computed. It then knows the sizes of arrays on
-    workers, and which tasks it has already.
+    The scheduler decides when the collections are computed. Then the sizes of arrays on workers
+    count, too, and tasks that the scheduler has already stay with Dask.
 
     Examples
     --------
@@ -49,8 +49,8 @@ def explain(*collections: Any) -> str:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
     if any(hasattr(each, "expr") for each in found):
         raise InputError(
-            "expected arrays whose graphs have layers, got expressions of Dask's query planning, "
-            "for which p2p.fuse has no effect. Call fused(x)."
+            "expected arrays whose graphs have layers, got expressions of Dask's query planning: "
+            "p2p.fuse has no effect on these. Call fused(x)."
         )
     try:
         for each in found:

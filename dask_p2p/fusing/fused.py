@@ -9,7 +9,7 @@ from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options, checked_options
-from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang
+from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang, name_of_output
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
@@ -110,7 +110,7 @@ def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     inputs[gang.name] = MaterializedLayer(gang.tasks)
     made = []
     for number, x in enumerate(arrays):
-        name = _name(number, gang)
+        name = name_of_output(gang, number)
         own = {**inputs, name: MaterializedLayer(gang.outputs(number, name))}
         after = HighLevelGraph(own, {**dependencies, name: {gang.name}})
         made.append(new_da_object(after, name, x.chunks, meta=x._meta, dtype=x.dtype))
@@ -129,7 +129,7 @@ def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     gang = _gang(arrays, read, most, checked_options())
     shared, made = {**read.kept, **gang.tasks}, []
     for number, x in enumerate(arrays):
-        name = _name(number, gang)
+        name = name_of_output(gang, number)
         layer = FusedLayer(x.chunks, x._meta, name, shared, gang.outputs(number, name))
         made.append(expression_array(x, layer, []))
     return made
@@ -140,11 +140,6 @@ def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Opti
     check_tasks(read)
     programs = programs_of(read.tasks, min(most, read.tasks.widest))
     return fused_gang(read.tasks, programs, [x.name for x in arrays], arrays[0].dtype, options)
-
-
-def _name(number: int, gang: FusedGang) -> str:
-    """Return the name of a fused array."""
-    return f"p2p-fused-{number}-{gang.token}"
 
 
 def _input_layers(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from dask.base import tokenize
 from dask.task_spec import List, Task, TaskRef
@@ -28,19 +28,46 @@ _LEVEL = 1  # of compression: the fastest
 
 
 @dataclass(frozen=True)
+class _RunProgram:
+    """The work of a rank: its program, packed, so that only the rank's worker opens it."""
+
+    program: bytes
+    dtype: DType | None  # of the first array; None: unknown
+    kind: ClassVar[Kind] = "numpy"
+
+    @staticmethod
+    def context(*given: Any, **options: Any) -> ProgramContext:
+        """Return the context of a rank: see `ProgramContext`."""
+        return ProgramContext(*given, **options)
+
+    def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
+        program = unpacked(self.program)
+        with ctx.device.running(blocks):
+            return Runner(ctx, program).run(blocks)
+
+
+class RankProgram(NamedTuple):
+    """The packed program of a rank, and the keys of the blocks that it gets and returns."""
+
+    body: _RunProgram
+    inputs: tuple[Key, ...]
+    outputs: tuple[tuple[Key, ...], ...]  # by array
+
+
+@dataclass(frozen=True)
 class FusedGang:
     """The tasks of a gang that computes some arrays."""
 
     token: str  # of the gang, and part of all names
     name: str
     tasks: dict[Key, Task]  # of the ranks, and the commit task
-    programs: Sequence[Program]  # by rank
+    ranks: Sequence[RankProgram]
 
     def outputs(self, number: int, name: str | None = None) -> dict[Key, Task]:
         """Return the output tasks of one array, under its own keys or as the array `name`."""
         tasks = {}
         commit = commit_of(self.name)
-        for rank, program in enumerate(self.programs):
+        for rank, program in enumerate(self.ranks):
             for position, own in enumerate(program.outputs[number]):
                 key = own if name is None else (name, *own[1:])
                 tasks[key] = output_task(key, commit, (self.name, rank), number, position)
@@ -78,25 +105,6 @@ class FusedLayer:
         return {**self.shared, **self.outputs}
 
 
-@dataclass(frozen=True)
-class _RunProgram:
-    """The work of a rank: its program, packed, so that only the rank's worker opens it."""
-
-    program: bytes
-    dtype: DType | None  # of the first array; None: unknown
-    kind: ClassVar[Kind] = "numpy"
-
-    @staticmethod
-    def context(*given: Any, **options: Any) -> ProgramContext:
-        """Return the context of a rank: see `ProgramContext`."""
-        return ProgramContext(*given, **options)
-
-    def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
-        program = unpacked(self.program)
-        with ctx.device.running(blocks):
-            return Runner(ctx, program).run(blocks)
-
-
 def packed(program: Program) -> bytes:
     """Return a program as bytes. Keys and plans repeat, so that they take a quarter compressed."""
     text: bytes = dumps(program)
@@ -112,6 +120,14 @@ def unpacked(text: bytes) -> Program:
     return program
 
 
+def rank_programs(programs: Sequence[Program], dtype: DType | None) -> list[RankProgram]:
+    """Return the programs of ranks, packed. `dtype` is that of the first array, if it is known."""
+    return [
+        RankProgram(_RunProgram(packed(each), dtype), each.inputs, each.outputs)
+        for each in programs
+    ]
+
+
 def fused_gang(
     tasks: FusedTasks,
     programs: Sequence[Program],  # by rank
@@ -120,15 +136,28 @@ def fused_gang(
     options: Options,  # sent with the tasks
 ) -> FusedGang:
     """Return the gang that runs some programs."""
-    size = len(programs)
     # Clients with the same arrays may have found their tasks in another order.
-    token: str = tokenize(_PREFIX, list(names), size, options, str(list(tasks.nodes)))
-    gang, ranks = f"{_PREFIX}-ranks-{token}", RankGrid(((1,) * size,), (size,))
+    token = tokenize(_PREFIX, list(names), len(programs), options, str(list(tasks.nodes)))
+    return gang_of(token, rank_programs(programs, dtype), options)
+
+
+def gang_of(
+    token: str,
+    programs: Sequence[RankProgram],  # by rank
+    options: Options,
+    renamed: Callable[[Key], Key] = lambda key: key,  # returns the keys of inputs
+) -> FusedGang:
+    """Return the gang with a token that runs packed programs."""
+    gang, ranks = f"{_PREFIX}-ranks-{token}", RankGrid(((1,) * len(programs),), (len(programs),))
     made: dict[Key, Task] = {}
     for rank, program in enumerate(programs):
-        body = _RunProgram(packed(program), dtype)
-        blocks = List(*map(TaskRef, program.inputs))
+        blocks = List(*(TaskRef(renamed(each)) for each in program.inputs))
         key = (gang, rank)
-        made[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, blocks)
+        made[key] = RankTask(key, run_rank, gang, rank, ranks, program.body, options, blocks)
     commit = commit_task(gang, made)
     return FusedGang(token, gang, {**made, commit.key: commit}, programs)
+
+
+def name_of_output(gang: FusedGang, number: int) -> str:
+    """Return the name of one of the arrays that a gang computes."""
+    return f"{_PREFIX}-{number}-{gang.token}"

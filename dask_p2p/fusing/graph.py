@@ -33,7 +33,7 @@ from dask_p2p.types import Key
 
 @dataclass(frozen=True)
 class Known:
-    """What the scheduler has of a graph already."""
+    """The part of a graph that the scheduler has already."""
 
     tasks: Mapping[Key, Any] = field(default_factory=dict)  # with all that these read
     sizes_bytes: Mapping[Key, int] = field(default_factory=dict)  # of values in memory

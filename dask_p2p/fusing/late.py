@@ -13,7 +13,7 @@ from typing import Any
 
 
 def after_import(name: str, call: Callable[[], None]) -> None:
-    """Call a function after a module is imported: at once, if it is."""
+    """Call a function after the import of a module; now, if it is imported."""
     if name in sys.modules:
         call()
     else:

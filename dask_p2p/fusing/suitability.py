@@ -1,4 +1,4 @@
-"""Whether one gang runs a graph about as fast as Dask, or faster: the rules of `p2p.fuse: auto`."""
+"""The rules of `p2p.fuse: auto`: graphs that one gang runs about as fast as Dask, or faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dask_p2p.fusing.sizes import peak_bytes
 from dask_p2p.fusing.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
-#: A gang costs about as much as this number of tasks of Dask a rank, beside its outputs.
+#: A gang costs about as much as this number of Dask's tasks a rank, and its output tasks.
 _LEAST_TASKS = 4
 #: Cost of a further input of a task, in tasks.
 _COST_OF_INPUT = 0.1
@@ -81,8 +81,8 @@ def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> No
         raise FuseError(
             f"expected at least {_LEAST_EXCHANGES} exchanges, or {_LEAST_TASKS} tasks a rank more "
             f"than outputs, got at most {exchanges} exchanges, and about {count:.0f} tasks for "
-            f"{size} ranks and {outputs} outputs: a gang would cost more than it saves. Compute "
-            f"more operations at once."
+            f"{size} ranks and {outputs} outputs. A gang would cost more than it saves. Compute "
+            f"more operations together."
         )
 
 
@@ -135,7 +135,7 @@ def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) 
 
 
 def exchanges_of(programs: Sequence[Program]) -> int:
-    """Return the number of supersteps in which ranks exchange values."""
+    """Return the number of supersteps that begin with an exchange."""
     together = zip(*(each.supersteps for each in programs), strict=True)
     return sum(any(each.sends for each in supersteps) for supersteps in together)
 

@@ -14,83 +14,13 @@ import dask_p2p
 from dask_p2p.errors import ConfigError, FuseError, UnsupportedArrayError
 from dask_p2p.fusing import graph
 from dask_p2p.fusing.gang import fused_gang
+from tests.fusing.programs import PROGRAMS, array, rechunks, same_bits, solver, stencils
 from tests.fusing.support import generated, smooth
 from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2}
-
-
-def array(n=48, rows=6):
-    return da.from_array(np.random.default_rng(0).normal(size=(n, n)), chunks=(rows, n))
-
-
-def stencils(x):
-    for number in range(6):
-        boundary = ("periodic", "reflect", "none")[number % 3]
-        x = da.map_overlap(smooth, x, depth={0: 1}, boundary=boundary, dtype=x.dtype)
-    return x
-
-
-def transforms(x):
-    waves = dask_p2p.fft.fftn(x) * np.linspace(0, 1, x.shape[1])
-    return dask_p2p.fft.ifftn(waves).real
-
-
-def rechunks(x):
-    n = x.shape[0]
-    y = dask_p2p.rechunk(x, (n // 3, -1)) + 1
-    y = dask_p2p.rechunk(y, (-1, n // 4)) * 2
-    return dask_p2p.rechunk(y, (n // 2, n // 2)) - x
-
-
-def rechunks_of_dask(x):
-    return (x.rechunk((-1, 6)).T + x).rechunk((12, 12)) * 2
-
-
-def reductions(x):
-    x = (x - x.mean(axis=0)) / x.std(axis=0)
-    return da.stack([x.sum(axis=1), abs(x).max(axis=1), x.var(axis=1), da.median(x, axis=1)])
-
-
-def solver(x):
-    """Some steps of conjugate gradients."""
-    matrix = x @ x.T + 9 * da.eye(len(x), chunks=x.chunksize[0])
-    b = x[:, 0]
-    y = da.zeros_like(b)
-    r = p = b
-    rr = (r * r).sum()
-    for _ in range(3):
-        q = matrix @ p
-        a = rr / (p * q).sum()
-        y, r = y + a * p, r - a * q
-        before, rr = rr, (r * r).sum()
-        p = r + rr / before * p
-    return y
-
-
-def masks(x):
-    return da.where(x > 0, x, x.T)[::-1, 1:].cumsum(axis=0) + x[x > 0].sum()
-
-
-def labelled(x):
-    xr = pytest.importorskip("xarray")
-    a = xr.DataArray(x, dims=("time", "x"), coords={"season": ("time", np.arange(len(x)) % 4)})
-    a = a.groupby("season") - a.groupby("season").mean()
-    return (a.rolling(x=3).mean().fillna(0) * a.weighted(abs(a[0])).mean("x")).data
-
-
-def of_functions(x):
-    """Return an array whose blocks are also made by functions that stay with Dask."""
-    made = da.map_blocks(generated, x.shape, 3, chunks=x.chunks, dtype=float)
-    return (made + x).T @ made
-
-
-PROGRAMS = (
-    stencils, transforms, rechunks, rechunks_of_dask, reductions, solver, masks, labelled,
-    of_functions,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -104,15 +34,6 @@ def gangs(monkeypatch):
 
     monkeypatch.setattr(graph, "fused_gang", counted)
     return made
-
-
-def same_bits(got, expected):
-    got, expected = np.asarray(got), np.asarray(expected)
-    return (got.dtype, got.shape, got.tobytes()) == (
-        expected.dtype,
-        expected.shape,
-        expected.tobytes(),
-    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
