@@ -27,7 +27,7 @@ from dask_p2p.fusing.suitability import (
     exchanges_of,
     ranks_for,
 )
-from dask_p2p.fusing.tasks import ReadGraph, read_graph
+from dask_p2p.fusing.tasks import ReadGraph, before_stores, read_graph
 from dask_p2p.types import Key
 
 
@@ -46,6 +46,7 @@ class Choice:
     read: ReadGraph
     programs: Sequence[Program] = ()
     error: FuseError | UnsupportedArrayError | None = None  # why Dask runs it
+    after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
 
     def __str__(self) -> str:
         if self.error is not None:
@@ -69,7 +70,8 @@ def choice_of(
     """Return whether a gang runs a graph. Only obstacles count, unless `is_auto`."""
     tasks, annotations = _tasks(graph, options)
     tasks |= known.tasks
-    read = read_graph(tasks, [list(flatten([keys]))], known.tasks)
+    wanted, after = before_stores(tasks, list(flatten([keys])))
+    read = read_graph(tasks, [wanted], known.tasks)
     # Outputs that stay with Dask have their tasks already.
     outputs = tuple(key for key in read.tasks.outputs[0] if key in read.tasks.nodes)
     read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
@@ -89,7 +91,7 @@ def choice_of(
             check_suitable(read.tasks, programs, sizes_bytes, cluster)
     except (FuseError, UnsupportedArrayError) as exc:
         return Choice(read, error=exc)
-    return Choice(read, programs)
+    return Choice(read, programs, after=after)
 
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
@@ -103,10 +105,11 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
         f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
         gang.name: MaterializedLayer(gang.tasks),
         f"{gang.name}-outputs": MaterializedLayer(gang.outputs(0)),
+        f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
     }
-    inputs, own, outputs = layers
-    after = HighLevelGraph(layers, {inputs: set(), own: {inputs}, outputs: {own}})
-    return optimize(after, keys)
+    inputs, own, outputs, after = layers
+    dependencies = {inputs: set(), own: {inputs}, outputs: {own}, after: {inputs, outputs}}
+    return optimize(HighLevelGraph(layers, dependencies), keys)
 
 
 def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:

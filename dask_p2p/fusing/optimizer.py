@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pickle import PicklingError
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ from dask_p2p.versioned import versioned
 logger = logging.getLogger(__name__)
 
 _lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
+_NO_PICKLE = "expected functions that can be pickled. Compute the graph without p2p.fuse"
 _NO_PLUGIN = (
     "expected the plugin of dask_p2p on the scheduler, got none: it was removed. Call "
     "dask_p2p.register(client)."
@@ -74,8 +76,12 @@ class AtScheduler:
         choice = choice_of(graph, keys, cluster, self.options, known, self.is_auto)
         if choice.error is not None:
             return self._refused(graph, keys, choice.error)
+        try:
+            made = optimized(graph, keys, choice, self.options)
+        except (AttributeError, PicklingError, TypeError) as exc:
+            return self._refused(graph, keys, FuseError(f"{_NO_PICKLE}: {exc}"))
         logger.debug("computes %s", choice)
-        return optimized(graph, keys, choice, self.options)
+        return made
 
     def _refused(self, graph: Any, keys: Any, error: Exception) -> Any:
         """Return the graph by Dask's tasks if that is allowed, or raise the error."""
@@ -108,11 +114,8 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
             "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
             "one, distributed.Client(...), or set the option to auto."
         )
-    if instance is not None and backend_for(instance._meta).name != "numpy":
-        raise UnsupportedArrayError(
-            f"array {instance.name}: expected NumPy blocks in a fused graph, got "
-            f"{type(instance._meta)}. Set p2p.fuse to auto."
-        )
+    if instance is not None:
+        _check_blocks(mode, instance)
     annotations = [each for each in dask.get_annotations() if each in ANNOTATIONS]
     if mode == "auto" and annotations:
         raise FuseError(
@@ -126,6 +129,21 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
         raise
     # Private: the public method asks the scheduler.
     return Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
+
+
+def _check_blocks(mode: str, x: Any) -> None:
+    """Refuse blocks on GPUs; where Dask is as good, all but NumPy's: `UnsupportedArrayError`."""
+    try:
+        kind = backend_for(x._meta).name
+    except UnsupportedArrayError:  # masked, sparse or other blocks, which ranks send as pickles
+        if mode == "auto":
+            raise
+        return
+    if kind != "numpy":
+        raise UnsupportedArrayError(
+            f"array {x.name}: expected NumPy blocks in a fused graph, got {kind}. Set p2p.fuse to "
+            f"auto."
+        )
 
 
 def _scheduler(identity: str) -> Any:

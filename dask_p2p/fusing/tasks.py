@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from dask._task_spec import convert_legacy_graph
 from dask.array.chunk import getitem as getitem_of_dask
-from dask.array.core import getter, getter_inline, getter_nofancy
+from dask.array.core import getter, getter_inline, getter_nofancy, load_store_chunk
 from dask.core import flatten
 from dask.task_spec import DataNode, GraphNode, Task
 from dask.utils import apply
@@ -82,6 +82,29 @@ def read_graph(
     inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
     stays = {key: graph[key] for key in (*kept, *inputs) if key in graph}
     return ReadGraph(FusedTasks(of_ranks, read, inputs, wanted), stays)
+
+
+def before_stores(
+    graph: Mapping[Key, Any], outputs: Sequence[Key]
+) -> tuple[Sequence[Key], dict[Key, Any]]:
+    """Return the keys of all that tasks of `da.store` write, and these tasks with all after them.
+
+    These tasks write to memory or files of their process, so they stay with Dask. Other outputs
+    are among the keys, too.
+    """
+    nodes = _nodes(graph)
+    if not any(map(_stores, nodes.values())):
+        return outputs, {}
+    reads: dict[Key, Sequence[Key]] = {}
+    order = _depth_first([outputs], nodes, reads, {})
+    after = dict[Key, Any]()
+    for key in order:
+        if _stores(nodes[key]) or any(each in after for each in reads[key]):
+            after[key] = graph[key]
+    read = dict.fromkeys(each for key in after for each in reads[key] if each not in after)
+    targets = {key: graph[key] for key in read if isinstance(nodes.get(key), DataNode)}
+    written = [key for key in (*read, *outputs) if key in nodes and key not in after | targets]
+    return [*dict.fromkeys(written)], targets | after
 
 
 def name_of(key: Key) -> Any:
@@ -186,6 +209,18 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
     return not node.dependencies and not _creates(node)
 
 
+def _stores(node: GraphNode) -> bool:
+    return isinstance(node, Task) and _function(node) is load_store_chunk
+
+
+def _function(task: Task) -> Any:
+    """Return the function of a task, without bound arguments."""
+    function = task.args[0] if task.func is apply else task.func
+    while hasattr(function, "func"):  # of `functools.partial` and `toolz.curry`
+        function = function.func
+    return function
+
+
 def _is_in_memory(value: Any) -> bool:
     """Return whether a value is in memory as a whole: neither an array in a file nor a proxy."""
     return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)
@@ -193,9 +228,7 @@ def _is_in_memory(value: Any) -> bool:
 
 def _creates(task: Task) -> bool:
     """Return whether a task without inputs computes an array from a few numbers."""
-    function = task.args[0] if task.func is apply else task.func
-    while hasattr(function, "func"):  # of `functools.partial` and `toolz.curry`
-        function = function.func
+    function = _function(task)
     if any(function is each for each in _CREATING_NUMPY):
         return True
     return getattr(function, "__module__", "") in _CREATING

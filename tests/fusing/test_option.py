@@ -8,7 +8,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, get_client, wait
+from distributed import Client, LocalCluster, get_client, wait
 
 import dask_p2p
 from dask_p2p.errors import ConfigError, FuseError, UnsupportedArrayError
@@ -162,6 +162,49 @@ def test_other_schedulers_and_optimize(client, mode, tmp_path):
         assert same_bits(y.compute(optimize_graph=False), expected)
         da.to_npy_stack(str(tmp_path), y)
     assert same_bits(da.from_npy_stack(str(tmp_path)).compute(), expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_tasks_that_write_stay_with_dask(mode, gangs, tmp_path):
+    x = array()
+    y = stencils(x)
+    expected = y.compute()
+    with (
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster),
+        dask.config.set({"p2p.fuse": mode}),
+    ):
+        target, other = np.zeros_like(expected), np.zeros_like(expected)
+        da.store([y, y + 1], [target, other])
+        assert same_bits(target, expected)
+        assert same_bits(other, expected + 1)
+        stored = da.store(y, target * 0, return_stored=True, compute=False)
+        assert same_bits(stored.sum().compute(), y.sum().compute(scheduler="sync"))
+    assert gangs
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_masked_blocks(client, mode):
+    x = da.ma.masked_less(stencils(array()), 0)
+    expected = x.compute()
+    with dask.config.set({"p2p.fuse": mode}):
+        got = stencils(array()).compute(), x.compute(), x.sum().compute()
+    np.testing.assert_array_equal(got[1].mask, expected.mask)
+    assert same_bits(got[1].filled(0), expected.filled(0))
+    assert same_bits(got[2], x.sum().compute(scheduler="sync"))
+
+
+def test_functions_that_cannot_be_pickled(client, monkeypatch):
+    def failing(*_):
+        raise TypeError("no pickle")
+
+    y = stencils(array())
+    expected = y.compute()
+    monkeypatch.setattr(graph, "fused_gang", failing)
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert same_bits(y.compute(), expected)
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="pickled"):
+        y.compute()
 
 
 def test_without_a_client():
