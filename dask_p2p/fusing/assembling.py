@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from dask.array.core import concatenate3
 
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
@@ -28,6 +29,8 @@ class Assembling:
         self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
+        # By block, and by number of the source: regions that NumPy cannot copy into the block.
+        self._others: dict[Key, dict[int, Sequence[Any]]] = {}
 
     def plan(self, block: AssembledBlock) -> BlockPlan:
         """Return the plan of a block, kept for equal blocks of later layers while there is room."""
@@ -45,9 +48,12 @@ class Assembling:
     def source(self, block: AssembledBlock, number: int, key: Key, value: Any) -> Array:
         """Return a source of a block in its declared dtype.
 
-        Raises `BlockMismatchError` or `UnsupportedArrayError` if the value differs from its
-        array's declaration, or holds Python objects.
+        Values of undeclared arrays may be of any class. Raises `BlockMismatchError` or
+        `UnsupportedArrayError` if another value differs from its array's declaration, or holds
+        Python objects.
         """
+        if block.dtype is None and not is_plain(value):
+            return value
         shape = self.plan(block).source_shapes[number]
         checked: Array = checked_block(as_array(value), key, shape, block.dtype)
         if checked.dtype.hasobject:
@@ -56,6 +62,10 @@ class Assembling:
                 f"{checked.dtype}. Convert the array, x.astype(...), or compute it without fused."
             )
         return checked
+
+    def add_others(self, block: AssembledBlock, number: int, regions: Sequence[Any]) -> None:
+        """Add the regions of a source that differ in class or dtype from those of others."""
+        self._others.setdefault(block.key, {})[number] = regions
 
     def begun(self, block: AssembledBlock, dtype: DType | None) -> Array:
         """Return the memory of a block, allocated with this dtype at the first call."""
@@ -73,6 +83,8 @@ class Assembling:
         sources = {n: self.source(block, n, key, values[key]) for n, key in step.local}
         if plan.is_copy and sources and epilogue is None:
             return sources[0]
+        if block.dtype is None and self._has_others(block, sources):
+            return self._joined(block, sources)
         dtype = next((source.dtype for source in sources.values()), block.dtype)
         out = self.begun(block, dtype)
         for number, source in sources.items():
@@ -82,6 +94,44 @@ class Assembling:
             out[box_slices(fill.dst)] = np.full((), fill.value, out.dtype)
         del self._begun[block.key]
         return out if epilogue is None else epilogue(out[...], block.position)
+
+    def _has_others(self, block: AssembledBlock, sources: Mapping[int, Any]) -> bool:
+        begun = self._begun.get(block.key)
+        dtypes = {each.dtype for each in (*sources.values(), begun) if each is not None}
+        are_plain = all(map(is_plain, sources.values()))
+        return block.key in self._others or not are_plain or len(dtypes) > 1
+
+    def _joined(self, block: AssembledBlock, sources: Mapping[int, Any]) -> Any:
+        """Return a block of a rechunk as Dask joins it, for blocks of any class and dtype."""
+        plan, out = self.plan(block), self._begun.pop(block.key, None)
+        others = self._others.pop(block.key, {})
+        regions = {}
+        for number in range(len(plan.sources)):
+            for position, (_, src, dst) in enumerate(pieces_of(plan, number)):
+                if number in sources:
+                    region = sources[number][box_slices(src)]
+                elif number in others:
+                    region = others[number][position]
+                else:
+                    assert out is not None, "no region of the source is here yet"
+                    region = out[box_slices(dst)]
+                regions[tuple(start for start, _ in dst)] = region
+        return concatenate3(_nested(regions))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether NumPy copies regions of a value into a block, without Python objects."""
+    return type(value) is np.ndarray and not value.dtype.hasobject
+
+
+def _nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return regions as nested lists, by the position of each region in its block."""
+    if () in regions:
+        return regions[()]
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for start in sorted(regions):
+        groups.setdefault(start[0], {})[start[1:]] = regions[start]
+    return [_nested(group) for group in groups.values()]
 
 
 def pieces_of(plan: BlockPlan, number: int) -> Sequence[Piece]:

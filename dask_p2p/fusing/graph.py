@@ -20,7 +20,6 @@ from dask_p2p.fusing.rules import check_annotations, check_tasks
 from dask_p2p.fusing.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
-    check_blocks_are_declared,
     check_count,
     check_gain,
     check_suitable,
@@ -84,7 +83,6 @@ def choice_of(
         size = ranks_for(read.tasks, sizes_bytes, cluster)
         if is_auto:
             check_count(read.tasks)
-            check_blocks_are_declared(read.tasks)
             check_gain(read.tasks, size)  # before programs are made
         programs = programs_of(read.tasks, size, sizes_bytes)
         if is_auto:

@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.fusing.assembling import Assembling, in_task, pieces_of
+from dask_p2p.fusing.assembling import Assembling, in_task, is_plain, pieces_of
 from dask_p2p.fusing.program import Item, Superstep, WholeValue
 from dask_p2p.geometry import box_shape, box_slices, round_up
 from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
@@ -106,9 +106,13 @@ class _Packing:
                 continue
             with in_task(item.block.key):
                 source = assembling.source(item.block, item.number, item.key, value)
+            pieces = pieces_of(assembling.plan(item.block), item.number)
             if item.block.dtype is None:
+                if not is_plain(source):
+                    self._heads.append(dumps([source[box_slices(src)] for _, src, _ in pieces]))
+                    continue
                 self._heads.append(source.dtype)
-            for _, src, _ in pieces_of(assembling.plan(item.block), item.number):
+            for _, src, _ in pieces:
                 self._heads.append(self._descriptor(source[box_slices(src)]))
         return self._bytes()
 
@@ -160,10 +164,19 @@ class _Unpacking:
             if isinstance(item, WholeValue):
                 values[item.key] = self._whole(next(self._heads))
                 continue
+            plan = assembling.plan(item.block)
+            pieces = pieces_of(plan, item.number)
             dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
-            out, plan = assembling.begun(item.block, dtype), assembling.plan(item.block)
-            for _, src, dst in pieces_of(plan, item.number):
-                self._take(next(self._heads), box_shape(src), out[box_slices(dst)], plan.axes)
+            if isinstance(dtype, bytes):
+                assembling.add_others(item.block, item.number, pickle.loads(dtype))
+                continue
+            out = assembling.begun(item.block, dtype)
+            into = [out[box_slices(dst)] for _, _, dst in pieces]
+            if out.dtype != dtype:  # of an undeclared array
+                into = [NUMPY.empty(each.shape, dtype) for each in into]
+                assembling.add_others(item.block, item.number, into)
+            for (_, src, _), target in zip(pieces, into, strict=True):
+                self._take(next(self._heads), box_shape(src), target, plan.axes)
 
     def _whole(self, head: Any) -> Any:
         if not isinstance(head, _Sent):

@@ -60,16 +60,6 @@ def check_count(tasks: FusedTasks) -> None:
         )
 
 
-def check_blocks_are_declared(tasks: FusedTasks) -> None:
-    """Refuse rechunks of Dask's own, whose blocks may be no NumPy arrays: `FuseError`."""
-    for key, node in tasks.nodes.items():
-        if isinstance(node, AssembleTask) and node.output.dtype is None:
-            raise FuseError(
-                f"expected declared dtypes in all rechunks, got the task {key!r} of a peer-to-peer "
-                f"rechunk of Dask. Call dask_p2p.rechunk, or dask_p2p.install() before."
-            )
-
-
 def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> None:
     """Refuse a graph of few tasks: `FuseError`. `exchanges` of None: not counted yet."""
     if exchanges is None:

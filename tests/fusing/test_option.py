@@ -14,7 +14,15 @@ import dask_p2p
 from dask_p2p.errors import ConfigError, FuseError, UnsupportedArrayError
 from dask_p2p.fusing import graph
 from dask_p2p.fusing.gang import fused_gang
-from tests.fusing.programs import PROGRAMS, array, rechunks, same_bits, solver, stencils
+from tests.fusing.programs import (
+    PROGRAMS,
+    array,
+    rechunks,
+    rechunks_of_dask,
+    same_bits,
+    solver,
+    stencils,
+)
 from tests.fusing.support import generated, smooth
 from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
@@ -48,7 +56,7 @@ def test_values_are_those_without_the_option(client, program, mode, gangs):
         wait(on_workers)
     assert same_bits(got, expected)
     assert same_bits(on_workers.compute(), expected)
-    if mode == "on" or program in (stencils, rechunks, solver):
+    if mode == "on" or program in (stencils, rechunks, rechunks_of_dask, solver):
         assert len(gangs) == 2
     del on_workers, inputs
     nothing_is_left(client)

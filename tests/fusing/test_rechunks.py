@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import FuseError, UnsupportedArrayError
+from dask_p2p.errors import FuseError
+from dask_p2p.fusing.tasks import keys_of
+from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2}
 
@@ -38,10 +40,37 @@ def test_rechunks_that_dask_chooses_by_itself(client):
     assert dask_p2p.fused(y.sum(axis=0)).compute().tobytes() == y.sum(axis=0).compute().tobytes()
 
 
-def test_python_objects_are_refused_when_they_come(client):
-    x = da.from_array(np.full((12, 8), None), chunks=(3, 8)).map_blocks(np.copy, dtype=float)
-    with pytest.raises(UnsupportedArrayError, match="without Python objects"):
-        dask_p2p.fused(by_dask(x, (12, 2))).compute()
+def texts(block):
+    return np.where(block > 0.5, block.astype(object), None)
+
+
+def masked(block):
+    return np.ma.masked_less(block, 0.5)
+
+
+def masked_in_part(block, block_id=None):
+    return masked(block) if block_id[0] % 2 else block
+
+
+def of_several_dtypes(block, block_id=None):
+    return block.astype(("f8", "f4", "i2")[block_id[0] % 3])
+
+
+@pytest.mark.parametrize("function", [texts, masked, masked_in_part, of_several_dtypes])
+@pytest.mark.parametrize("chunks", [(12, 2), (5, 7), (6, -1)])
+def test_blocks_of_any_class_and_dtype(client, function, chunks):
+    """The graph of Dask's rechunk does not declare them."""
+    values = np.random.default_rng(0).random((12, 8))
+    x = da.from_array(values, chunks=(2, 8)).map_blocks(function, meta=np.empty((0, 0)))
+    y = by_dask(x, chunks)
+    for number, key in enumerate(keys_of(y)):
+        blocks = [
+            client.compute(each.blocks[np.unravel_index(number, y.numblocks)]).result(BOUND_S)
+            for each in (y, dask_p2p.fused(y))
+        ]
+        assert type(blocks[0]) is type(blocks[1]), key
+        assert blocks[0].dtype == blocks[1].dtype
+        assert blocks[0].tolist() == blocks[1].tolist()
 
 
 def test_unknown_and_empty_chunks():

@@ -11,7 +11,6 @@ from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
-    check_blocks_are_declared,
     check_count,
     check_gain,
     check_suitable,
@@ -99,10 +98,6 @@ def test_very_many_tasks(monkeypatch):
     monkeypatch.setattr(suitability, "_MOST_TASKS", 40)
     with pytest.raises(FuseError, match="at most 40 tasks, got"):
         check_count(tasks)
-
-
-def test_rechunks_of_dask():
-    check_blocks_are_declared(read_arrays(dask_p2p.rechunk(array(), 32))[1].tasks)
 
 
 def test_ranks():
