@@ -19,7 +19,8 @@ from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import keys_of, name_of, read_graph
 from dask_p2p.geometry import Chunks
-from dask_p2p.ops.arguments import check_chunks_are_known, check_function, is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
 from dask_p2p.types import DaskArray, DType, Key
