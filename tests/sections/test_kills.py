@@ -43,6 +43,31 @@ def stepping(ctx, x, steps, folder, kill):
     return x
 
 
+def circling(ctx, x, steps, folder, kill):
+    """Sends its block, of 1.6 MB, around a ring; kills its own worker once, before a message."""
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for step in range(steps):
+        time.sleep(0.02)
+        if (ctx.rank, step) == kill and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent = ctx.isend(x, right, tag=step)
+        received = ctx.recv(left, tag=step)
+        sent.wait()
+        x = received + step
+    return x
+
+
+@pytest.mark.parametrize("kill", [(0, 0), (2, 7)])
+def test_a_killed_worker_ends_waits_for_messages(client, tmp_path, kill):
+    values = np.arange(600_000.0).reshape(3, 200_000)
+    x = da.from_array(values, chunks=(1, 200_000))
+    y = spmd(circling, x, ranks=3, steps=9, folder=tmp_path, kill=kill)
+    future = client.compute(y)
+    assert (result_of(client, future) == values + 36).all()
+    assert (tmp_path / "killed").exists()
+
+
 @pytest.mark.parametrize("kill", [(0, 0), (1, 10), (3, 19)])
 def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, kill):
     x = da.from_array(X, chunks=(2, 12)) + 0.5

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.messages import CALL_TAGS, Messaging
+from dask_p2p.sections.api.messages import Messaging
 from dask_p2p.sections.api.reductions import check_op, combined, is_elementwise, prepared
+from dask_p2p.sections.api.transfers import CALL_TAGS
 from dask_p2p.sections.exchange.device import check_not_masked
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
@@ -88,14 +89,12 @@ class Collectives(Messaging):
     def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
         """Combine the values of all ranks on one rank.
 
-        Parameters and errors are those of `allreduce`.
+        Errors are those of `allreduce`.
 
         Parameters
         ----------
-        value : number, array, tuple or dict
-            The value.
-        op : str, optional
-            The operation. By default "sum".
+        value, op : optional
+            The arguments of `allreduce`.
         root : int, optional
             The rank that gets the result. By default 0.
 

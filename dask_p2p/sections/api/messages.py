@@ -9,23 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import InputError, SectionError
+from dask_p2p.errors import InputError
+from dask_p2p.sections.api.transfers import (
+    CALL_TAGS,
+    MOST_TAG,
+    FromItself,
+    Receiving,
+    Sending,
+    Transfer,
+)
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.values import copied, decoded, encoded
+from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import Receive, SentMessage, sent_message
+from dask_p2p.sections.wire.mailbox import Receive, sent_message
 from dask_p2p.types import Array
-
-_MOST_TAG = 2**32
-# Tags of calls that consist of messages, by name.
-CALL_TAGS = {
-    "alltoall()": _MOST_TAG,
-    "gather(ragged=True)": _MOST_TAG + 1,
-    "allgather(ragged=True)": _MOST_TAG + 2,
-    "scatter()": _MOST_TAG + 3,
-    "bcast()": _MOST_TAG + 4,
-}
-_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 
 
 class Messaging:
@@ -48,6 +45,7 @@ class Messaging:
         self.reads_memory = True  # whether ranks of one host may read each other's memory
         self.communicator = 0  # number of this communicator, the same on its ranks
         self._to_itself = deque[tuple[int, Any]]()  # tags and values
+        self._from_itself = deque[FromItself]()  # receives that have no message yet
 
     def send(self, value: Any, dest: int | None, tag: int = 0) -> None:
         """Send a value to another rank, which receives it by `recv`.
@@ -191,6 +189,10 @@ class Messaging:
                 f"in {type(parts).__name__}. Give one for each rank, also for this one."
             )
 
+    def cancel_receive(self, received: FromItself) -> None:
+        """Forget a receive from this rank itself."""
+        self._from_itself = deque(each for each in self._from_itself if each is not received)
+
     def _checked_rank(self, name: str, rank: Any) -> int | None:
         try:
             found = None if rank is None else index(rank)
@@ -207,134 +209,35 @@ class Messaging:
         if dest is None:
             return Transfer(self)
         if dest == self.rank:
-            self._to_itself.append((tag, copied(value, self.device)))
+            own = tag, copied(value, self.device)
+            if self._from_itself:
+                self._from_itself.popleft().message = own
+            else:
+                self._to_itself.append(own)
             return Transfer(self)
         description, parts = encoded(value, self.device)
         connections = self._connections
         may_read = self.reads_memory and not connections.is_on_other_host(dest)
         message = sent_message(tag, self.communicator, description, parts, may_read)
         connections.send_message(dest, message)
-        return _Sending(self, dest, message)
+        return Sending(self, dest, message)
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
             return Transfer(self)
         if source == self.rank:
-            return _FromItself(self, tag, out)
+            received = FromItself(self, tag, out)
+            if self._to_itself:
+                received.message = self._to_itself.popleft()
+            else:
+                self._from_itself.append(received)
+            return received
         receive = Receive(tag, self.communicator)
         if isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable:
             receive.description, (memory,) = encoded(out, self.device, "out")
             receive.memory = np.frombuffer(memory, np.uint8) if len(memory) else None
         self._connections.receive_message(source, receive)
-        return _Receiving(self, source, receive, out)
-
-    def _value_from_itself(self, tag: int) -> Any:
-        if not self._to_itself:
-            raise SectionError(
-                f"expected a message of rank {self.rank} to itself, got none. Call ctx.isend or "
-                f"ctx.sendrecv before ctx.recv."
-            )
-        found, value = self._to_itself.popleft()
-        _check_tag(tag, found, self.rank, self.rank)
-        return value
-
-
-class Transfer:
-    """A message in transit, from `isend` or `irecv`."""
-
-    def __init__(self, messages: Messaging) -> None:
-        self._messages = messages
-
-    def wait(self) -> Any:
-        """Wait for the message.
-
-        Returns
-        -------
-        number, array, tuple, dict or None
-            The received value; None for `isend`: the value that is sent may change now.
-
-        Raises
-        ------
-        InputError
-            If `out` has another shape or dtype than the value.
-        SectionError
-            If the ranks made different calls.
-        """
-
-
-class _Sending(Transfer):
-    def __init__(self, messages: Messaging, dest: int, message: SentMessage) -> None:
-        super().__init__(messages)
-        self._dest, self._message = dest, message
-
-    def wait(self) -> None:
-        self._messages._connections.wait_for_sent(self._dest, self._message)
-
-
-class _Receiving(Transfer):
-    def __init__(self, messages: Messaging, source: int, receive: Receive, out: Any) -> None:
-        super().__init__(messages)
-        self._source, self._receive, self._out = source, receive, out
-        self._found: tuple[Any] | None = None
-
-    def wait(self) -> Any:
-        if self._found is None:
-            self._found = (self._value(),)
-        return self._found[0]
-
-    def _value(self) -> Any:
-        messages, source, receive = self._messages, self._source, self._receive
-        call = _call_of(receive.tag, f"recv(source={source}, tag={receive.tag})")
-        messages._connections.wait_for_message(source, receive, call)
-        arrival = receive.arrival
-        assert arrival is not None
-        if arrival.communicator != receive.communicator:
-            raise SectionError(
-                f"expected a message of rank {source} for {call}, got one of another "
-                f"communicator. Send and receive by the same one: ctx, or the same ctx.split()."
-            )
-        _check_tag(receive.tag, arrival.tag, source, messages.rank)
-        if self._out is not None and arrival.data is receive.memory:
-            return self._out
-        value = decoded(arrival.description, arrival.data, messages.device)
-        receive.arrival = None  # the value may be large
-        return value if self._out is None else _copied_into(self._out, value)
-
-
-class _FromItself(Transfer):
-    def __init__(self, messages: Messaging, tag: int, out: Any) -> None:
-        super().__init__(messages)
-        self._tag, self._out = tag, out
-
-    def wait(self) -> Any:
-        value = self._messages._value_from_itself(self._tag)
-        return value if self._out is None else _copied_into(self._out, value)
-
-
-def _copied_into(out: Any, value: Any) -> Any:
-    wanted = getattr(out, "shape", None), getattr(out, "dtype", None)
-    found = getattr(value, "shape", type(value).__name__), getattr(value, "dtype", None)
-    if wanted != found:
-        raise InputError(
-            f"out: expected an array of shape {found[0]} and dtype {found[1]}, like the message, "
-            f"got {wanted[0]} and {wanted[1]}. Leave out out= for a new array."
-        )
-    out[...] = value
-    return out
-
-
-def _check_tag(wanted: int, found: int, source: int, rank: int) -> None:
-    if wanted != found:
-        sent = _call_of(found, f"send(dest={rank}, tag={found})")
-        received = _call_of(wanted, f"recv(source={source}, tag={wanted})")
-        raise SectionError(
-            f"expected messages in the same order on both ranks, but rank {rank} called "
-            f"{received} for {sent} of rank {source}. Receive messages in the order of the sends."
-        )
-
-
-def _call_of(tag: int, otherwise: str) -> str:
-    return _NAMES.get(tag, otherwise)
+        return Receiving(self, source, receive, out)
 
 
 def _checked_tag(tag: Any) -> int:
@@ -342,6 +245,6 @@ def _checked_tag(tag: Any) -> int:
         number = index(tag)
     except TypeError:
         number = -1
-    if number not in range(_MOST_TAG):
-        raise InputError(f"tag: expected an integer from 0 to {_MOST_TAG - 1}, got {tag!r}.")
+    if number not in range(MOST_TAG):
+        raise InputError(f"tag: expected an integer from 0 to {MOST_TAG - 1}, got {tag!r}.")
     return number

@@ -293,8 +293,7 @@ def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
     ):
         raise InputError(
             f"outputs: expected a number of outputs, one of LocalBlock, Array, Rows, PerRank, "
-            f"Same, or a dict of these by name, got {outputs!r}. Give for example "
-            f"{{'u': LocalBlock()}}."
+            f'Same, or a dict of these by name, got {outputs!r}. Give one, {{"u": LocalBlock()}}.'
         )
     each = [_with_dtype(output, at, dtypes) for at, output in enumerate(given.values())]
     return Outputs(tuple(each), tuple(given))

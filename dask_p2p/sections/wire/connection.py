@@ -64,7 +64,7 @@ class Connection:
     #: Headers and data of calls of all ranks that the peer made while this rank awaits a message.
     early: deque[tuple[bytes, memoryview]] = field(default_factory=deque)
     is_early: bool = False  # whether the data of the last one is incomplete
-    reads_ahead: bool = False  # whether a message may arrive while no exchange needs the connection
+    listens: bool = False  # whether it waits for messages, also while no exchange needs it
     sent_buffers: int = 0  # buffers of `sending` that were sent
 
     @property
@@ -72,7 +72,7 @@ class Connection:
         """Poll events that the connection waits for."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
-        is_reading = self.reads_ahead or not self.has_received
+        is_reading = not self.has_received or (self.listens and not self._stops)
         return sends | hears | (select.POLLIN if is_reading else 0)
 
     @property
@@ -125,17 +125,15 @@ class Connection:
     def receive_messages(self) -> None:
         """Receive messages without blocking, up to the header of a call of all ranks.
 
-        If the peer has yet to acknowledge a message, receive the data of the call as well: the
-        acknowledgement comes after it.
+        If the peer has yet to acknowledge a message, or to send its data, receive the data of the
+        call as well: the answer comes after it.
         """
         if self.receiving is None:
             self._begin_header()
-        self.reads_ahead = True
         while self.fill():
             if self._takes_frame() or self._ends_early():
                 continue
-            self.reads_ahead = bool(self.mailbox.unread)
-            if not self.reads_ahead:
+            if self._stops:
                 return
             header = bytes(self.header)
             payload = memoryview(bytearray(HEADER.unpack(header)[1]))
@@ -150,10 +148,20 @@ class Connection:
         return False
 
     @property
+    def _has_call(self) -> bool:
+        """Whether the header of a call of all ranks is complete."""
+        has_header = self.is_header and self.receiving is not None and not self.receiving
+        return has_header and not is_message(self.header)
+
+    @property
+    def _stops(self) -> bool:
+        """Whether messages cannot be received before the call of all ranks that is here."""
+        return self._has_call and not (self.mailbox.unread or self.mailbox.owed)
+
+    @property
     def call(self) -> str:
         """Text of the call of all ranks that the peer makes; "" if that is unknown."""
-        has_header = self.is_header and self.receiving is not None and not self.receiving
-        if not self.early and not (has_header and not is_message(self.header)):
+        if not self.early and not self._has_call:
             return ""
         header = self.early[0][0] if self.early else self.header
         text: bytes = HEADER.unpack(header)[2]

@@ -32,7 +32,7 @@ from dask_p2p.sections.wire.connection import (
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.endpoint import Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.point_to_point import PointToPoint
-from dask_p2p.sections.wire.polling import LostConnectionError, Polling
+from dask_p2p.sections.wire.polling import Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 
 # How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
@@ -283,18 +283,13 @@ class Connections(PointToPoint):
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
         waiting = self._waiting & self._connections.keys()
-        missing = self._waiting - waiting
+        missing = {*self._waiting, *self._unsent} - self._connections.keys()
         meets = self._is_finishing or bool(missing)
-        connections = {rank: self._connections[rank] for rank in waiting}
-        try:
-            found, ready = self._polling.wait(connections, missing if meets else None)
-        except LostConnectionError as exc:
-            raise self._broken(exc.rank, exc.why) from None
-        if not ready:
-            self._current.log_if_long(self._rank, len(self._peers), waiting | missing)
-        if self._is_woken:
-            self._check_awake()
-        return [*found, *(self._called(ready) if meets else [])]
+        has_messages = self.has_messages and not self._is_finishing
+        others = self._connections.keys() - waiting if has_messages else set()
+        found, ready = self._poll(waiting, others, missing if meets else None)
+        self._move_some(found & others)
+        return [*(found - others), *(self._called(ready) if meets else [])]
 
     def _check_awake(self) -> None:
         if self._is_woken:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any
 
@@ -33,6 +33,7 @@ class PointToPoint(ABC):
     _setup: ConnectionSetup
     _polling: Polling
     _current: CurrentWait
+    _waiting: set[int]
     _peers: Sequence[Any]
 
     def __init__(self) -> None:
@@ -40,6 +41,8 @@ class PointToPoint(ABC):
         self._unsent: dict[int, list[SentMessage]] = {}
         self._posted: dict[int, list[Receive]] = {}
         self._sent: dict[int, int] = {}  # number of messages, by rank
+        #: Whether messages have been sent or received. Calls of all ranks then move them as well.
+        self.has_messages = False
         self._waits = 0  # number of waits for messages so far
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
 
@@ -78,6 +81,7 @@ class PointToPoint(ABC):
     def send_message(self, rank: int, message: SentMessage) -> None:
         """Begin to send a message."""
         self.complete()
+        self.has_messages = True
         self._sent[rank] = self._sent.get(rank, 0) + 1
         self._post(rank, message)
 
@@ -92,6 +96,7 @@ class PointToPoint(ABC):
     def receive_message(self, rank: int, receive: Receive) -> None:
         """Begin to receive the next message of a rank."""
         self.complete()
+        self.has_messages = True
         connection = self._connection_to(rank)
         if connection is None:
             self._posted.setdefault(rank, []).append(receive)
@@ -114,7 +119,7 @@ class PointToPoint(ABC):
             if receive.is_complete:
                 return True
             connection = self._connections.get(rank)
-            if connection is not None and connection.call:
+            if receive.arrival is None and connection is not None and connection.call:
                 raise SectionError(
                     f"expected a message of rank {rank} for {call} of rank {self._rank}, but rank "
                     f"{rank} called {connection.call}. Let it call ctx.send(value, "
@@ -146,7 +151,7 @@ class PointToPoint(ABC):
                 if is_done():
                     break
             if attempts % _CHECK_EVERY == 0 or time.perf_counter() >= until_s:
-                self._move_all()
+                self._move_some([*self._connections])
                 if is_done():
                     break
                 if time.perf_counter() >= until_s:
@@ -155,9 +160,9 @@ class PointToPoint(ABC):
                     self._sleep(rank, inf if has_probed else PROBE_S)
         self._connections[rank].waited_s += time.perf_counter() - since_s
 
-    def _move_all(self) -> None:
-        for rank, connection in [*self._connections.items()]:
-            self._move(rank, connection)
+    def _move_some(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._move(rank, self._connections[rank])
 
     def _move(self, rank: int, connection: Connection) -> None:
         """Send and receive messages on a connection, without blocking."""
@@ -211,13 +216,29 @@ class PointToPoint(ABC):
     def _sleep(self, rank: int, most_s: float) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
+        _, ready = self._poll((), self._connections.keys(), missing, most_s)
+        self._called(ready)
+
+    def _poll(
+        self,
+        waiting: Collection[int],  # ranks with data of the current exchange
+        others: Collection[int],  # ranks that may send messages
+        missing: Collection[int] | None,
+        most_s: float = inf,
+    ) -> tuple[set[int], set[int]]:
+        """Wait until a connection is ready: see `Polling.wait`."""
+        connections = {rank: self._connections[rank] for rank in (*waiting, *others)}
+        for rank, connection in connections.items():
+            connection.listens = rank in others
         try:
-            _, ready = self._polling.wait(self._connections, missing, most_s)
+            found = self._polling.wait(connections, missing, most_s)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
-        self._current.log_if_long(self._rank, len(self._peers), [rank])
+        if not found[1]:
+            ranks = self._waiting or {*(self._awaited or ())[:1]}
+            self._current.log_if_long(self._rank, len(self._peers), ranks)
         self._check_awake()
-        self._called(ready)
+        return found
 
     def check_messages(self) -> None:
         """Raise `SectionError` if this rank has not received all messages of the other ranks."""

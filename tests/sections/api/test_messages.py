@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import threading
 
 import numpy as np
@@ -276,6 +277,52 @@ def test_ranks_that_wait_for_a_message_in_transit_get_it(monkeypatch):
     assert all(run_gang(grid(3), slow))
 
 
+def steps_of(seed, ranks):
+    """Return the calls of a random program: all ranks make the same ones."""
+    rng = random.Random(seed)
+    for number in range(60):
+        kind = rng.choice(["message"] * 5 + ["allreduce", "ring", "alltoall", "halo"])
+        source, dest = rng.randrange(ranks), rng.randrange(ranks)
+        yield number, kind, source, dest, rng.choice([0, 1, 20, 3000, 9000, 200_000])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs(path, ranks, seed):
+    """Messages that are waited for late, between other calls, all of them without a deadlock."""
+
+    def program(ctx):
+        rng, waits = random.Random(f"{seed} {ctx.rank}"), []
+        halo = ctx.with_halo(np.full(1, float(ctx.rank)), 1, "periodic")
+        right, left = ring(ctx)
+        for number, kind, source, dest, count in steps_of(seed, ranks):
+            value = np.full(count, number)
+            if kind == "message" and ctx.rank == source:
+                waits.append((ctx.isend(value, dest, number), None))
+            if kind == "message" and ctx.rank == dest:
+                waits.append((ctx.irecv(source, number), value))
+            if kind == "allreduce":
+                assert (ctx.allreduce(np.ones(count)) == ranks).all()
+            if kind == "ring":
+                assert (ctx.sendrecv(value + ctx.rank, right, left) == number + left).all()
+            if kind == "alltoall":
+                parts = ctx.alltoall([value + ctx.rank] * ranks)
+                assert all((part == number + rank).all() for rank, part in enumerate(parts))
+            if kind == "halo":
+                assert ctx.update_halo(halo).tolist() == [left, ctx.rank, right]
+            while waits and rng.random() < 0.3:
+                check(*waits.pop(rng.randrange(len(waits))))
+        for each in waits:
+            check(*each)
+        return True
+
+    def check(transfer, value):
+        found = transfer.wait()
+        assert value is None or (found == value).all()
+
+    assert all(run_gang(grid(ranks), program))
+
+
 def test_waits_end_with_the_attempt():
     arrived = threading.Event()
 
@@ -310,6 +357,10 @@ def test_a_rank_sends_to_itself(alone):
     alone.send(value, 0)
     value[:] = 1
     assert alone.recv(0).tolist() == [0, 0]
+    first, second = alone.irecv(0), alone.irecv(0)
+    alone.send(1, 0)
+    alone.send(2, 0)
+    assert (second.wait(), first.wait(), first.wait()) == (2, 1, 1)
     with pytest.raises(SectionError, match="expected a message of rank 0 to itself, got none"):
         alone.recv(0)
     alone.send(1, 0, tag=2)

@@ -49,6 +49,37 @@ def test_ranks_exchange_and_leave_nothing(client, ranks):
     nothing_is_left(client)
 
 
+def test_ranks_of_processes_send_messages(client):
+    """Values of all sizes, also read in the memory of another process."""
+
+    def around(ctx, x):
+        right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+        for count in (1, 1000, 20_000, 1_000_000):
+            own = {"x": np.full(count, ctx.rank), "y": (count, 0.5)}
+            ctx.send(own, right)
+            found = ctx.recv(left)
+            assert (found["x"] == left).all()
+            assert found["y"] == (count, 0.5)
+        total = ctx.allreduce(np.full(300_000, ctx.rank))
+        assert (total == sum(range(ctx.size))).all()
+        return x
+
+    for ranks in (2, 4):
+        assert (spmd(around, array(), ranks=ranks).compute() == X).all()
+    nothing_is_left(client)
+
+
+def test_ranks_that_wait_for_each_other_end(client):
+    def deadlock(ctx, x):
+        ctx.recv(1 - ctx.rank)
+        ctx.send(x, 1 - ctx.rank)
+        return x
+
+    with pytest.raises(SectionError, match=r"ranks wait for each other: rank . in recv\(source="):
+        spmd(deadlock, array(), ranks=2).compute()
+    nothing_is_left(client)
+
+
 def test_by_default_each_worker_has_a_rank(client):
     def size(ctx, x):
         return np.full_like(x, ctx.size)
