@@ -331,8 +331,21 @@ class Array:
         self.recorder.run(self._stream, "a kernel", fill, reads=arrays, writes=[new])
         return new
 
-    def astype(self, dtype):
+    def astype(self, dtype, copy=True):
+        if not copy and self.dtype == dtype:
+            return self
         return self.made(lambda values: values.astype(dtype))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None):
+        if out is None:
+            return self.made(lambda values: ufunc(*(getattr(x, "values", x) for x in inputs)))
+        (target,), given = out, [each.values for each in inputs]
+
+        def compute():
+            ufunc(*given, out=target.values)
+
+        self.recorder.run(self._stream, "a kernel", compute, reads=inputs, writes=[target])
+        return target
 
     def __imul__(self, factor):
         values = self.values

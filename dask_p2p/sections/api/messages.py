@@ -21,7 +21,7 @@ from dask_p2p.sections.api.transfers import (
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import Receive, sent_message
+from dask_p2p.sections.wire.mailbox import LEAST_READ_BYTES, Receive, sent_message
 from dask_p2p.types import Array
 
 
@@ -217,7 +217,8 @@ class Messaging:
             return Transfer(self)
         description, parts = encoded(value, self.device)
         connections = self._connections
-        may_read = self.reads_memory and not connections.is_on_other_host(dest)
+        is_large = self.reads_memory and sum(map(len, parts)) >= LEAST_READ_BYTES
+        may_read = is_large and not connections.is_on_other_host(dest)
         message = sent_message(tag, self.communicator, description, parts, may_read)
         connections.send_message(dest, message)
         return Sending(self, dest, message)

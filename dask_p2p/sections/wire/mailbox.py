@@ -214,14 +214,13 @@ def sent_message(
     communicator: int,
     description: bytes,  # shapes and dtypes of the value
     parts: Sequence[Any],  # bytes of its arrays
-    may_read: bool,  # whether the receiver may copy the value from this process's memory
+    has_address: bool,  # whether the receiver copies the value from this process's memory
 ) -> SentMessage:
     """Return a message that can be sent."""
-    length, size_bytes = len(description), sum(map(len, parts))
+    length = len(description)
     is_inline = length <= _ROOM_BYTES
     before = [] if is_inline else [description.ljust(_aligned(length), b"\0")]
     inline = description if is_inline else b""
-    has_address = may_read and size_bytes >= LEAST_READ_BYTES
     if has_address:
         own = [_PROOF.pack(os.getpid(), *process_memory.own_token())]
         own += [_PART.pack(_address(part), len(part)) for part in parts]

@@ -131,7 +131,10 @@ def test_each_rank_reduces_a_part_of_large_arrays():
     assert all(1.4 < times < 1.7 for times in run(4, received))
 
 
-def test_large_arrays_of_gpus(gpu):
+@pytest.mark.parametrize("least_bytes", [1 << 20, 0])
+def test_arrays_of_gpus(gpu, monkeypatch, least_bytes):
+    monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", least_bytes)
+
     def reduced(ctx):
         with ctx.device.running([]):
             found = ctx.allreduce(gpu.written(np.arange(3.0) + ctx.rank))
