@@ -33,6 +33,16 @@ def has_come(connections, rank):
     )
 
 
+def is_exchanging(connections):
+    """Return whether a rank is in a call of all ranks."""
+    return connections._found is not None
+
+
+def is_at_call(connections, rank):
+    """Return whether the header of a call of a rank has come."""
+    return rank in connections._connections and bool(connection_to(connections, rank).call)
+
+
 def disconnect(connections, rank):
     """End a connection, as if the process at one of its ends had died."""
     made = connection_to(connections, rank).socket

@@ -150,12 +150,12 @@ class Connections(PointToPoint):
         above, below = branch(*self.rank_and_size)
         near = {*self._connections, *self._unsent, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
-        self.check_messages()
         # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a
         # message up the tree after all its peers have answered.
         for to, sources in (([], below), (above, []), ([], above), (below, [])):
             receives = {each: bytearray() for each in sources}
             self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
+        self.check_messages()
 
     def begin(
         self,

@@ -13,11 +13,12 @@ from dask_p2p.sections import Context
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint, point_to_point
 from tests.sections import gangs
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere
 from tests.sections.wire.support import TCP
 from tests.simulation.streams import Array
 from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 LARGE = 700_000  # elements: more than sockets buffer
 
@@ -125,6 +126,31 @@ def test_a_call_of_all_ranks_may_be_ahead_of_a_message_of_another_rank(path):
     assert run_gang(grid(3), crossing) == [[0, 3, 6]] * 3
 
 
+def test_a_header_that_came_with_messages_is_not_waited_for(path):
+    """Rank 3 has that of rank 2 before it makes the call, and rank 0 connects after that."""
+    connections = {}
+
+    def late(ctx):
+        own = connections[ctx.rank] = connections_of(ctx)
+        if ctx.rank in (1, 2):
+            ctx.send(0, 3)
+        if ctx.rank == 1:
+            wait_until(lambda: 3 in connections and is_at_call(connections[3], 2))
+            ctx.send(1, 3)
+        if ctx.rank == 3:
+            assert [ctx.recv(1), ctx.recv(2), ctx.recv(1)] == [0, 0, 1]
+        if ctx.rank == 0:
+            wait_until(lambda: 3 in connections and is_exchanging(connections[3]))
+        ctx.barrier()
+        if ctx.rank == 3:
+            ctx.send(2, 2)  # until then rank 2 sends no more
+        if ctx.rank == 2:
+            assert ctx.recv(3) == 2
+        return 0 if ctx.rank else len(own.received)
+
+    assert run_gang(grid(4), late) == [3, 0, 0, 0]
+
+
 def test_a_value_may_change_after_send(path):
     def changing(ctx):
         other = 1 - ctx.rank
@@ -209,14 +235,14 @@ def test_messages_that_nobody_receives_are_refused():
         run_gang(grid(2), lost)
 
 
-@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0), (3, 2)])
 def test_a_begun_message_that_nobody_receives_is_refused(sender, receiver):
     def lost(ctx):
         if ctx.rank == sender:
             ctx.isend(1, receiver, tag=4)
 
     with pytest.raises(SectionError, match=f"expected rank {receiver} to receive all messages"):
-        run_gang(grid(2), lost)
+        run_gang(grid(4), lost)
 
 
 @pytest.mark.parametrize(("source", "waits"), [(0, 1), (1, 0), (2, 0), (0, 2)])
