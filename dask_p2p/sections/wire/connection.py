@@ -25,7 +25,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 __all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Connection", "RankAddress"]
 
-_MOST_BUFFERS = 256  # of one system call
+_MOST_BUFFERS = 256  # of one system call, which takes at most 1024
 
 
 class AttemptEndedError(P2PError):
@@ -218,24 +218,21 @@ class Connection:
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
-        while not self.has_received and ((self.early and self._has_early()) or self.fill()):
-            if self.early and self._has_early():
-                self._take_early(text, own, rank)
-            elif self.frame is not None or (self.is_header and is_message(self.header)):
-                self._takes_frame()
-            elif self.is_early:
-                self._ends_early()
-            elif self.is_header:
+        if self.early and not self.is_early:
+            self._take_early(text, own, rank)
+        while not self.has_received and self.fill():
+            if self.is_header and not is_message(self.header):
                 self._check_call(self.header, text, own, rank)
                 self._begin_payload()
+            elif self.is_header or self.frame is not None:
+                self._takes_frame()
+            elif self._ends_early():
+                self._take_early(text, own, rank)
             else:
                 self.has_received, self.receiving = True, None
         if self.sending:  # perhaps the answer to a message
             has_sent = self.send()
         return has_sent and self.has_received
-
-    def _has_early(self) -> bool:
-        return len(self.early) > self.is_early
 
     def _take_early(self, text: bytes, own: int, rank: int) -> None:
         """Complete an exchange whose data has come early."""
@@ -251,8 +248,12 @@ class Connection:
         """Send without blocking; return whether everything has been sent."""
         while self.sending:
             try:
-                few = len(self.sending) <= _MOST_BUFFERS
-                sent = self.socket.sendmsg(self.sending if few else self.sending[:_MOST_BUFFERS])
+                some = (
+                    self.sending
+                    if len(self.sending) < _MOST_BUFFERS
+                    else self.sending[:_MOST_BUFFERS]
+                )
+                sent = self.socket.sendmsg(some)
             except BlockingIOError:
                 return False
             while self.sending and sent >= len(self.sending[0]):

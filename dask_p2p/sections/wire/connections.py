@@ -170,7 +170,7 @@ class Connections(PointToPoint):
         `in_background`, a thread completes the transfers that the sockets do not complete
         immediately.
         """
-        if self._failure or self._found is not None:
+        if self._found is not None or self._failure:
             self.complete()
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
@@ -261,8 +261,7 @@ class Connections(PointToPoint):
                 connection.begin_to_send(self._current.text, self._sends[rank])
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
-            if (connection.early or not connection.receiving) and connection.call:
-                # Its header has come with a message.
+            if connection.receiving is not None and connection.call:  # it has come with a message
                 is_done = connection.advance(self._current.text, self._rank, rank)
             else:
                 is_done = connection.send() and connection.has_received

@@ -33,6 +33,7 @@ LEAST_READ_BYTES = 1 << 16
 # Kinds of frames. The texts of calls begin with other characters.
 _VALUE, _ADDRESS, _HAS_READ, _CANNOT_READ, _DATA, _PROBE = range(1, 7)
 _LAST_KIND = _PROBE
+_KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
 _LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
 _ROOM_BYTES = TEXT_BYTES - _LABEL.size
 _PROOF = struct.Struct(f"<QQ{process_memory.TOKEN_BYTES}s")  # process, its token's address, token
@@ -204,9 +205,9 @@ class Frame:
         return self.receive.memory_for(self.arrival.description, size_bytes)
 
 
-def is_message(header: Any) -> bool:
+def is_message(header: bytes | memoryview) -> bool:
     """Return whether a header is that of a message, and not that of a call of all ranks."""
-    return bool(0 < header[HEADER.size - TEXT_BYTES] <= _LAST_KIND)
+    return 0 < header[_KIND_AT] <= _LAST_KIND
 
 
 def sent_message(
