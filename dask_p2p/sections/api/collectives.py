@@ -10,11 +10,11 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.messages import Messaging
 from dask_p2p.sections.api.reductions import check_op, combined, is_elementwise, prepared
-from dask_p2p.sections.api.transfers import CALL_TAGS
 from dask_p2p.sections.exchange.device import check_not_masked
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
+from dask_p2p.sections.wire.mailbox import CALL_TAGS
 from dask_p2p.types import Array
 
 #: Size of arrays that ranks reduce in parts: each rank one part, which it sends to the others.

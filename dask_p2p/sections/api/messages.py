@@ -11,8 +11,6 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.transfers import (
-    CALL_TAGS,
-    MOST_TAG,
     FromItself,
     Receiving,
     Sending,
@@ -21,7 +19,13 @@ from dask_p2p.sections.api.transfers import (
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import LEAST_READ_BYTES, Receive, sent_message
+from dask_p2p.sections.wire.mailbox import (
+    CALL_TAGS,
+    LEAST_READ_BYTES,
+    MOST_TAG,
+    Receive,
+    sent_message,
+)
 from dask_p2p.types import Array
 
 

@@ -6,22 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.sections.exchange.values import decoded
-from dask_p2p.sections.wire.mailbox import Receive, SentMessage
+from dask_p2p.sections.wire.mailbox import CALL_NAMES, Receive, SentMessage
 
 if TYPE_CHECKING:
     from dask_p2p.sections.api.messages import Messaging
-
-#: Limit of the tags that users give.
-MOST_TAG = 2**32
-# Tags of calls that consist of messages, by name.
-CALL_TAGS = {
-    "alltoall()": MOST_TAG,
-    "gather(ragged=True)": MOST_TAG + 1,
-    "allgather(ragged=True)": MOST_TAG + 2,
-    "scatter()": MOST_TAG + 3,
-    "bcast()": MOST_TAG + 4,
-}
-_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 
 
 class Transfer:
@@ -134,4 +122,4 @@ def _check_tag(wanted: int, found: int, source: int, rank: int) -> None:
 
 
 def _call_of(tag: int, otherwise: str) -> str:
-    return _NAMES.get(tag, otherwise)
+    return CALL_NAMES.get(tag, otherwise)

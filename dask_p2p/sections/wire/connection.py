@@ -149,13 +149,13 @@ class Connection:
 
     @property
     def _has_call(self) -> bool:
-        """Whether the header of a call of all ranks is complete."""
+        """True if the header of a call of all ranks is complete."""
         has_header = self.is_header and self.receiving is not None and not self.receiving
         return has_header and not is_message(self.header)
 
     @property
     def _stops(self) -> bool:
-        """Whether messages cannot be received before the call of all ranks that is here."""
+        """True if a call of all ranks is here, and no answer of the peer comes after it."""
         return self._has_call and not (self.mailbox.unread or self.mailbox.owed)
 
     @property

@@ -26,6 +26,17 @@ from dask_p2p.types import Array
 
 TEXT_BYTES = 240
 HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, payload size in bytes, text of the call
+#: Limit of the tags that users give.
+MOST_TAG = 2**32
+#: Tags of calls that consist of messages, by name.
+CALL_TAGS = {
+    "alltoall()": MOST_TAG,
+    "gather(ragged=True)": MOST_TAG + 1,
+    "allgather(ragged=True)": MOST_TAG + 2,
+    "scatter()": MOST_TAG + 3,
+    "bcast()": MOST_TAG + 4,
+}
+CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.
 ALIGNMENT = 16
 #: Size of the smallest value that a rank of the same host copies from the sender's memory.
@@ -181,10 +192,12 @@ class Mailbox:
     def check_read(self, rank: int, peer: int) -> None:
         """Raise `SectionError` if the function has not received all messages."""
         if self.arrived:
+            tag = self.arrived[0].tag
+            sent = CALL_NAMES.get(tag, f"send(dest={rank}, tag={tag})")
             raise SectionError(
                 f"expected rank {rank} to receive all messages, but its function returned before "
-                f"it received {len(self.arrived)} of rank {peer}, the first with tag "
-                f"{self.arrived[0].tag}. Call ctx.recv(source={peer}) for each of them."
+                f"it received {len(self.arrived)} of rank {peer}, the first by {sent}. Receive "
+                f"each message, and make calls of all ranks on all of them."
             )
 
 

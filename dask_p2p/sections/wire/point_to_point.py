@@ -122,8 +122,8 @@ class PointToPoint(ABC):
             if receive.arrival is None and connection is not None and connection.call:
                 raise SectionError(
                     f"expected a message of rank {rank} for {call} of rank {self._rank}, but rank "
-                    f"{rank} called {connection.call}. Let it call ctx.send(value, "
-                    f"dest={self._rank}) before."
+                    f"{rank} called {connection.call}. Let it send first, ctx.send(value, "
+                    f"dest={self._rank}), and make the other calls in the same order on all ranks."
                 )
             return False
 
