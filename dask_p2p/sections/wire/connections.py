@@ -290,11 +290,6 @@ class Connections(PointToPoint):
         self._move_some(found & others)
         return [*(found - others), *(self._called(ready) if meets else [])]
 
-    def _check_awake(self) -> None:
-        if self._is_woken:
-            self._setup.bell.ring()  # so that the next wait ends, too
-            raise AttemptEndedError("the attempt has ended")
-
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
         return AttemptEndedError(self._failure)

@@ -30,6 +30,7 @@ class PointToPoint(ABC):
     _connections: dict[int, Connection]  # by rank
     _spin_s: float
     _failure: str
+    _is_woken: bool
     _setup: ConnectionSetup
     _polling: Polling
     _current: CurrentWait
@@ -54,9 +55,6 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def _broken(self, rank: int, why: object) -> AttemptEndedError: ...
-
-    @abstractmethod
-    def _check_awake(self) -> None: ...
 
     @abstractmethod
     def complete(self) -> None:
@@ -239,6 +237,11 @@ class PointToPoint(ABC):
             self._current.log_if_long(self._rank, len(self._peers), ranks)
         self._check_awake()
         return found
+
+    def _check_awake(self) -> None:
+        if self._is_woken:
+            self._setup.bell.ring()  # so that the next wait ends, too
+            raise AttemptEndedError("the attempt has ended")
 
     def check_messages(self) -> None:
         """Raise `SectionError` if this rank has not received all messages of the other ranks."""
