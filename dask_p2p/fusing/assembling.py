@@ -29,8 +29,7 @@ class Assembling:
         self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
-        # By block, and by number of the source: regions that NumPy cannot copy into the block.
-        self._others: dict[Key, dict[int, Sequence[Any]]] = {}
+        self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
 
     def plan(self, block: AssembledBlock) -> BlockPlan:
         """Return the plan of a block, kept for equal blocks of later layers while there is room."""

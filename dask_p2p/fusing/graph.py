@@ -46,6 +46,7 @@ class Choice:
     programs: Sequence[Program] = ()
     error: FuseError | UnsupportedArrayError | None = None  # why Dask runs it
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
+    is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
 
     def __str__(self) -> str:
         if self.error is not None:
@@ -75,7 +76,7 @@ def choice_of(
     outputs = tuple(key for key in read.tasks.outputs[0] if key in read.tasks.nodes)
     read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
     if not outputs:
-        return Choice(read)
+        return Choice(read, is_known=bool(known.tasks) and not after)
     try:
         check_tasks(read)
         check_annotations(annotations, read.tasks)
@@ -94,9 +95,9 @@ def choice_of(
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     """Return the graph that Dask runs: that of a gang, or the same one by Dask's own tasks."""
-    if not choice.programs:
-        return optimize(graph, keys)
     read = choice.read
+    if not choice.programs:
+        return optimize(dict(read.kept) if choice.is_known else graph, keys)
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
     gang = fused_gang(read.tasks, choice.programs, names, None, options)
     layers = {

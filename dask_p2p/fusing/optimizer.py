@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pickle import PicklingError
 from typing import Any
@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import dask
 from dask.array.optimization import optimize
+from dask.core import flatten
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
@@ -72,7 +73,7 @@ class AtScheduler:
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
             return self._refused(graph, keys, FuseError(_NO_PLUGIN))
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
-        known = _known(graph, scheduler)
+        known = _known(graph, {*flatten([keys])}, scheduler)
         choice = choice_of(graph, keys, cluster, self.options, known, self.is_auto)
         if choice.error is not None:
             return self._refused(graph, keys, choice.error)
@@ -155,10 +156,17 @@ def _scheduler(identity: str) -> Any:
     return next((each for each in Scheduler._instances if str(each.id) == identity), None)
 
 
-def _known(graph: Any, scheduler: Any) -> Known:
-    """Return the tasks of a graph that the scheduler has, with all that these read."""
-    stack = [key for key, task in graph.items() if not _is_future(task)]
-    stack = [key for key in stack if _is_known(scheduler.tasks.get(key))]
+def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
+    """Return the tasks of a graph that the scheduler has, with all that these read.
+
+    A task that is about to be forgotten counts if it has the key of an output: the scheduler would
+    keep its dependencies.
+    """
+    stack = [
+        key
+        for key, task in graph.items()
+        if not _is_future(task) and _is_known(scheduler.tasks.get(key), key in outputs)
+    ]
     tasks: dict[Key, Any] = {}
     while stack:
         key = stack.pop()
@@ -174,5 +182,7 @@ def _is_future(task: Any) -> bool:
     return type(task).__name__ == "Future"
 
 
-def _is_known(state: Any) -> bool:
-    return state is not None and state.run_spec is not None and state.state not in _GONE
+def _is_known(state: Any, is_output: bool) -> bool:
+    if state is None or state.run_spec is None:
+        return False
+    return is_output or state.state not in _GONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -55,5 +56,20 @@ def test_an_output_that_is_lost_is_made_again(client):
         victim = next(iter(client.who_has(y).values()))[0]
         client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
         assert np.array_equal(result_of(client, client.compute(y)), values.T + 1)
+    del y
+    nothing_is_left(client)
+
+
+def test_an_output_of_the_option_that_is_lost_is_made_again(client):
+    client.wait_for_workers(2)
+    x = da.random.default_rng(0).normal(size=(32, 16), chunks=(4, 16))
+    y = smoothed(x, 8)
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": "on"}):
+        y = client.persist(y)
+    wait(y)
+    victim = next(iter(client.who_has(y).values()))[0]
+    client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
+    assert result_of(client, client.compute(y)).tobytes() == expected.tobytes()
     del y
     nothing_is_left(client)

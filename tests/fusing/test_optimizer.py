@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -12,8 +13,9 @@ from distributed import Client, LocalCluster, wait
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError
-from dask_p2p.fusing.optimizer import AtScheduler, cluster_of, optimizer_for
+from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
 from tests.fusing.support import generated, smooth
+from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2}
@@ -55,6 +57,33 @@ def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, wa
         np.testing.assert_array_equal(total.compute(), total.compute(scheduler="sync"))
     np.testing.assert_array_equal(again[0].compute(), expected)
     assert not [text for text in warnings if "run_spec" in text]
+
+
+def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
+    y = stencils(made())
+    expected = y.compute(scheduler="sync")
+    for _ in range(5):
+        np.testing.assert_array_equal(y.compute(), expected)
+        with dask.config.set({"p2p.fuse": "on"}):
+            got = client.persist(y)
+        wait(got, timeout=BOUND_S)
+        np.testing.assert_array_equal(got.compute(), expected)
+        del got
+        nothing_is_left(client)
+    assert not [text for text in warnings if "run_spec" in text]
+
+
+@pytest.mark.parametrize(("state", "known"), [("released", "b"), ("memory", "ab")])
+def test_tasks_that_count_as_known(state, known):
+    tasks = {
+        key: SimpleNamespace(
+            key=key, run_spec=key.upper(), state=state, dependencies=(), nbytes=8 * len(key)
+        )
+        for key in "ab"
+    }
+    found = _known({"a": 1, "b": 2, "c": 3}, {"b"}, SimpleNamespace(tasks=tasks))
+    assert found.tasks == {key: key.upper() for key in known}
+    assert found.sizes_bytes == {"a": 8, "b": 8}
 
 
 def test_one_function_for_all_arrays(client):

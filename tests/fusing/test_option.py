@@ -83,6 +83,20 @@ def test_one_gang_computes_several_collections(client, gangs):
         assert same_bits(on_workers, other)
 
 
+def test_datasets_of_xarray(client, gangs):
+    xr = pytest.importorskip("xarray")
+    y = stencils(array())
+    data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y.sum(axis=1))})
+    expected = data.compute()
+    with dask.config.set({"p2p.fuse": "auto"}):
+        got, on_workers = data.compute(), data.persist()
+        wait(on_workers)
+    assert len(gangs) == 2
+    for each in (got, on_workers.compute()):
+        assert same_bits(each.a.data, expected.a.data)
+        assert same_bits(each.b.data, expected.b.data)
+
+
 def test_futures_and_delayed_values(client):
     x = array()
     y, total = stencils(x), dask.delayed(np.sum)(stencils(x))
