@@ -63,7 +63,7 @@ class RankReport:
 
 
 def stalled(client: Client | None = None, after: str | float = "10 s") -> list[RankReport]:
-    """Return the state of all ranks of sections in which a rank waits for others for long.
+    """Return the state of all ranks of stalled sections: a rank waits for others for long.
 
     Parameters
     ----------

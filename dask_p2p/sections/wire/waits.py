@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class CurrentWait:
     """The newest exchange of a rank, and the time since which it waits for it."""
 
-    def __init__(self, timeout_s: float) -> None:  # wait after which a line is logged
+    def __init__(self, timeout_s: float) -> None:  # longest wait without a line in the log
         self._timeout_s = timeout_s
         self.text = b""  # text of the exchange's call
         self.since_s = inf  # when the wait began; infinite while transfers are in the background
