@@ -48,7 +48,8 @@ class Stores:
     ) -> None:
         self._specs, self._ctx, self._local = specs, ctx, local
         self._scalars, self._series, self._steps = scalars, series, steps
-        self._groups: list[Any] = []  # of frames
+        # Of frames; and whether ranks share chunks, and write in turn.
+        self._groups: list[tuple[Any, bool]] = []
         checkpoint = specs.checkpoint
         self._period = Period(None if checkpoint is None else checkpoint.every)
 
@@ -60,7 +61,8 @@ class Stores:
         for save in self._specs.saves:
             path = Path(save.path)
             self._together(path, partial(self._open, path, save, first))
-            self._groups.append(self._group(path))
+            group = self._group(path)
+            self._groups.append((group, self._shares_chunks(group, save)))
         return first
 
     def is_due(self, step: int) -> bool:
@@ -75,9 +77,9 @@ class Stores:
 
         The run ends by `max_time` if it `is_last`: then a checkpoint is due.
         """
-        for save, group in zip(self._specs.saves, self._groups, strict=True):
+        for save, (group, in_turn) in zip(self._specs.saves, self._groups, strict=True):
             if step % save.every == 0:
-                self._write_frame(save, group, step)
+                self._write_frame(save, group, in_turn, step)
         checkpoint = self._specs.checkpoint
         if checkpoint is None:
             return
@@ -125,8 +127,30 @@ class Stores:
                 group[name].resize((frames, *group[name].shape[1:]))
         group.attrs.update({"frames": done, "steps": done * save.every})
 
-    def _write_frame(self, save: Save, group: Any, step: int) -> None:
+    def _shares_chunks(self, group: Any, save: Save) -> bool:
+        """Return whether two ranks have parts of one chunk: an earlier run had other chunks."""
+        fields = [self._local.fields.get(name) for name in save.fields or ()]
+        is_shared = any(
+            start % chunk or (stop % chunk and stop != length)
+            for field in fields
+            if field is not None
+            for (start, stop), length, chunk in zip(
+                field.box, field.shape, group[field.spec.name].chunks[1:], strict=True
+            )
+        )
+        return bool(self._ctx.allreduce(int(is_shared), "max"))
+
+    def _write_frame(self, save: Save, group: Any, in_turn: bool, step: int) -> None:
         number = step // save.every - 1
+        for rank in range(self._ctx.size if in_turn else 1):
+            if not in_turn or rank == self._ctx.rank:
+                self._write_own(save, group, number)
+            self._ctx.barrier()
+        attributes = {"frames": number + 1, "steps": step}
+        self._together(Path(save.path), lambda: group.attrs.update(attributes))
+
+    def _write_own(self, save: Save, group: Any, number: int) -> None:
+        """Write this rank's part of a frame."""
         for name in save.fields or ():
             with _explained(Path(save.path)):
                 if name not in self._scalars.values:
@@ -134,9 +158,6 @@ class Stores:
                     group[name][(number, *box_slices(self._local.fields[name].box))] = block
                 elif self._ctx.rank == 0:
                     group[name][number] = self._scalars.values[name]
-        attributes = {"frames": number + 1, "steps": step}
-        self._ctx.barrier()
-        self._together(Path(save.path), lambda: group.attrs.update(attributes))
 
     def _create(self, group: Any, shapes: Mapping[str, Any], frames: int | None = None) -> None:
         """Create arrays in a group, with an axis of frames if their number is given."""

@@ -89,6 +89,18 @@ def noting(u, v, at, folder):
     return react(u, v)
 
 
+def test_ranks_that_share_chunks_of_a_store_write_in_turn(client, tmp_path):
+    """An earlier run with one rank has made chunks that are wider than a local block."""
+    stores = {"save": Save(tmp_path / "frames", 1), "checkpoint": Checkpoint(tmp_path / "at", 1)}
+    dask.compute(iterate(react, fields((24, 20)), 1, 2, ranks=1, **stores))
+    dask.compute(iterate(react, fields((6, 10)), 1, 40, ranks=4, **stores))
+    group, wanted = zarr.open(tmp_path / "frames", mode="r"), states(40)
+    assert group["u"].chunks == (1, 24, 20)
+    for name in "uv":
+        for frame in range(40):
+            assert np.array_equal(group[name][frame], wanted[frame + 1][name]), (name, frame)
+
+
 def test_levels_and_dtypes_come_back(client, tmp_path):
     def step(w, count):
         now, before = w
