@@ -162,7 +162,9 @@ def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) 
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--program", "names", multiple=True, type=click.Choice([*PROGRAMS]), default=PROGRAMS)
+@click.option(
+    "--program", "names", multiple=True, type=click.Choice([*PROGRAMS]), default=[*PROGRAMS]
+)
 @click.option("--workers", default=4, help="Workers, with one thread each.")
 @click.option("--blocks", multiple=True, type=int, default=(1, 8), help="Blocks a worker.")
 @click.option("--kib", "sizes", multiple=True, type=int, default=(64,), help="Size of a block.")
