@@ -188,13 +188,6 @@ class HaloLayout:
             data[dst] = value
 
 
-def fill_ends(halo_arrays: Sequence[HaloArray]) -> None:
-    """Call the functions that fill halos beyond the ends of the array."""
-    for each in halo_arrays:
-        if each.layout.ends:
-            each.layout.ends.fill(each.data)
-
-
 class HaloExchange:
     """Fills the halos of one or several local blocks, repeatedly: one message a neighbour."""
 
@@ -241,7 +234,7 @@ class HaloExchange:
         if end is not None:
             end()
         for layout, data in zip(layouts, arrays, strict=True):
-            if layout.ends:
+            if layout.ends is not None:
                 layout.ends.fill(data)
 
     def can_put(self) -> bool:
@@ -253,7 +246,9 @@ class HaloExchange:
         for each in halo_arrays:
             each.layout.fill(each.data)
         self._moved.put([each.data for each in halo_arrays])
-        fill_ends(halo_arrays)
+        for each in halo_arrays:
+            if each.layout.ends is not None:
+                each.layout.ends.fill(each.data)
 
 
 class Pending:
@@ -284,10 +279,11 @@ class Pending:
         if self._results is None:
             if self._end is not None:
                 self._end()
-            fill_ends(self._halo_arrays)
             made, results = self._made, []
             for each in self._halo_arrays:
                 each.layout.is_in_flight = False
+                if each.layout.ends is not None:
+                    each.layout.ends.fill(each.data)
                 results.append(each.data if made is None else made(each))
             self._results = results
         return self._results[0] if len(self._results) == 1 else tuple(self._results)

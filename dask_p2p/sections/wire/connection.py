@@ -106,7 +106,7 @@ class Connection:
         """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
         self.has_received = False
         if self.receiving is None:  # otherwise the header is here, or a message is in transit
-            self._begin_header()
+            self.receiving, self.is_header = self.header, True
         self.payload = payload = None if into is None else _bytes_of(into)
         if channel := self.channel_for(payload):
             channel.receive(payload)
@@ -226,7 +226,7 @@ class Connection:
                 self._begin_payload()
             elif self.is_header or self.frame is not None:
                 self._takes_frame()
-            elif self._ends_early():
+            elif self.is_early and self._ends_early():
                 self._take_early(text, own, rank)
             else:
                 self.has_received, self.receiving = True, None

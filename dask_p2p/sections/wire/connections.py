@@ -261,7 +261,9 @@ class Connections(PointToPoint):
                 connection.begin_to_send(self._current.text, self._sends[rank])
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
-            if connection.receiving is not None and connection.call:  # it has come with a message
+            receiving = connection.receiving
+            if (connection.early or not receiving) and receiving is not None and connection.call:
+                # Its header has come with a message.
                 is_done = connection.advance(self._current.text, self._rank, rank)
             else:
                 is_done = connection.send() and connection.has_received
