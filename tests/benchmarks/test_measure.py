@@ -91,9 +91,11 @@ def test_least_bytes_follow_from_the_places(client):
     assert least_bytes(client, x, CASE.plan(y), y) == 3 * 50 * 120 * 4
     # Wherever its blocks were made, each worker would lack three quarters of each.
     assert least_bytes(client, x, CASE.plan(y)) == 3 / 4 * CASE.size_bytes
+    client.amm.stop()  # it would drop the replicas again, every two seconds
     client.replicate(x)
     assert least_bytes(client, x, CASE.plan(y)) == 0
     assert least_bytes(client, x, CASE.plan(y), y) == 0
+    client.amm.start()
 
 
 @pytest.mark.parametrize("method", ["tasks", "p2p"])
