@@ -48,7 +48,7 @@ class Stores:
     ) -> None:
         self._specs, self._ctx, self._local = specs, ctx, local
         self._scalars, self._series, self._steps = scalars, series, steps
-        # Of frames; and whether ranks share chunks, and write in turn.
+        # Groups of frames, and whether ranks share their chunks and write in turn.
         self._groups: list[tuple[Any, bool]] = []
         checkpoint = specs.checkpoint
         self._period = Period(None if checkpoint is None else checkpoint.every)
