@@ -178,8 +178,24 @@ class Rows(Output):
         return [ctx.device.block(own, self.dtype)]
 
 
+class _OfExample(Output):
+    """An output of NumPy values that are like an example."""
+
+    example: Any
+    is_numpy = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "example", _checked_example(self.example))
+
+    @property
+    def dtype(self) -> DType:
+        """Data type of the values."""
+        found: DType = self.example.dtype
+        return found
+
+
 @dataclass(frozen=True)
-class PerRank(Output):
+class PerRank(_OfExample):
     """An array with one value of each rank, along a new first axis.
 
     Parameters
@@ -194,16 +210,6 @@ class PerRank(Output):
     """
 
     example: Any
-    is_numpy = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "example", _checked_example(self.example))
-
-    @property
-    def dtype(self) -> DType:
-        """Data type of the values."""
-        found: DType = self.example.dtype
-        return found
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return ((1,) * ranks.size, *((length,) for length in self.example.shape))
@@ -216,7 +222,7 @@ class PerRank(Output):
 
 
 @dataclass(frozen=True)
-class Same(Output):
+class Same(_OfExample):
     """One value that all ranks have: that of rank 0.
 
     Parameters
@@ -231,16 +237,6 @@ class Same(Output):
     """
 
     example: Any
-    is_numpy = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "example", _checked_example(self.example))
-
-    @property
-    def dtype(self) -> DType:
-        """Data type of the value."""
-        found: DType = self.example.dtype
-        return found
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return tuple((length,) for length in self.example.shape)
