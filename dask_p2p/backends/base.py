@@ -89,7 +89,7 @@ class Backend(ABC):
         dtype: DType,  # dtype of the block
         options: Options,  # options of the task
         where: str,  # name of the worker in errors and warnings
-        warn: Callable[[str], None] | None,  # warns the user; None: a Python warning
+        warn: Callable[[str], None],  # warns the user
         *,
         leave_bandwidth: bool = False,  # see `queue`
     ) -> Queue:

@@ -74,7 +74,7 @@ class NumpyBackend(Backend):
         dtype: DType,
         options: Options,
         where: str,
-        warn: Callable[[str], None] | None,
+        warn: Callable[[str], None],
         *,
         leave_bandwidth: bool = False,
     ) -> HostQueue:

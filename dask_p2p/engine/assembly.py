@@ -99,7 +99,7 @@ class Assembly:
         plan: BlockPlan,  # pieces of the block
         output: OutputSpec,  # properties that all blocks of the output share
         blocks: Sequence[Any],  # by source: an array of this worker, or a reference
-        context: TaskContext | None = None,  # the worker's; required if `blocks` has references
+        context: TaskContext,  # the worker's
         start_s: float | None = None,  # task's start by the performance counter; None: now
     ) -> None:
         self.plan = plan
@@ -125,9 +125,7 @@ class Assembly:
         self._out: Any = None
 
     def _is_remote(self, block: Any) -> bool:
-        return isinstance(block, BlockRef) and (
-            self.context is None or self.context.address not in block.holders
-        )
+        return isinstance(block, BlockRef) and self.context.address not in block.holders
 
     def key(self, source_number: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -151,13 +149,12 @@ class Assembly:
             with device_work(), device_of(*(local := self.local.in_memory()).values()):
                 kind = self._kind(local)
                 self._input_bytes = self.local.needed_bytes(local, kind)
-                if self.context is not None:
-                    need = self._need(kind)
-                    limit_bytes = self.context.memory_below(need.peak_bytes, kind)
-                    need.check(limit_bytes, "a block", self._where, self._remedy)
+                need = self._need(kind)
+                limit_bytes = self.context.memory_below(need.peak_bytes, kind)
+                need.check(limit_bytes, "a block", self._where, self._remedy)
                 if self.plan.is_copy and local and self.output.epilogue is None:
                     return local[0]
-                if self._remote and self.context is not None:
+                if self._remote:
                     # Other workers will read this worker's blocks in the same exchange.
                     published = {self.key(number): block for number, block in local.items()}
                     self.context.publish(published, kind, self.options)
@@ -192,13 +189,13 @@ class Assembly:
             remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
             same-host lane        read place  read place        read place        read place ...
         """
-        dtype, context = self.output.dtype, self.context
+        dtype = self.output.dtype
         queue = backend_named(kind).queue_for(
             prod(self.plan.shape) * dtype.itemsize,
             dtype,
             self.options,
             self._where,
-            None if context is None else context.warn,
+            self.context.warn,
             leave_bandwidth=bool(self._remote),
         )
         try:
@@ -237,10 +234,7 @@ class Assembly:
     def _target(self, queue: Queue) -> Any:
         """Return the output, which is allocated late, while the first parts are in transfer."""
         if self._out is None:
-            like, context = (self.plan.shape, self.output.dtype), self.context
-            self._out = (
-                queue.empty(*like) if context is None else context.empty_output(*like, queue)
-            )
+            self._out = self.context.empty_output(self.plan.shape, self.output.dtype, queue)
         return self._out
 
     def _need(self, kind: Kind) -> MemoryNeed:

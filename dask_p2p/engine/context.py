@@ -11,24 +11,31 @@ from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
-from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 
 def where_is(worker: Any) -> str:
-    """Return the name of a worker (or its context) in errors. None: a process without a worker."""
-    return "this process" if worker is None else f"worker {worker.address}"
+    """Return the name of a worker (or of a task's context) in errors."""
+    address = getattr(worker, "address", "")
+    return f"worker {address}" if address else "this process"
 
 
-class TaskContext(WorkerContext, Protocol):
+class TaskContext(Protocol):
     """The worker of a task, as tasks use it."""
 
-    router: Router
+    address: str  # address of the worker; "" on a thread scheduler
     running: dict[Any, Callable[[], TaskRecord]]  # by key of a running task: its record so far
 
-    def holds(self, key: Key) -> bool:
-        """Return whether the worker has a block, in memory or spilled."""
+    @property
+    def router(self) -> Router:
+        """The routes to other workers."""
+
+    def transport(self, name: str) -> Any:
+        """Return the transport with this name; None if the worker has none."""
+
+    def block(self, key: Key) -> Any:
+        """Return a block, as `WorkerContext.block` does."""
 
     def in_memory(self, key: Key) -> Any:
         """Return a block in memory. Raises `KeyError` if the block is spilled or not here."""
@@ -72,7 +79,7 @@ class TaskContext(WorkerContext, Protocol):
 
 @contextmanager
 def recorded(
-    context: TaskContext | None,  # None: the attempt is not recorded
+    context: TaskContext,
     key: Key,  # key of the task
     record: Callable[..., TaskRecord],  # returns the record so far, with additional fields
     errors: type[BaseException] = Exception,  # other exceptions leave no record
@@ -83,9 +90,6 @@ def recorded(
     other threads call ``record(is_running=True)``.
     """
     fields: dict[str, Any] = {}
-    if context is None:
-        yield fields
-        return
     context.running[key] = partial(record, is_running=True)
     try:
         yield fields

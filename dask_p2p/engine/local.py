@@ -41,7 +41,7 @@ class HeldBlocks:
         keys: Sequence[Key],  # keys of the plan's sources
         dtype: DType,  # dtype of the input blocks
         options: Options,  # the task's
-        context: TaskContext | None,  # the worker's; required if blocks are references
+        context: TaskContext,  # the worker's
     ) -> None:
         self._plan, self._keys, self._dtype, self._context = plan, keys, dtype, context
         self._any_stream = options.any_producer_stream
@@ -64,7 +64,6 @@ class HeldBlocks:
             if not isinstance(given, BlockRef):
                 found[number] = self.blocks[number] = self._checked(number, given)
                 continue
-            assert self._context is not None, "references are only made with the plugin"
             try:
                 found[number] = self._checked(number, self._context.in_memory(given.key))
             except KeyError:  # spilled or released
@@ -75,7 +74,6 @@ class HeldBlocks:
         """Return the known kinds of the blocks, each with the number of one block of this kind."""
         kinds = {backend_for(block).name: number for number, block in in_memory.items()}
         for number in self.blocks.keys() - in_memory.keys():
-            assert self._context is not None
             kind = self._context.kind_of(self._keys[number])
             if kind is not None:
                 kinds.setdefault(kind, number)
@@ -146,7 +144,6 @@ class HeldBlocks:
         """Return a block from memory or from disk. A spilled block stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
-            assert self._context is not None
             try:
                 block = self._context.block(key)
             except KeyError:

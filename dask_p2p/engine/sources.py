@@ -26,7 +26,7 @@ class RemoteSources:
     plan: BlockPlan  # pieces of the output block
     dtype: DType  # dtype of the input blocks
     options: Options  # the task's
-    context: TaskContext | None  # the worker's; required if there are remote blocks
+    context: TaskContext  # the worker's
     start_s: float = 0.0  # start of the task, by the performance counter
     #: Records of the completed reads, in the order of their confirmation.
     stages: list[Stage] = field(default_factory=list)
@@ -44,7 +44,6 @@ class RemoteSources:
         """Return the remote sources in stage order, for reading one after another."""
         if not refs:
             return []
-        assert self.context is not None, "references are only made on workers with the plugin"
         own_address = self.context.address
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece in self.plan.pieces:
@@ -76,7 +75,6 @@ class RemoteSources:
         """
         if len(holders) == 1:
             return holders
-        assert self.context is not None
         here, router = self.context.address, self.context.router
         hosts = router.hosts([here, *holders])
         silent = {h: router.silences.is_silent(h, self.start_s, self.options) for h in holders}
@@ -85,7 +83,6 @@ class RemoteSources:
 
     def begin(self, sources: list[RemoteSource], kind: Kind) -> Fetch | None:
         """Start the read of sources with a common route. Return None if the transport fails."""
-        assert self.context is not None
         route, silences = sources[0].route, self.context.router.silences
         try:
             self._check_silence(route)
@@ -104,7 +101,6 @@ class RemoteSources:
 
     def _check_silence(self, route: Route) -> None:
         """Raise `TransferError` if the holder was silent about another block: timeouts add up."""
-        assert self.context is not None
         silences, name = self.context.router.silences, route.transport.name
         try:
             silences.check(route.holder, name, self.start_s, self.options)
@@ -132,7 +128,6 @@ class RemoteSources:
 
     def _next_route(self, source: RemoteSource) -> None:
         """Leave the failed route. Raise `TransferError` if none is left."""
-        assert self.context is not None
         assert source.error is not None
         route, error = source.route, source.error
         source.leave_route()
@@ -178,13 +173,12 @@ class RemoteSources:
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """For each stage, the preferred transports that had failed."""
-        if self.context is None:
-            return ()
-        given_up = self.context.router.given_up
         return tuple(
             Fallback(stage.holder, name, failure.text[:REASON_CHARS])
             for stage in self.stages
-            for name, failure in given_up(stage.holder, stage.transport, self.order)
+            for name, failure in self.context.router.given_up(
+                stage.holder, stage.transport, self.order
+            )
         )
 
     @property

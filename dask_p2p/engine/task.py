@@ -19,10 +19,11 @@ from dask.task_spec import GraphNode, Task
 
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.attempts import AttemptLog, pause_s
+from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.frames import drops_frames
+from dask_p2p.engine.local_context import LocalContext
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
@@ -43,10 +44,9 @@ FUSABLE = "p2p-on-gpu"
 #: Callback for a worker without the plugin, and the keys of the blocks of a task on it.
 OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
-_TAKEN_OFF = "the worker's plugin was unregistered while the task waited"
 _name_of = lru_cache(maxsize=256)(str)  # name of a dtype, which takes NumPy 20 µs
 
-_unplugged: WeakKeyDictionary[Any, AttemptLog] = WeakKeyDictionary()  # workers without plugin
+_unplugged: WeakKeyDictionary[Any, LocalContext] = WeakKeyDictionary()  # workers without plugin
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
@@ -201,13 +201,8 @@ def assemble_block(
     start_s, counted_s = time.time(), time.perf_counter()
     worker, context = current_worker()
     assembly = Assembly(plan.block(index), output, blocks, context, counted_s)
-    if context is None:
-        if worker is not None and on_missing is not None:
-            on_missing(worker, list(map(output.key, plan.sources(index))))
-        if any(isinstance(block, BlockRef) for block in blocks):
-            log = _unplugged.setdefault(worker, AttemptLog(worker.address))
-            try_again(key, TransferError(_TAKEN_OFF), log, output.options)
-        return assembly.finish(assembly.run(), index)
+    if worker in _unplugged and on_missing is not None:
+        on_missing(worker, list(map(output.key, plan.sources(index))))
     record = partial(_record, key, start_s, plan, assembly, context.address)
     try:
         with recorded(context, key, record, TransferError) as fields:
@@ -259,9 +254,7 @@ def _described(block: Any) -> dict[str, Any]:
     }
 
 
-def try_again(
-    key: Key, error: TransferError, log: TaskContext | AttemptLog, options: Options
-) -> NoReturn:
+def try_again(key: Key, error: TransferError, log: TaskContext, options: Options) -> NoReturn:
     """Return the task to the scheduler, which has current data on workers and blocks.
 
     Dask neither counts nor bounds `Reschedule`, so `log` counts the attempts. The last one raises
@@ -285,24 +278,27 @@ def try_again(
     raise Reschedule() from error
 
 
-def go_elsewhere(context: TaskContext | None, error: DeviceLostError) -> NoReturn:
+def go_elsewhere(context: TaskContext, error: DeviceLostError) -> NoReturn:
     """Return the task to the scheduler if this worker closes. Otherwise raise the error."""
     from distributed import Reschedule
 
-    if context is None or not context.on_device_lost(error):
+    if not context.on_device_lost(error):
         raise error
     raise Reschedule() from error
 
 
-def current_worker() -> tuple[Any, TaskContext | None]:
-    """Return this thread's worker and its plugin's context, each None if missing."""
+def current_worker() -> tuple[Any, TaskContext]:
+    """Return this thread's worker, or None, and the context of its tasks."""
     try:
         from distributed import get_worker
 
         worker = get_worker()
     except (ImportError, ValueError):
-        return None, None
-    return worker, plugin_context(worker)
+        return None, LocalContext()
+    if (context := plugin_context(worker)) is None:
+        return worker, _unplugged.setdefault(worker, LocalContext(worker))
+    _unplugged.pop(worker, None)
+    return worker, context
 
 
 def plugin_context(worker: Any) -> TaskContext | None:

@@ -69,7 +69,7 @@ class GpuMapFunction:
             )
         context_kwargs = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
         worker, context = current_worker()
-        where = where_is(worker)
+        where = where_is(context)
         (kind,) = kinds
         if backend_named(kind).on_device:  # no copies to and from the GPU
             block = GpuMapBlock(of, arrays, block_id, context_kwargs, kind, sys.maxsize)
@@ -94,22 +94,22 @@ class GpuMapFunction:
             go_elsewhere(context, exc)
 
 
-def _on_issued(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> OnIssued | None:
+def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
     tasks, which continue after the call: too many tasks would run concurrently.
     """
-    if context is None or block.up_bytes < _ON_ISSUED_FROM_BYTES:
+    if worker is None or block.up_bytes < _ON_ISSUED_FROM_BYTES:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
     return context.only_waiting if isinstance(getattr(spec, "func", None), GpuMapFunction) else None
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext | None, block: GpuMapBlock) -> Iterator[None]:
-    """Return a context that records the work done in it, if the worker has the plugin."""
-    if context is None:
+def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
+    """Return a context that records the work done in it with the worker."""
+    if worker is None:
         yield
         return
     task = worker.get_current_task()
@@ -142,7 +142,7 @@ class GpuMapBlock:
         self.copied = Copied()
         self.ranges = ranges(of.options.nvtx)
 
-    def run(self, context: TaskContext | None) -> Any:
+    def run(self, context: TaskContext) -> Any:
         """Return the output block, computed in the memory that holds the inputs."""
         if backend_named(self.kind).on_device:
             wait_until_written(self.arrays, any_stream=self.of.options.any_producer_stream)
@@ -168,7 +168,7 @@ class GpuMapBlock:
         return sum(array.nbytes for array in self.arrays)
 
     def through_gpu(
-        self, context: TaskContext | None, where: str, on_issued: OnIssued | None = None
+        self, context: TaskContext, where: str, on_issued: OnIssued | None = None
     ) -> Any:
         """Return the output block, computed on a GPU by `PartStreams` and copied back.
 
@@ -177,7 +177,7 @@ class GpuMapBlock:
         out = self._output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
             return out
-        warn = partial(warn_once, None if context is None else context.warn, where)
+        warn = partial(warn_once, context.warn, where)
         while True:
             streams = PartStreams(register_from_bytes(), warn, self.ranges, on_issued)
             self.copied = streams.copied
@@ -208,11 +208,9 @@ class GpuMapBlock:
             )
         self.plan = smaller
 
-    def _output(self, context: TaskContext | None, queue: Queue) -> Any:
+    def _output(self, context: TaskContext, queue: Queue) -> Any:
         """Return memory for the output block, reused from released outputs if possible."""
         shape = block_shape(self.of.chunks, self.index)
-        if context is None:
-            return queue.empty(shape, self.of.dtype)
         return context.empty_output(shape, self.of.dtype, queue)
 
     def record(

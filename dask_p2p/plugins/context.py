@@ -102,6 +102,10 @@ class DaskWorkerContext(AttemptLog):
         """Return whether a block is spilled, so that `block` has to read it."""
         return is_spilled(self._worker.data, key)
 
+    def transport(self, name: str) -> Any:
+        """Return the transport with this name; None if the worker has none."""
+        return self.router.transports.get(name)
+
     def holds(self, key: Key) -> bool:
         """Return whether the worker has a block, in memory or spilled."""
         return holds(self._worker.data, key)

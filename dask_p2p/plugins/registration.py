@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, overload
 from weakref import WeakSet
 
-from dask_p2p.engine.task import current_worker
+from dask_p2p.engine.task import current_worker, plugin_context
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
 from dask_p2p.plugins.notices import warn_of_whole_blocks
@@ -109,9 +109,9 @@ def register_if_possible() -> None:
         return
     from distributed.utils import sync
 
-    worker, context = current_worker()
+    worker, _ = current_worker()
     if worker is not None:
-        if context is None:
+        if plugin_context(worker) is None:
             _report(sync(worker.loop, ask, worker.scheduler))
         return
     client = current_client()

@@ -29,7 +29,7 @@ def test_empty_gives_c_order():
 
 def chosen(by, dtype="f8", kind="numpy"):
     nbytes, given = NBYTES * np.dtype(dtype).itemsize // 8, replace(options(), permute_numpy=by)
-    return backend_named(kind).queue_for(nbytes, np.dtype(dtype), given, "worker b", None)
+    return backend_named(kind).queue_for(nbytes, np.dtype(dtype), given, "worker b", pytest.fail)
 
 
 def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):

@@ -16,6 +16,7 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.local_context import LocalContext
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
@@ -264,7 +265,8 @@ def test_a_reader_without_blocks(peers, log):
 def test_all_blocks_here():
     plan = PLAN.block((1, 0))
     output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
-    check(Assembly(plan, output, [BLOCKS["x", *s.block] for s in plan.sources]).run())
+    blocks = [BLOCKS["x", *s.block] for s in plan.sources]
+    check(Assembly(plan, output, blocks, LocalContext()).run())
 
 
 def note_permutes(monkeypatch, log):

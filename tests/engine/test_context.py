@@ -50,11 +50,6 @@ def test_only_the_named_errors_are_recorded():
     assert not worker.running
 
 
-def test_without_the_plugin_there_is_no_record():
-    with recorded(None, KEY, made) as fields:
-        assert fields == {}
-
-
 def test_the_name_of_a_worker_in_errors():
     assert where_is(None) == "this process"
     assert where_is(SimpleNamespace(address="tcp://a:1")) == "worker tcp://a:1"

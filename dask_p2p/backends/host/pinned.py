@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +18,6 @@ import numpy as np
 
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host.first_touch import touch_by_threads
-from dask_p2p.errors import P2PWarning
 
 CANNOT_PIN = "host memory cannot be pinned"
 REMEDY = (
@@ -72,20 +70,16 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(
-    warn: Callable[[str], None] | None,
+    warn: Callable[[str], None],
     where: str,
     problem: str,
     cause: str,
     remedy: str = REMEDY,
 ) -> None:
-    """Warn of a worker's problem once in this process, by default with a Python warning."""
+    """Warn of a worker's problem once in this process."""
     if (where, problem) not in _warned:
         _warned.add((where, problem))
-        text = f"dask_p2p: {where}: {problem} ({cause}). {remedy}"
-        if warn is None:
-            warnings.warn(text, P2PWarning, stacklevel=2)
-        else:
-            warn(text)
+        warn(f"dask_p2p: {where}: {problem} ({cause}). {remedy}")
 
 
 def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:

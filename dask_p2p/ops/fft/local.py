@@ -97,8 +97,8 @@ class LocalTransform:
 
         Raises `MemoryLimitError` if the transform can never fit into the worker's memory.
         """
-        backend, (_, context) = backend_for(block), current_worker()
-        if context is None:
+        backend, (worker, context) = backend_for(block), current_worker()
+        if worker is None:  # no memory of released outputs
             return None
         is_copied = (
             block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape

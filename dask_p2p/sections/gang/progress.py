@@ -65,7 +65,7 @@ class Watch:
     rank: int
     dtype: DType | None  # data type of the first output; None: unknown
     progress: Progress  # current step
-    context: TaskContext | None  # task context of the worker; None: nothing is recorded
+    context: TaskContext  # of the worker's tasks
     connections: Connections = ONE_RANK  # connections to other ranks
     workers: Sequence[str] = ()  # addresses, by rank
     attempt: int = 1
@@ -82,7 +82,6 @@ class Watch:
         size of the rank's outputs.
         """
         ranks, progress, is_made = self.ranks, self.progress, not error
-        assert self.context is not None
         return TaskRecord(
             key=self.key,
             start_s=self.start_s,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
@@ -135,11 +136,11 @@ def _order_when_whole(rank_attempt: RankAttempt, units: Units, thread: PoolThrea
     return rank_attempt.order_after("waiting")
 
 
-def _ucx(context: Any, options: Options, kind: Kind) -> UcxTransport | None:
+def _ucx(context: TaskContext, options: Options, kind: Kind) -> UcxTransport | None:
     """Return the UCX transport for large messages between hosts; None if tasks do not use UCX."""
-    if context is None or "ucx" not in options.order(kind) or options.checksum:
+    if "ucx" not in options.order(kind) or options.checksum:
         return None
-    transport: UcxTransport | None = context.router.transports.get("ucx")
+    transport: UcxTransport | None = context.transport("ucx")
     return None if transport is None or transport.holder_obstacle("") else transport
 
 
