@@ -41,7 +41,7 @@ from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_repartition import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
-from tests.support import pairwise
+from tests.support import BOUND_S, pairwise
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
@@ -540,11 +540,16 @@ def one_after_the_other(gpu, slow):
     run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
 
 
+class Counted(list):
+    """The numbers of waits for events that were recorded more or less often than the own event."""
+
+    patience_s = 0.02  # time for the first rank to record an event again before a wait for it
+
+
 @pytest.fixture
 def counted(monkeypatch):
-    """The numbers of waits for events that were recorded more or less often than the own event."""
     original, wait = Event.record, PeerMemory.wait
-    own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, []
+    own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, Counted()
 
     def record(event, stream):
         event.count = getattr(event, "count", 0) + 1
@@ -557,10 +562,14 @@ def counted(monkeypatch):
         own_of[device] = own.events
 
     def slowly(peer, stream, number):
-        time.sleep(0.02 * (rank_of[peer] == 0))
         event = stream.recorder.events[events_of[peer][number]]
-        if event.count != own_of[device_of[peer]][number].count:
+        own = own_of[device_of[peer]][number]
+        until_s = time.monotonic() + wrong.patience_s * (rank_of[peer] == 0)
+        while event.count == own.count and time.monotonic() < until_s:
+            time.sleep(0.002)
+        if event.count != own.count:
             wrong.append(number)
+            wrong.patience_s = 0
         wait(peer, stream, number)
 
     opened = PeerMemory.__init__
@@ -601,6 +610,7 @@ def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
             own._near = every
 
     monkeypatch.setattr(GpuRegions, "bring", bring)
+    counted.patience_s = BOUND_S
     one_after_the_other(gpu, counted)
     assert counted
 
