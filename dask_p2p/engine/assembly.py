@@ -17,6 +17,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
@@ -28,6 +29,7 @@ from dask.utils import format_bytes
 
 from dask_p2p.backends import Queue, Timer, backend_named, device_of
 from dask_p2p.backends.device import device_work
+from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, where_is
 from dask_p2p.engine.fetch import BlockRef, Fetch, RemoteSource
@@ -42,6 +44,8 @@ from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.types import Array, DType, Kind
 from dask_p2p.versioned import versioned
+
+_KEEP_FROM_BYTES = 2**20  # block whose epilogue makes temporaries that are worth keeping
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # regions in transfer, in the order of requests
 
@@ -175,7 +179,9 @@ class Assembly:
         """Return the result of `OutputSpec.epilogue` for the block that `run` returned."""
         if self.output.epilogue is None:
             return block
-        with device_work(), device_of(block), self.epilogue:
+        is_large = block.nbytes >= _KEEP_FROM_BYTES
+        keeping = temporaries_kept() if is_large else nullcontext()
+        with device_work(), device_of(block), self.epilogue, keeping:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.
             return self.output.epilogue(block[...], index)

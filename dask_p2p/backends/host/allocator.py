@@ -9,7 +9,7 @@ the memory of large arrays to the system immediately. This has two prices.
   of 48. `keep_small_buffers` ends this for the life of the process.
 - Each temporary array of more than 128 KiB gets new pages from the system, which clears them. Steps
   of plain NumPy expressions take up to five times as long. `temporaries_kept` ends this while
-  the function of a rank runs.
+  a rank's function runs, or a task's function of a large block.
 """
 
 from __future__ import annotations

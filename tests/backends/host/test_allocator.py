@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import dask.array as da
+import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
@@ -201,3 +202,17 @@ def test_temporaries_of_ranks_on_workers_with_nannies():
     with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
         _, pages = dask_p2p.spmd(faults_of_steps, x, per_rank=[0.0])
         assert pages.max().compute() < 2000, "of 10,000 with new pages for each temporary"
+
+
+def faults_of_a_block(x):
+    """Return a block like this one, with the number of new pages of twenty steps."""
+    _, pages = faults_of_steps(None, x)
+    return np.full_like(x, pages)
+
+
+@pytest.mark.cluster
+def test_temporaries_of_functions_of_large_blocks():
+    x = da.ones((2, 2**19), chunks=(1, -1))
+    with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
+        y = dask_p2p.map_overlap(faults_of_a_block, x, depth=1, boundary="periodic", dtype=float)
+        assert y.max().compute() < 2000, "of 10,000 with new pages for each temporary"
