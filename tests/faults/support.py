@@ -75,7 +75,8 @@ def _is_complete(client, n_workers):
         if nanny.status == Status.closed:
             cluster.worker_spec.pop(name, None)
         closing += nanny.status in CLOSING
-    cluster.scale(n_workers + closing)
+    if len(cluster.worker_spec) != n_workers + closing:  # each call starts a comparison
+        cluster.scale(n_workers + closing)
     return len(addresses(client)) == n_workers
 
 
