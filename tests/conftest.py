@@ -248,6 +248,21 @@ def client(cluster):
 
 
 @pytest.fixture
+def without_stealing(client):
+    """Let the scheduler move no task from the worker that it chose, for tests that count bytes."""
+
+    async def stop(dask_scheduler):
+        await dask_scheduler.extensions["stealing"].stop()
+
+    async def start(dask_scheduler):
+        await dask_scheduler.extensions["stealing"].start()
+
+    client.run_on_scheduler(stop)
+    yield
+    client.run_on_scheduler(start)
+
+
+@pytest.fixture
 def gpu(monkeypatch):
     """An emulated GPU that replaces CuPy, and checks the order of all accesses of memory."""
     from tests.simulation.streams import emulated

@@ -50,6 +50,7 @@ def holder_of(client, x, row):
     return client.who_has(x)[x.name, row, 0][0]
 
 
+@pytest.mark.usefixtures("without_stealing")
 def test_a_transpose(client, x):
     before_s = time.time()
     run, readers = made(client, dask_p2p.transpose(x))
@@ -80,6 +81,7 @@ def test_a_transpose(client, x):
         assert 0 < record.kernel_s < spent_s < record.stop_s - record.start_s + 0.01
 
 
+@pytest.mark.usefixtures("without_stealing")
 def test_a_rechunk(client, x):
     run, readers = made(client, dask_p2p.rechunk(x, (32, 64)))
     expected = 0
@@ -91,6 +93,7 @@ def test_a_rechunk(client, x):
     assert (run.operation, run.blocks, run.axes) == ("p2p-rechunk", (2, 1), (0, 1))
 
 
+@pytest.mark.usefixtures("without_stealing")
 def test_halos(client, x):
     y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
     run, readers = made(client, y)

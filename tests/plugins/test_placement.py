@@ -102,21 +102,6 @@ def test_an_array_larger_than_one_workers_memory():
 # --- placement ---
 
 
-@pytest.fixture
-def placing(client):
-    """A client whose scheduler moves no task from the worker that it chose."""
-
-    async def stop(dask_scheduler):
-        await dask_scheduler.extensions["stealing"].stop()
-
-    async def start(dask_scheduler):
-        await dask_scheduler.extensions["stealing"].start()
-
-    client.run_on_scheduler(stop)
-    yield client
-    client.run_on_scheduler(start)
-
-
 def placed(client, shape, chunks, worker_of):
     """A persisted array whose blocks lie where `worker_of` an index says, by number."""
     addresses = sorted(workers_of(client))
@@ -166,8 +151,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_more_moves_than_must(placing, case):
-    client = placing
+@pytest.mark.usefixtures("without_stealing")
+def test_no_more_moves_than_must(client, case):
     dask_p2p.register(client)
     (shape, chunks, worker_of), operation = CASES[case]
     x = placed(client, shape, chunks, worker_of)
@@ -180,9 +165,9 @@ def test_no_more_moves_than_must(placing, case):
     np.testing.assert_array_equal(y.compute(), values.compute(scheduler="sync"))
 
 
-def test_a_transpose_is_spread_evenly(placing):
+@pytest.mark.usefixtures("without_stealing")
+def test_a_transpose_is_spread_evenly(client):
     """Though the first worker holds a few rows more than the others."""
-    client = placing
     dask_p2p.register(client)
     x = placed(client, (403, 16), ((53, *(50,) * 7), (16,)), by_rows(8))
     lazy = dask_p2p.transpose(x)

@@ -61,6 +61,7 @@ def test_what_a_task_and_a_worker_hold():
     assert 2 * MIB < shared.worker_bytes <= 2 * MIB + shared.task_bytes
 
 
+@pytest.mark.usefixtures("without_stealing")
 def test_it_comes_true(client):
     x = persisted(client, cube((16, -1, -1)))
     y = fft.fftn(x)
