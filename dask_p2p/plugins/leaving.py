@@ -16,7 +16,7 @@ from dask_p2p.plugins.notices import warn_client
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-_REPORT_S = 1.0  # time for running tasks to report the lost GPU
+_REPORT_S = 3.0  # time for running tasks to report the lost GPU, on a busy machine too
 _LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 

@@ -23,7 +23,7 @@ def lose_device(dask_worker):
 def break_device(others=()):
     wait_until(lambda: all(map(os.path.exists, others)))  # these run, too
     lose_device(get_worker())
-    time.sleep(0.2)  # its own error comes later
+    time.sleep(0.05)  # its own error comes later
     raise RuntimeError("illegal memory access")
 
 
