@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import dask_p2p
 from dask_p2p.cli import p2p
+from tests.graph.test_redistribution import CHAINS, check_chain, check_tasks_and_regions
 from tests.support import indexed, own_client, persisted, used
 
 da = importlib.import_module(os.environ.get("ARRAY_LIBRARY", "dask.array"))
@@ -185,11 +186,17 @@ def check_only_what_is_needed_runs():
     x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(seen, dtype="i8")
     by_columns = dask_p2p.rechunk(x, (4, -1))
     halo = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
-    rows = 1 if IS_PACKAGE else 2  # the optimiser takes the slice first
+    rows = 1 if ARE_EXPRESSIONS else 2  # the optimiser takes the slice first
     for y, blocks in ((by_columns[:2], rows), (halo[:1], 2), (halo[:3], 3), (by_columns, 4)):
         ran.clear()
         y.compute(scheduler="sync")
         assert len(ran) == blocks, (y, ran)
+
+
+def check_chains():
+    for name in CHAINS:
+        check_chain(da, name, IS_PACKAGE)
+    check_tasks_and_regions(da, most=90 if IS_PACKAGE else 165)
 
 
 def computed(y):
@@ -325,6 +332,8 @@ if __name__ == "__main__":
     check_fused(ranks=1)
     check_groups_and_passes()
     check_only_what_is_needed_runs()
+    if ARE_EXPRESSIONS:
+        check_chains()
     if ARE_EXPRESSIONS and not IS_PACKAGE:
         check_computed_after_uninstalling()
     check_cluster()

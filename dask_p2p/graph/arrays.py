@@ -14,8 +14,10 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options
+from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
 from dask_p2p.graph.libraries import is_of_dask_array
+from dask_p2p.graph.redistribution import PassPlanner
 from dask_p2p.plans import Plan
 from dask_p2p.versioned import check_dask_array, named_fields
 
@@ -55,23 +57,30 @@ def is_expression(x: Any) -> bool:
 def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     """Return the array of a layer, as an expression of the library of `like`."""
     _ = layer.token  # outside of the expression, which refuses functions without a token
-    # Only here: the modules import private parts of the libraries.
-    if is_of_dask_array(like):
-        return type(like)(dask_array_expr().layer_expr(layer, [x.expr for x in inputs]))
-    from dask_p2p.graph.expression import LayerExpr
-
-    return type(like)(LayerExpr(layer, *(x.expr for x in inputs)))
+    return type(like)(_expressions_of(like).layer_expr(layer, [x.expr for x in inputs]))
 
 
-def dask_array_expr() -> Any:
-    """Return the module of the expressions of `dask_array`.
+def redistributed_expression(
+    x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner
+) -> Any:
+    """Return an array that is an expression in other blocks, with permuted axes."""
+    return type(x)(_expressions_of(x).redistribute_expr(x.expr, axes, after, passes))
 
-    Raises `VersionError` if its release is not supported.
+
+def _expressions_of(x: Any) -> Any:
+    """Return the module of the expressions of an array's library.
+
+    Raises `VersionError` if the release of `dask_array` is not supported.
     """
-    check_dask_array()
-    from dask_p2p.graph import dask_array_expr
+    # Only here: the modules import private parts of the libraries.
+    if is_of_dask_array(x):
+        check_dask_array()
+        from dask_p2p.graph import dask_array_expr
 
-    return dask_array_expr
+        return dask_array_expr
+    from dask_p2p.graph import expression
+
+    return expression
 
 
 def optimised_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
@@ -97,15 +106,10 @@ def layer_of(x: Any) -> Any:
 def before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the array that `x` is the lazy transpose of, and the order of its axes in `x`.
 
-    None if `x` is no lazy transpose. Expressions of `dask_array` are merged by their optimiser.
+    None if `x` is no lazy transpose, or an expression: optimisers merge these.
     """
-    if is_of_dask_array(x):
-        return None
     if is_expression(x):
-        from dask_p2p.graph.expression import transposed_by
-
-        axes = transposed_by(x.expr)
-        return None if axes is None else (type(x)(x.expr.array), axes)
+        return None
     layer = x.dask.layers.get(x.name)
     if not isinstance(layer, Blockwise) or layer.annotations or len(layer.indices) != 1:
         return None

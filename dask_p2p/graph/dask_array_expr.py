@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 from dask.array.utils import meta_from_array
+from dask_array._blockwise import Elemwise
 from dask_array._expr import ArrayExpr, ChunksFreeze
 from dask_array._materialize import _LOWER_CACHE
 from dask_array._new_collection import new_collection as collection_of
@@ -19,27 +19,24 @@ from dask_array._overlap import MapOverlap
 from dask_array._rechunk import Rechunk
 from dask_array._rechunk import _choose_rechunk_method as choose_method
 from dask_array.manipulation._transpose import Transpose
+from dask_array.reductions import _reduction as reductions
 from dask_array.slicing import SliceSlicesIntegers
 
-from dask_p2p.config import Options
-from dask_p2p.geometry import Chunks, block_bounds
-from dask_p2p.graph.layer import LazyLayer, PlannedLayer
-from dask_p2p.plans import GridPlan
+from dask_p2p.geometry import Chunks
+from dask_p2p.graph.layer import LazyLayer
+from dask_p2p.graph.redistribution import Expressions, LateExchange, PassPlanner
 
 __all__ = ["MapOverlap", "Rechunk", "Transpose", "choose_method", "collection_of"]
 
-
-class PassPlanner(Protocol):
-    """The planner of a redistribution."""
-
-    @property
-    def options(self) -> Options:
-        """Options that are sent with the tasks."""
-
-    def __call__(
-        self, before: Chunks, axes: tuple[int, ...], after: Chunks
-    ) -> Sequence[tuple[GridPlan, Chunks]]:
-        """Return the plans of the passes, with the chunks after each."""
+#: Reductions whose results do not depend on the order of the elements.
+_OF_ANY_ORDER = {
+    *(reductions.All, reductions.Any, reductions.Max, reductions.Min),
+    *(reductions.NanMax, reductions.NanMin),
+}
+#: Reductions whose results do not depend on it for integers, either.
+_EXACT = _OF_ANY_ORDER | {
+    *(reductions.NanProd, reductions.NanSum, reductions.Prod, reductions.Sum),
+}
 
 
 class PlannerExpr(ArrayExpr):  # type: ignore[misc]
@@ -67,86 +64,58 @@ class PlannerExpr(ArrayExpr):  # type: ignore[misc]
         return tasks
 
 
-class RedistributeExpr(ArrayExpr):  # type: ignore[misc]
+class EagerElemwise(Elemwise):  # type: ignore[misc]
+    """An elementwise operation of exchanged arrays: its slices make the exchanges smaller."""
+
+    _allow_no_cull_slice_pushdown = True  # also for slices of all blocks
+
+    def _simplify_up(self, parent: Any, dependents: Any) -> Any:
+        if type(parent) is Elemwise:
+            return EagerElemwise(*parent.operands)
+        return super()._simplify_up(parent, dependents)
+
+
+class RedistributeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
     """An array in other blocks, with permuted axes, which is planned last.
 
     So the optimiser merges it with slices, transposes and rechunks before and after it.
     """
 
-    _parameters = ("array", "axes", "chunks", "passes")
     _allow_no_cull_slice_pushdown = True  # fewer bytes move, even if no block is left out
-
-    @property
-    def _prefix(self) -> str:
-        return "p2p-rechunk" if _is_identity(self.axes) else "p2p-transpose"
-
-    @cached_property
-    def _name(self) -> str:
-        return f"{self._prefix}-{self.deterministic_token}"
-
-    @cached_property
-    def _meta(self) -> Any:
-        meta = self.array._meta
-        return meta_from_array(meta, len(self.axes), meta.dtype)
-
-    def _with(self, array: Any, axes: Sequence[int], chunks: Chunks) -> Any:
-        """Return another redistribution by the same planner, or the array if nothing changes."""
-        if _is_identity(axes) and array.chunks == chunks:
-            return array
-        return RedistributeExpr(array, tuple(axes), chunks, self.passes)
-
-    def _simplify_down(self) -> Any:
-        if _is_identity(self.axes) and self.array.chunks == self.chunks:
-            return self.array
-        return None
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         if isinstance(parent, SliceSlicesIntegers):
             return self._slice_pushdown(parent, dependents)
-        if self._other_dependents(parent, dependents):
+        if type(parent) is Elemwise:
+            return EagerElemwise(*parent.operands)
+        result = self._reduced(parent) if type(parent) in _EXACT else self.merged(parent)
+        if self._other_dependents(parent, dependents) and self.is_exchanged(result):
             return None  # this array is made anyway
-        if isinstance(parent, (Transpose, RedistributeExpr)):
-            order = [self.axes[a] for a in parent.axes]
-        elif type(parent) is Rechunk and _moves(parent, self.chunks):
-            order = self.axes
-        else:
-            return None
-        result = self._with(self.array, order, _integers(parent.chunks))
         result = self._preserve_grid_contract(parent, result, dependents)
         if result is not None:
             self._unlink_pushed_dependency(dependents)
         return result
 
     def _accept_slice(self, slice_expr: Any) -> Any:
-        """Return the redistribution of the slice of the input that a slice needs."""
-        index = (*slice_expr.index, *[slice(None)] * (self.ndim - len(slice_expr.index)))
-        if any(not isinstance(each, (slice, Integral)) for each in index):
-            return None
-        by_input = dict(zip(self.axes, index, strict=True))
-        given = collection_of(self.array)[tuple(by_input[a] for a in range(self.ndim))].expr
-        # An integer drops its axis.
-        kept = [a for a in range(self.ndim) if isinstance(by_input[a], slice)]
-        order = [kept.index(a) for a in self.axes if a in kept]
-        return self._with(given, order, _integers(slice_expr.chunks))
+        return self.sliced(slice_expr)
 
-    def _lower(self) -> Any:
-        x, axes = self.array, self.axes
-        while True:
-            if isinstance(x, Transpose):
-                x, axes = x.array, tuple(x.axes[a] for a in axes)
-            elif type(x) is Rechunk and x.method != "tasks" and _is_known(x.array.chunks):
-                x = x.array
-            else:
-                break
-        x = _frozen(x)
-        if _is_identity(axes) and x.chunks == self.chunks:
-            return x
-        prefix = "p2p-rechunk" if _is_identity(axes) else "p2p-transpose"
-        for plan, grid in self.passes(_integers(x.chunks), axes, self.chunks):
-            x = layer_expr(PlannedLayer(prefix, plan, self.passes.options), [x])
-            if plan.chunks != grid:
-                x = x.rechunk(grid, method="tasks")  # views, on the same worker
-        return x
+    def _reduced(self, reduction: Any) -> Any:
+        """Return the redistribution of the reduced input, for reductions with exact results."""
+        if reduction.weights is not None or not _is_exact(reduction):
+            return None
+        axes, split = reduction.axis, reduction.split_every
+        given = {
+            **dict(zip(reduction._parameters, reduction.operands, strict=True)),
+            "array": self.array,
+            "axis": tuple(self.axes[axis] for axis in axes),
+            "split_every": {self.axes[axis]: n for axis, n in split.items()}
+            if isinstance(split, dict)
+            else split,
+        }
+        kept = range(self.ndim) if reduction.keepdims else sorted({*range(self.ndim)} - {*axes})
+        by_input = sorted(self.axes[axis] for axis in kept)
+        order = [by_input.index(self.axes[axis]) for axis in kept]
+        return self.replaced(type(reduction)(*given.values()), order, reduction.chunks)
 
 
 def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
@@ -154,7 +123,9 @@ def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
     return PlannerExpr(layer, *map(_frozen, inputs))
 
 
-def redistribute_expr(x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner) -> Any:
+def redistribute_expr(
+    x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner
+) -> RedistributeExpr:
     """Return the expression of an array in other blocks, with permuted axes."""
     return RedistributeExpr(x, axes, after, passes)
 
@@ -175,23 +146,17 @@ def _frozen(expr: Any) -> Any:
     return expr if isinstance(expr, ChunksFreeze) else ChunksFreeze(expr, expr.chunks)
 
 
-def _is_identity(axes: Sequence[int]) -> bool:
-    return tuple(axes) == tuple(range(len(axes)))
+def _is_exact(reduction: Any) -> bool:
+    """Return whether a reduction has the same result for every order of its elements."""
+    kinds = reduction.array.dtype.kind + reduction.dtype.kind
+    return type(reduction) in _OF_ANY_ORDER or all(kind in "biu" for kind in kinds)
 
 
-def _is_known(chunks: Any) -> bool:
-    return all(size == size for sizes in chunks for size in sizes)
-
-
-def _integers(chunks: Any) -> Chunks:
-    return tuple(tuple(map(int, sizes)) for sizes in chunks)
-
-
-def _moves(rechunk: Any, before: Chunks) -> bool:
-    """Return whether a rechunk of `dask_array` does more than split blocks, which are views."""
-    if rechunk.method == "tasks" or not _is_known(rechunk.chunks):
-        return False
-    return any(
-        not {*block_bounds(old)} <= {*block_bounds(new)}
-        for old, new in zip(before, rechunk.chunks, strict=True)
-    )
+RedistributeExpr.library = Expressions(
+    is_transpose=lambda expr: isinstance(expr, Transpose),
+    is_elementwise=lambda expr: isinstance(expr, Elemwise),
+    is_rechunk=lambda expr: type(expr) is Rechunk,
+    collection_of=collection_of,
+    with_fixed_chunks=_frozen,
+    of_layer=layer_expr,
+)

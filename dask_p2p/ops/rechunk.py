@@ -10,8 +10,13 @@ from typing import Any
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import before_transpose, dask_array_expr, planned_array
-from dask_p2p.graph.libraries import is_of_dask_array, rechunk_by_tasks, transpose_by_tasks
+from dask_p2p.graph.arrays import (
+    before_transpose,
+    is_expression,
+    planned_array,
+    redistributed_expression,
+)
+from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
 from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
@@ -134,9 +139,8 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
         return redistributed(x, tuple(before[axis] for axis in order), after)
     register_if_possible()
     options = checked_options()
-    if is_of_dask_array(x):
-        made = dask_array_expr().redistribute_expr(x.expr, order, after, Passes(options))
-        return type(x)(made)
+    if is_expression(x):
+        return redistributed_expression(x, order, after, Passes(options))
     prefix = "p2p-rechunk" if order == same else "p2p-transpose"
     for plan, grid in planned(x.chunks, order, after, options):
         x = planned_array(prefix, x, plan, options)

@@ -231,6 +231,13 @@ def test_parts_of_expressions(dask_array):
     assert hasattr(own.Transpose, "_accept_slice")
     assert own.ChunksFreeze._parameters == ["array", "_chunks"]
     assert own.Transpose._parameters == ["array", "axes"]
+    assert own.Elemwise._parameters == [
+        *("op", "dtype", "name", "where", "out", "_user_kwargs"),
+    ]
+    assert {*own.reductions.Reduction.__subclasses__()} >= own._EXACT
+    assert {*own.reductions.Reduction._parameters} >= {
+        *("array", "axis", "keepdims", "split_every", "weights"),
+    }
     assert [*inspect.signature(own.choose_method).parameters] == [
         *("old_chunks", "new_chunks", "threshold"),
     ]

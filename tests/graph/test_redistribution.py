@@ -1,0 +1,184 @@
+"""Optimisers take slices, reductions and neighbours of exchanges before these are planned.
+
+`tests.query_planning` runs the same chains with the expressions of `dask.array`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.engine.task import AssembleTask
+from tests.support import indexed
+
+VALUES = indexed((512, 64)).astype(float)
+OTHER = VALUES.reshape(64, 512) / 8
+WHOLE = VALUES.size
+
+#: Arrays of `x` in 64 blocks, its values, and the elements that exchanges read. The last number is
+#: that of `dask.array`, whose reductions of a few steps are no expressions of their own.
+CHAINS = {
+    "transpose, add, slice, sum": (
+        lambda da, x: (dask_p2p.transpose(x) + 1)[:10].sum(),
+        lambda a: (a.T + 1)[:10].sum(),
+        10 * 512,
+        10 * 512,
+    ),
+    "two operations": (
+        lambda da, x: (abs(dask_p2p.transpose(x)) * 2)[3, 5:9],
+        lambda a: a.T[3, 5:9] * 2,
+        4,
+        4,
+    ),
+    "another operand of other chunks": (
+        lambda da, x: (da.from_array(OTHER, chunks=(64, 64)) - dask_p2p.transpose(x))[:9:2],
+        lambda a: (OTHER - a.T)[:9:2],
+        5 * 512,
+        5 * 512,
+    ),
+    "a row as operand": (
+        lambda da, x: (dask_p2p.transpose(x) * da.from_array(VALUES[:, 0], chunks=64))[::-1][:2],
+        lambda a: (a.T * a[:, 0])[::-1][:2],
+        2 * 512,
+        2 * 512,
+    ),
+    "a column as operand": (
+        lambda da, x: (dask_p2p.transpose(x) / da.from_array(OTHER[:, :1] + 1, chunks=64))[:, 7],
+        lambda a: (a.T / (OTHER[:, :1] + 1))[:, 7],
+        64,
+        64,
+    ),
+    "slices of two exchanges": (
+        lambda da, x: (dask_p2p.transpose(x) + 1)[:3].sum() - dask_p2p.transpose(x)[5].sum(),
+        lambda a: (a.T + 1)[:3].sum() - a.T[5].sum(),
+        4 * 512,
+        4 * 512,
+    ),
+    "back after an operation": (
+        lambda da, x: dask_p2p.transpose(dask_p2p.transpose(x) * 2 + 1, chunks=x.chunks),
+        lambda a: a * 2 + 1,
+        0,
+        0,
+    ),
+    "back after an operation of two": (
+        lambda da, x: dask_p2p.transpose(
+            dask_p2p.transpose(x) * dask_p2p.transpose(x + 1), chunks=x.chunks
+        ),
+        lambda a: a * (a + 1),
+        0,
+        0,
+    ),
+    "twice": (
+        lambda da, x: dask_p2p.rechunk(dask_p2p.rechunk(x, (100, 7)), (-1, 1)),
+        lambda a: a,
+        WHOLE,
+        WHOLE,
+    ),
+    "there and back": (
+        lambda da, x: dask_p2p.transpose(dask_p2p.transpose(x), chunks=x.chunks),
+        lambda a: a,
+        0,
+        0,
+    ),
+    "largest": (
+        lambda da, x: dask_p2p.transpose(x).max(),
+        lambda a: a.max(),
+        0,
+        WHOLE,
+    ),
+    "smallest of columns": (
+        lambda da, x: dask_p2p.transpose(x).min(axis=1),
+        lambda a: a.min(axis=0),
+        64,
+        WHOLE,
+    ),
+    "integers of rows": (
+        lambda da, x: dask_p2p.transpose(x.astype(int)).sum(axis=0, keepdims=True, split_every=4),
+        lambda a: a.T.astype(int).sum(axis=0, keepdims=True),
+        512,
+        WHOLE,
+    ),
+    "divided by its largest": (
+        lambda da, x: dask_p2p.transpose(
+            dask_p2p.transpose(x) / dask_p2p.transpose(x).max(), chunks=x.chunks
+        ),
+        lambda a: a / a.max(),
+        0,
+        WHOLE,
+    ),
+    "a sum of fractions keeps its order": (
+        lambda da, x: dask_p2p.transpose(x / 3).sum(axis=1),
+        lambda a: (a.T / 3).sum(axis=1),
+        WHOLE,
+        WHOLE,
+    ),
+    "an array that others need": (
+        lambda da, x: dask_p2p.transpose(x)[:3].sum() + dask_p2p.transpose(x).mean(),
+        lambda a: a.T[:3].sum() + a.mean(),
+        WHOLE,
+        WHOLE,
+    ),
+}
+
+
+def tasks_of(y):
+    """This package's tasks, and the number of all tasks."""
+    graph = dict(y.optimize().__dask_graph__())
+    return [task for task in graph.values() if isinstance(task, AssembleTask)], len(graph)
+
+
+def check_chain(da, name, is_package):
+    make, of_values, *elements = CHAINS[name]
+    y = make(da, da.from_array(VALUES, chunks=(8, 64)))
+    wanted = of_values(VALUES)
+    assert y.shape == wanted.shape, name
+    found = y.compute(scheduler="sync")
+    assert found.dtype == y.dtype, name
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, err_msg=name)
+    np.testing.assert_array_equal(y.persist(scheduler="sync").compute(), found, name)
+    tasks, _ = tasks_of(y)
+    read = sum(sum(task.plan.source_elements(task.index)) for task in tasks)
+    assert read == elements[0 if is_package else 1], name
+
+
+def check_tasks_and_regions(da, most):
+    """The chain of 64 blocks reads the regions of its slice."""
+    x = da.from_array(VALUES, chunks=(8, 64))
+    y = (dask_p2p.transpose(x) + 1)[:10].sum()
+    tasks, count = tasks_of(y)
+    assert len(tasks) == 10
+    assert sum(len(task.plan.sources(task.index)) for task in tasks) == 10 * 64
+    whole, count_whole = tasks_of((dask_p2p.transpose(x) + 1).sum())
+    assert len(whole) == 64
+    assert count <= most < count_whole
+
+
+needs_dask_array = pytest.mark.skipif(
+    find_spec("dask_array") is None, reason="needs it: pip install dask-array"
+)
+
+
+@needs_dask_array
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name, dask_array):
+    check_chain(dask_array, name, is_package=True)
+
+
+@needs_dask_array
+def test_tasks_and_regions_of_a_slice(dask_array):
+    check_tasks_and_regions(dask_array, most=90)
+
+
+@needs_dask_array
+def test_deep_sums_take_little_time(dask_array):
+    """Each operation has its operand twice: paths to the exchange double at each."""
+    x = dask_array.from_array(VALUES, chunks=(256, 64))
+    y = dask_p2p.transpose(x)
+    for _ in range(40):
+        y = y + y
+    y = dask_p2p.transpose(y, chunks=x.chunks)
+    assert not tasks_of(y)[0]
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), VALUES * 2.0**40)
