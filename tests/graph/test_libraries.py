@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.graph.libraries import check_one_library, functions_of, library_of
+from tests.graph.random_programs import check_program
 
 VALUES = np.arange(60.0).reshape(6, 10)
 
@@ -72,3 +74,17 @@ with dask_p2p.install():
 assert "dask_array" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("library", ["dask_array", "dask.array"])
+def test_random_programs_have_the_values_of_numpy(library, installed, request):
+    package = request.getfixturevalue("dask_array") if library == "dask_array" else da
+    with dask.config.set({"array.rechunk.method": "p2p"} if installed else {}):
+        if installed:
+            dask_p2p.install()
+        try:
+            for seed in range(200):
+                check_program(package, seed + 1000 * installed)
+        finally:
+            dask_p2p.uninstall()
