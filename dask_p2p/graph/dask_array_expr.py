@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from dask.array.utils import meta_from_array
+from dask_array import _overlap as overlaps
 from dask_array._blockwise import Elemwise
 from dask_array._expr import ArrayExpr, ChunksFreeze
 from dask_array._materialize import _LOWER_CACHE
 from dask_array._new_collection import new_collection as collection_of
-from dask_array._overlap import MapOverlap
+from dask_array._overlap import MapOverlap, OverlapInternal
 from dask_array._rechunk import Rechunk
 from dask_array._rechunk import _choose_rechunk_method as choose_method
 from dask_array.manipulation._transpose import Transpose
@@ -26,7 +27,15 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import LazyLayer
 from dask_p2p.graph.redistribution import Expressions, LateExchange, PassPlanner
 
-__all__ = ["MapOverlap", "Rechunk", "Transpose", "choose_method", "collection_of"]
+__all__ = [
+    "MapOverlap",
+    "OverlapInternal",
+    "Rechunk",
+    "Transpose",
+    "choose_method",
+    "collection_of",
+    "overlaps",
+]
 
 #: Reductions whose results do not depend on the order of the elements.
 _OF_ANY_ORDER = {

@@ -1,7 +1,7 @@
 """Redistributions as expressions, which optimisers merge with operations around them.
 
-An expression of a redistribution is planned last. Before that, slices move to its input, and
-neighbouring transposes and rechunks become part of it.
+Such an expression is planned last. Before that, slices move to its input, and neighbouring
+transposes and rechunks become part of the same exchange.
 """
 
 from __future__ import annotations

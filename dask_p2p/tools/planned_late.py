@@ -6,23 +6,31 @@ files. So this package takes those that are left when the optimiser makes tasks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
+from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.dask_array_expr import (
     MapOverlap,
+    OverlapInternal,
     Rechunk,
     Transpose,
     choose_method,
     collection_of,
     forget_lowered,
     is_settled,
+    overlaps,
 )
-from dask_p2p.ops.arguments import has_unknown_chunks
+from dask_p2p.ops.arguments import check_array, check_chunks_are_known, has_unknown_chunks
+from dask_p2p.ops.halo import checked_depths
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.plans import halo_plan
+from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.tools.taken import method_of, tried
 
 __all__ = ["RULES", "forget_lowered"]
@@ -65,6 +73,30 @@ def mapped_late(asked: Any) -> Any:
     return tried("map_overlap", _mapped, asked)
 
 
+def mapped_now(
+    func: Any,
+    arrays: Sequence[Any],
+    depth: Sequence[Any],
+    boundary: Sequence[Any],
+    trim: Any,
+    allow_rechunk: Any,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Map a function that changes axes or chunks, in place of `_map_overlap_direct`.
+
+    `dask_array` has no expression of such a map, so this package takes it when it is called.
+    """
+    if func is np.lib.stride_tricks.sliding_window_view:  # the optimiser looks for its blocks
+        return None
+    given = {"trim": trim, "allow_rechunk": allow_rechunk, "kwargs": kwargs}
+    return tried("map_overlap", _mapped_arrays, func, arrays, depth, boundary, **given)
+
+
+def with_halo(asked: Any) -> Any:
+    """Assemble blocks with the halos of their neighbours, in place of `OverlapInternal._lower`."""
+    return tried("map_overlap", _with_halo, asked)
+
+
 def _is_taken(asked: Any) -> bool:
     """Return whether this package runs a rechunk."""
     before, after = asked.array.chunks, asked.chunks
@@ -81,25 +113,60 @@ def _redistributed(asked: Any, transpose: Any = None) -> Any:
 
 
 def _mapped(asked: Any) -> Any:
-    made = mapped(
-        asked.func,
-        tuple(map(collection_of, asked.arrays)),
-        dict(asked.kwargs or {}),
-        list(asked.depth),
-        list(asked.boundary),
-        trim=bool(asked.trim_output),
-        align_arrays=False,
-        allow_rechunk=bool(asked.allow_rechunk),
+    arrays = [*map(collection_of, asked.arrays)]
+    given = {"trim": asked.trim_output, "allow_rechunk": asked.allow_rechunk}
+    made = _mapped_arrays(
+        asked.func, arrays, asked.depth, asked.boundary, kwargs=asked.kwargs or {}, **given
     )
+    return _with_chunks(asked, made)
+
+
+def _mapped_arrays(
+    func: Any,
+    arrays: Sequence[Any],
+    depth: Sequence[Any],
+    boundary: Sequence[Any],
+    *,
+    trim: Any,
+    allow_rechunk: Any,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    return mapped(
+        func,
+        tuple(arrays),
+        dict(kwargs),
+        list(depth),
+        list(boundary),
+        trim=bool(trim),
+        align_arrays=False,
+        allow_rechunk=bool(allow_rechunk),
+    )
+
+
+def _with_halo(asked: Any) -> Any:
+    x = collection_of(asked.array)
+    check_array(x)
+    check_chunks_are_known(x)
+    depth = {axis: width for axis, width in asked.axes.items() if len(x.chunks[axis]) > 1}
+    (widths,) = checked_depths(depth, [x.shape])
+    register_if_possible()
+    plan = halo_plan(x.chunks, widths, ["none"] * x.ndim)
+    return _with_chunks(asked, planned_array("p2p-overlap", x, plan, checked_options()))
+
+
+def _with_chunks(asked: Any, made: Any) -> Any:
+    """Return the expression of an array; raises `InputError` if its chunks are others."""
     if made.chunks != asked.chunks:
         raise InputError(f"expected the chunks {asked.chunks}, got {made.chunks}.")
     return made.expr
 
 
-#: Methods of expressions, and the functions that replace them: see `dask_p2p.tools.dropin`.
+#: Methods of expressions and a function, with their replacements: see `dask_p2p.tools.dropin`.
 RULES = (
     (Rechunk, "_simplify_up", merged),
     (Transpose, "_simplify_up", by_method),
     (Rechunk, "_lower", lowered),
     (MapOverlap, "_lower", mapped_late),
+    (OverlapInternal, "_lower", with_halo),
+    (overlaps, "_map_overlap_direct", mapped_now),
 )

@@ -252,6 +252,10 @@ def test_what_install_replaces():
     assert own.MapOverlap._parameters == [
         *("array", "func", "depth", "boundary", "trim_output", "allow_rechunk", "kwargs"),
     ]
+    assert own.OverlapInternal._parameters == ["array", "axes"]
+    assert [*inspect.signature(own.overlaps._map_overlap_direct).parameters] == [
+        *("func", "args", "depth", "boundary", "trim", "allow_rechunk", "kwargs"),
+    ]
     for name in ("_pushdown", "_pushdown_into_io", "_pushdown_through_concatenate"):
         assert [*inspect.signature(getattr(own.Rechunk, name)).parameters] == ["self"]
     assert "_native_moving_window" in vars(own.MapOverlap)

@@ -87,6 +87,65 @@ def test_the_optimiser_goes_first(client, dask_array):
     assert not used.count
 
 
+#: Maps with halos that are no `MapOverlap`: the shape of the result follows from arguments.
+OF_OTHER_SHAPE = {
+    "new last axis": (
+        lambda x, **given: x.map_overlap(lambda a: a[..., None], depth=1, new_axis=2, **given),
+        VALUES[..., None],
+    ),
+    "new first axis": (
+        lambda x, **given: x.map_overlap(lambda a: a[None], depth=1, new_axis=0, **given),
+        VALUES[None],
+    ),
+    "dropped axis": (
+        lambda x, **given: x.map_overlap(
+            lambda a: a.max(axis=1), depth={0: 2}, drop_axis=1, **given
+        ),
+        VALUES.max(axis=1),
+    ),
+    "another axis": (
+        lambda x, **given: x.map_overlap(
+            lambda a: a.max(axis=1)[None], depth={0: 2}, drop_axis=1, new_axis=0, **given
+        ),
+        VALUES.max(axis=1)[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("boundary", ["none", "periodic", "reflect", "nearest", 0])
+@pytest.mark.parametrize("call", OF_OTHER_SHAPE)
+def test_overlaps_that_change_axes(call, boundary, x):
+    """`dask_array` alone computes other values for some of them, and for others other shapes."""
+    make, wanted = OF_OTHER_SHAPE[call]
+    with dask_p2p.install() as used:
+        y = make(x, boundary=boundary)
+    assert used.counts == {"map_overlap": 1}
+    assert y.shape == wanted.shape
+    assert "p2p-overlap" in names(y)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
+    np.testing.assert_array_equal(y[:1].compute(scheduler="sync"), wanted[:1])
+
+
+def test_windows(dask_array, x):
+    windows = np.lib.stride_tricks.sliding_window_view(VALUES, 5, axis=0)
+    with dask_p2p.install() as used:
+        y = dask_array.sliding_window_view(x, 5, axis=0)
+        assert "p2p-overlap" in names(y)
+        assert used.counts == {"map_overlap": 1}
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), windows)
+        mean = y.mean(axis=-1).compute(scheduler="sync")
+        np.testing.assert_allclose(mean, windows.mean(axis=-1))
+
+
+@pytest.mark.parametrize("boundary", ["none", "periodic", "reflect", "nearest", 7])
+def test_blocks_with_halos(boundary, dask_array, x):
+    wanted = dask_array.overlap(x, {0: 2, 1: 1}, boundary).compute(scheduler="sync")
+    with dask_p2p.install() as used:
+        y = dask_array.overlap(x, {0: 2, 1: 1}, boundary)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
+    assert used.counts == {"map_overlap": 1}
+
+
 def test_transforms_of_axes_that_are_cut(dask_array, x):
     with pytest.raises(ValueError, match="single chunk"):
         dask_array.fft.fft2(x)
