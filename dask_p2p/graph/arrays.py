@@ -114,13 +114,23 @@ def before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
     if not isinstance(layer, Blockwise) or layer.annotations or len(layer.indices) != 1:
         return None
     ((before, indices),) = layer.indices
-    task: Any = layer.task
-    if getattr(task, "func", None) is not np.transpose or before not in x.dask.layers:
-        return None
     axes = tuple(map(indices.index, layer.output_indices))
-    if task.kwargs != {"axes": axes}:
+    if before not in x.dask.layers or not _permutes(layer.task, axes):
         return None
     return _below(x, before, axes), axes
+
+
+def _permutes(task: Any, axes: tuple[int, ...]) -> bool:
+    """Return whether a task only permutes the axes of its block in this order."""
+    function, given = getattr(task, "func", None), getattr(task, "kwargs", {})
+    if function is np.transpose:
+        return given == {"axes": axes}
+    if function is not np.swapaxes or given.keys() != {"axis1", "axis2"}:
+        return False
+    swapped = [*range(len(axes))]
+    first, second = given["axis1"], given["axis2"]
+    swapped[first], swapped[second] = second, first
+    return axes == tuple(swapped)
 
 
 def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:

@@ -139,6 +139,7 @@ def test_a_transpose_before_a_rechunk_is_part_of_it(client, change, x):
         "axes": lambda: x.transpose(1, 0).rechunk((20, 20), method="p2p"),
         "function": lambda: da.rechunk(da.moveaxis(x, 0, 1), (6, -1)),
         "twice": lambda: x.T.T.T.rechunk((6, -1)),
+        "two axes": lambda: x.swapaxes(0, -1).rechunk((6, -1)),
     }
     for name, call in calls.items():
         stock = call()
