@@ -292,7 +292,11 @@ def prefixes(dask_scheduler):
 
 def check_cluster():
     array = indexed((400, 300))
+    early = dask_p2p.transpose(da.from_array(array, chunks=(100, 300)) + 0)
     with own_client() as client:
+        if ARE_EXPRESSIONS:  # others are planned when they are made
+            persisted(client, early)
+            assert used(client, early), "the plugin was not registered before the first task"
         x = persisted(client, da.from_array(array, chunks=(100, 300)) + 0)
         lazy = dask_p2p.transpose(x)
         np.testing.assert_array_equal(persisted(client, lazy).compute(), array.T)

@@ -162,6 +162,7 @@ class Passes:
         self, before: Chunks, axes: tuple[int, ...], after: Chunks
     ) -> list[tuple[GridPlan, Chunks]]:
         """Return the plans of the passes, with the chunks after each."""
+        register_if_possible()  # the client may be newer than the array
         return planned(before, axes, after, self.options)
 
 
