@@ -110,7 +110,8 @@ class RedistributeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
 
     def _reduced(self, reduction: Any) -> Any:
         """Return the redistribution of the reduced input, for reductions with exact results."""
-        if reduction.weights is not None or not _is_exact(reduction):
+        has_empty = any(0 in sizes for sizes in self.array.chunks)  # without a largest element
+        if reduction.weights is not None or has_empty or not _is_exact(reduction):
             return None
         axes, split = reduction.axis, reduction.split_every
         given = {
@@ -157,8 +158,10 @@ def _frozen(expr: Any) -> Any:
 
 def _is_exact(reduction: Any) -> bool:
     """Return whether a reduction has the same result for every order of its elements."""
-    kinds = reduction.array.dtype.kind + reduction.dtype.kind
-    return type(reduction) in _OF_ANY_ORDER or all(kind in "biu" for kind in kinds)
+    dtypes = (reduction.array.dtype, reduction.dtype)
+    if type(reduction) in _OF_ANY_ORDER:
+        return not any(dtype.hasobject for dtype in dtypes)  # objects may be equal and differ
+    return all(dtype.kind in "biu" for dtype in dtypes)
 
 
 RedistributeExpr.library = Expressions(

@@ -182,3 +182,15 @@ def test_deep_sums_take_little_time(dask_array):
     y = dask_p2p.transpose(y, chunks=x.chunks)
     assert not tasks_of(y)[0]
     np.testing.assert_array_equal(y.compute(scheduler="sync"), VALUES * 2.0**40)
+
+
+@needs_dask_array
+def test_reductions_that_stay_after_the_exchange(dask_array):
+    """Objects may be equal and differ, and blocks without elements have no largest one."""
+    objects = dask_array.from_array(np.array([[1, True], [1.0, 0]], dtype=object), chunks=(1, 2))
+    empty = dask_array.from_array(VALUES, chunks=((256, 0, 256), (64,)))
+    for x, axis in ((objects, 1), (empty, None)):
+        y = dask_p2p.transpose(x).max(axis=axis)
+        assert tasks_of(y)[0]
+        wanted = x.compute(scheduler="sync").T.max(axis=axis)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
