@@ -297,6 +297,9 @@ def check_cluster():
         if ARE_EXPRESSIONS:  # others are planned when they are made
             persisted(client, early)
             assert used(client, early), "the plugin was not registered before the first task"
+            part = (early + 1)[:10].sum()
+            assert part.compute() == (array.T + 1)[:10].sum()
+            assert dask_p2p.last_runs(client)[0].shape == (10, 400)  # the slice, not all rows
         x = persisted(client, da.from_array(array, chunks=(100, 300)) + 0)
         lazy = dask_p2p.transpose(x)
         np.testing.assert_array_equal(persisted(client, lazy).compute(), array.T)
