@@ -16,7 +16,12 @@ from click.testing import CliRunner
 
 import dask_p2p
 from dask_p2p.cli import p2p
-from tests.graph.test_redistribution import CHAINS, check_chain, check_tasks_and_regions
+from tests.graph.test_redistribution import (
+    CHAINS,
+    check_chain,
+    check_small_results,
+    check_tasks_and_regions,
+)
 from tests.support import indexed, own_client, persisted, used
 
 da = importlib.import_module(os.environ.get("ARRAY_LIBRARY", "dask.array"))
@@ -196,6 +201,7 @@ def check_only_what_is_needed_runs():
 def check_chains():
     for name in CHAINS:
         check_chain(da, name, IS_PACKAGE)
+    check_small_results(da)
     check_tasks_and_regions(da, most=90 if IS_PACKAGE else 165)
 
 

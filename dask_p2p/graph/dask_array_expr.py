@@ -95,15 +95,19 @@ class RedistributeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         if isinstance(parent, SliceSlicesIntegers):
             return self._slice_pushdown(parent, dependents)
-        if type(parent) is Elemwise:
-            return EagerElemwise(*parent.operands)
-        result = self._reduced(parent) if type(parent) in _EXACT else self.merged(parent)
+        if type(parent) in _EXACT:
+            result = self._reduced(parent)
+        elif isinstance(parent, Elemwise):
+            result = self.of_smaller(parent)
+        else:
+            result = self.merged(parent)
         if self._other_dependents(parent, dependents) and self.is_exchanged(result):
-            return None  # this array is made anyway
-        result = self._preserve_grid_contract(parent, result, dependents)
-        if result is not None:
+            result = None  # this array is made anyway
+        if result is None:
+            return EagerElemwise(*parent.operands) if type(parent) is Elemwise else None
+        if (kept := self._preserve_grid_contract(parent, result, dependents)) is not None:
             self._unlink_pushed_dependency(dependents)
-        return result
+        return kept
 
     def _accept_slice(self, slice_expr: Any) -> Any:
         return self.sliced(slice_expr)

@@ -136,12 +136,12 @@ class ExchangeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         if _is_slice(parent):
             return self.sliced(parent) if _are_slices(self, dependents) else None
-        if isinstance(parent, Elemwise):
-            return SliceableElemwise.of(parent)
-        result = self.merged(parent)
+        is_elementwise = isinstance(parent, Elemwise)
+        result = self.of_smaller(parent) if is_elementwise else self.merged(parent)
         others = {each._name for each in _dependents_of(self, dependents)} - {parent._name}
-        # With others, this array is made anyway.
-        return None if others and self.is_exchanged(result) else result
+        if others and self.is_exchanged(result):
+            result = None  # this array is made anyway
+        return SliceableElemwise.of(parent) if is_elementwise and result is None else result
 
 
 def _dependents_of(expr: Any, dependents: Any) -> list[Any]:

@@ -84,9 +84,21 @@ class LateExchange:
             return None
         return self.replaced(self.array, order, parent.chunks)
 
+    def of_smaller(self, elementwise: Any) -> Any:
+        """Return the exchange of the result of an operation, if the result has fewer bytes."""
+        operands = elementwise.elemwise_args
+        if not is_plain(elementwise) or elementwise.dtype.itemsize >= self._meta.dtype.itemsize:
+            return None
+        if any(_has_axes(each) and getattr(each, "_name", None) != self._name for each in operands):
+            return None
+        given = [self.array if _has_axes(each) else each for each in operands]
+        return self.replaced(with_operands(elementwise, given), self.axes, self.chunks)
+
     def is_exchanged(self, result: Any) -> bool:
         """Return whether a result of this class needs an exchange of the whole input."""
-        return isinstance(result, LateExchange) and result.array._name == self.array._name
+        if not isinstance(result, LateExchange):
+            return False
+        return self.library.is_elementwise(result.array) or result.array._name == self.array._name
 
     def sliced(self, parent: Any) -> Any:
         """Return the redistribution of the part of the input that a slice needs."""

@@ -101,6 +101,18 @@ CHAINS = {
         512,
         WHOLE,
     ),
+    "large elements of rows": (
+        lambda da, x: (dask_p2p.transpose(x) > 99).sum(axis=0),
+        lambda a: (a.T > 99).sum(axis=0),
+        512,
+        WHOLE,
+    ),
+    "elements as large as the largest": (
+        lambda da, x: (dask_p2p.transpose(x) >= dask_p2p.transpose(x).max()).sum(),
+        lambda a: 1,
+        0,
+        WHOLE,
+    ),
     "divided by its largest": (
         lambda da, x: dask_p2p.transpose(
             dask_p2p.transpose(x) / dask_p2p.transpose(x).max(), chunks=x.chunks
@@ -133,7 +145,7 @@ def tasks_of(y):
 def check_chain(da, name, is_package):
     make, of_values, *elements = CHAINS[name]
     y = make(da, da.from_array(VALUES, chunks=(8, 64)))
-    wanted = of_values(VALUES)
+    wanted = np.asarray(of_values(VALUES))
     assert y.shape == wanted.shape, name
     found = y.compute(scheduler="sync")
     assert found.dtype == y.dtype, name
@@ -142,6 +154,17 @@ def check_chain(da, name, is_package):
     tasks, _ = tasks_of(y)
     read = sum(sum(task.plan.source_elements(task.index)) for task in tasks)
     assert read == elements[0 if is_package else 1], name
+
+
+def check_small_results(da):
+    """A result of fewer bytes is exchanged in place of its operand."""
+    x = da.from_array(VALUES, chunks=(8, 64))
+    small, large = dask_p2p.transpose(x) > 99, dask_p2p.transpose(x) * 1j
+    for y, dtype in ((small, "?"), (small[:3], "?"), (large, "f8")):
+        assert {task.output.dtype for task in tasks_of(y)[0]} == {np.dtype(dtype)}
+    both = small.sum() + dask_p2p.transpose(x).sum()
+    assert {task.output.dtype for task in tasks_of(both)[0]} == {np.dtype("f8")}, "made anyway"
+    assert both.compute(scheduler="sync") == (VALUES > 99).sum() + VALUES.sum()
 
 
 def check_tasks_and_regions(da, most):
@@ -165,6 +188,11 @@ needs_dask_array = pytest.mark.skipif(
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name, dask_array):
     check_chain(dask_array, name, is_package=True)
+
+
+@needs_dask_array
+def test_results_of_fewer_bytes(dask_array):
+    check_small_results(dask_array)
 
 
 @needs_dask_array
