@@ -222,3 +222,18 @@ def test_reductions_that_stay_after_the_exchange(dask_array):
         assert tasks_of(y)[0]
         wanted = x.compute(scheduler="sync").T.max(axis=axis)
         np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
+
+
+def test_parts_of_the_expressions_of_dask():
+    """Private parts of `dask.array`, as this package knows them."""
+    from dask_p2p.graph import expression as own
+
+    assert own.SliceSlicesIntegers._parameters == ["array", "index", "allow_getitem_optimization"]
+    assert own.Elemwise._parameters == ["op", "dtype", "name", "where"]
+    assert own.Transpose._parameters == ["array", "axes"]
+    assert {"array", "_chunks", "method"} <= {*own.Rechunk._parameters}
+    assert issubclass(own.TasksRechunk, own.Rechunk)
+    for name in ("elemwise_args", "args", "where"):
+        assert hasattr(own.Elemwise, name) or name in own.Elemwise._parameters
+    for name in ("_simplify_down", "_simplify_up", "_lower", "rechunk"):
+        assert hasattr(own.ArrayExpr, name), name
