@@ -39,18 +39,21 @@ class SectionEstimate(MemoryEstimate):
     state_bytes : int
         Checkpoints: the rank's own states and those of the rank that it guards, twice while they
         are replaced.
+    frames_bytes : int
+        Copies of local blocks that a thread writes as frames, in host memory.
     step_bytes : int
         Bytes that a rank sends in a step.
     checkpoint_bytes : int
         Bytes that a rank copies for each checkpoint, and sends to another worker.
     kind : str
-        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes` is GPU memory, and
-        `packed_bytes` holds two copies of the packed halos.
+        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes` and `frames_bytes`
+        is GPU memory, and `packed_bytes` holds two copies of the packed halos.
     """
 
     work_bytes: int
     returned_bytes: int
     state_bytes: int = 0
+    frames_bytes: int = 0
     step_bytes: int = 0
     checkpoint_bytes: int = 0
     kind: Kind = "numpy"
@@ -58,7 +61,7 @@ class SectionEstimate(MemoryEstimate):
     @property
     def need(self) -> MemoryNeed:
         """Memory of the rank; for CuPy, that of its GPU."""
-        states = {"checkpoints": self.state_bytes}
+        states = {"checkpoints": self.state_bytes, "copies of frames": self.frames_bytes}
         if self.kind != "numpy":  # copies without halos, which then go to the host
             states = {"copies for checkpoints": self.checkpoint_bytes}
         halos_bytes = self.staging_bytes + self.packed_bytes
@@ -73,7 +76,8 @@ class SectionEstimate(MemoryEstimate):
         if self.kind == "numpy":
             return self.need
         halos_bytes = self.staging_bytes + self.packed_bytes
-        return MemoryNeed({"halos in transfer": halos_bytes, "checkpoints": self.state_bytes})
+        copies = {"checkpoints": self.state_bytes, "copies of frames": self.frames_bytes}
+        return MemoryNeed({"halos in transfer": halos_bytes, **copies})
 
     @property
     def total_bytes(self) -> int:

@@ -26,6 +26,7 @@ from dask_p2p.sections.iterate.fields import (
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.scalars import ScalarSpec
 from dask_p2p.sections.iterate.series import STEPS, SeriesSpec, checked_series
+from dask_p2p.sections.iterate.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.types import DaskArray
 
 
@@ -40,16 +41,12 @@ class Arguments:
     series: tuple[SeriesSpec, ...] = ()
     scalars: tuple[ScalarSpec, ...] = ()
     names: tuple[str, ...] = ()  # of all fields, in the order of the mapping
+    stores: StoreSpecs = NO_STORES
 
     @property
     def results(self) -> list[FieldSpec]:
         """The fields that `iterate` returns."""
         return [spec for spec in self.fields if not spec.is_constant]
-
-    @property
-    def saved(self) -> list[str]:
-        """Names of the fields that a store can have."""
-        return [spec.name for spec in self.results] + [spec.name for spec in self.scalars]
 
     def sorted(self, made: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
@@ -80,8 +77,11 @@ def unnamed(
     kwargs: Mapping[str, Any],
     until: Any,
     record: Any,
+    stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
     """Return the arguments for a field without a name."""
+    if stores != ((), None):
+        raise no_names()
     if record:
         raise InputError(
             "record: expected fields by name, whose result is a dict with the series, got fields "
@@ -105,6 +105,7 @@ def named(
     kwargs: Mapping[str, Any],
     until: Any,
     record: Any,
+    stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
     """Return the arguments for a mapping of fields."""
     if until is not None and not record:
@@ -130,7 +131,8 @@ def named(
     )
     series = checked_series(record, [*arrays_of, *numbers], known)
     bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
-    used = set().union(*(binding.names for binding in bindings))
+    written = checked_stores(*stores, [*arrays_of, *numbers], known, levels[0].chunks)
+    used = written.names.union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
         raise InputError(
             f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
@@ -139,7 +141,16 @@ def named(
     all_arrays = [*levels, *halo_arrays, *arrays]
     given = tuple(field.value)
     specs = [*specs, *with_halo]
-    return Arguments(phases, tuple(specs), tuple(plain), all_arrays, series, scalars, given)
+    fixed = phases, tuple(specs), tuple(plain), all_arrays
+    return Arguments(*fixed, series, scalars, given, written)
+
+
+def no_names() -> InputError:
+    """Return the error for options that need names of fields."""
+    return InputError(
+        "save, checkpoint, max_time: expected fields by name, got fields without names. Give the "
+        "field by name, iterate(func, {'u': u}, ...)."
+    )
 
 
 def _phases(

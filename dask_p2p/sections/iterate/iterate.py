@@ -15,10 +15,10 @@ from dask_p2p.sections.api.arguments import check_computed, chosen_ranks
 from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.arguments import named, phases_of, unnamed
+from dask_p2p.sections.iterate.arguments import named, no_names, phases_of, unnamed
 from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.iteration import Iteration
-from dask_p2p.sections.iterate.stores import Checkpoint, Save, checked_stores
+from dask_p2p.sections.iterate.stores import Checkpoint, Save
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 
@@ -303,16 +303,12 @@ def iterate(
         check_names(each, count, iterate, locals())
     checked = named if isinstance(fields, Mapping) else unnamed
     field = Field(fields, depth, boundary, dtype, corners)
-    arguments = checked(func, field, constants, kwargs, until, record)
+    arguments = checked(func, field, constants, kwargs, until, record, (save, checkpoint))
     check_computed(*(each.value for each in arguments.constants), *kwargs.values())
     first = arguments.arrays[0]
     capture = checked_flag("capture", capture)
-    stores = checked_stores(save, checkpoint, arguments.saved, first.chunks)
-    if (stores or max_time is not None) and not isinstance(fields, Mapping):
-        raise InputError(
-            "save, checkpoint, max_time: expected fields by name, got fields without names. Give "
-            "the field by name, iterate(func, {'u': u}, ...)."
-        )
+    if max_time is not None and not isinstance(fields, Mapping):
+        raise no_names()
     if capture and arguments.scalars:
         raise InputError(
             f"capture: expected fields that are arrays, as all replayed steps have the same "
@@ -324,7 +320,7 @@ def iterate(
         scalars=arguments.scalars,
         constants=arguments.constants,
         series=arguments.series,
-        stores=stores,
+        stores=arguments.stores,
         shape=first.shape,
         steps=checked_count("steps", 0, steps=steps),
         overlap=overlap,

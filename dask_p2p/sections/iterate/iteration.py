@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -73,7 +74,8 @@ class Iteration:
         return Outputs(tuple(found), tuple(map(str, range(len(found)))))
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
-        returned = RankLoop(self, ctx, local_blocks)()
+        with closing(RankLoop(self, ctx, local_blocks)) as loop:
+            returned = loop()
         return {str(number): value for number, value in enumerate(returned)}
 
     def estimate(
@@ -84,6 +86,8 @@ class Iteration:
         work, returned, state, sent, received = (sum(sizes) for sizes in zip(*each, strict=True))
         constants = inputs_bytes[sum(len(spec.depths) for spec in self.fields) :]
         has_states = self.period is not None and ranks.size > 1
+        item_bytes = {spec.name: spec.dtype.itemsize for spec in self.fields}
+        sized = ranks.box(rank), self.shape, item_bytes
         return replace(
             found,
             work_bytes=work + sum(constants),
@@ -91,6 +95,7 @@ class Iteration:
             staging_bytes=received,
             packed_bytes=sent * (1 if found.kind == "numpy" else SLOTS),
             state_bytes=2 * GENERATIONS * state if has_states else 0,
+            frames_bytes=sum(each.size_bytes(*sized) for each in self.stores.frames),
             step_bytes=sent,
             checkpoint_bytes=state if has_states else 0,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,11 @@ class LocalField:
         self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
         self.has_halo = any(map(any, spec.widest))
         self._spare: HaloArray | None = None
+
+    @property
+    def is_updated(self) -> bool:
+        """True if steps update the halo of its newest level."""
+        return self.has_halo and not self.spec.is_constant
 
     @property
     def newest(self) -> HaloArray:
@@ -131,6 +136,13 @@ class LocalFields:
         """The local blocks of all levels, of the fields that are no constants."""
         own = [each for each in self.fields.values() if not each.spec.is_constant]
         return tuple(level.inner for each in own for level in each.levels)
+
+    def lasting(self) -> Iterator[list[HaloArray]]:
+        """Yield arrays whose halos no step updates: constants, and then each older level."""
+        with_halo = [field for field in self.fields.values() if field.has_halo]
+        yield [field.newest for field in with_halo if field.spec.is_constant]
+        for number in range(1, max(len(field.levels) for field in self.fields.values())):
+            yield [field.levels[number] for field in with_halo if number < len(field.levels)]
 
     def values(self, names: Iterable[str], box: Box, at: At) -> dict[str, Any]:
         """Return the values of some names for a box of the local block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class RankLoop:
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
-        self._stale = {name for name, field in self._fields.items() if field.has_halo}
+        self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
         recorded = self._scalars, self._series
@@ -66,14 +66,7 @@ class RankLoop:
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
         of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
-        first = ctx.restore_state(self._state, may_stay=True)
-        self._series.load(first)
-        self._scalars.load(first)
-        step = first = self._first = self._stores.begin(first)
-        ctx.progress.step = ctx.progress.first = first
-        ctx.progress.steps = of.steps
-        if step < of.steps:
-            self._update_lasting()
+        step = first = self._first = self._resumed()
         graph: Captured | None = None
         while step < of.steps:
             if of.capture and step == first + cycle and step + 2 * cycle < of.steps:
@@ -91,24 +84,45 @@ class RankLoop:
                 step += 1
                 ctx.progress.advance(step)
                 if self._is_done(step, numbers):
-                    self._stores.write(step)
+                    self._stores.write(step, self._current)
                     break
             ctx.device.keep_up(step)
             is_over = of.max_time is not None and ctx.has_ended(self._limit, step)
-            self._stores.write(step, is_last=is_over)
+            self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
             if step < of.steps and ctx.is_due(period, step):
+                self._stores.flush()  # a run that resumes here must find all frames
                 self._series.save()
                 self._scalars.save()
                 ctx.checkpoint(step, *self._state)
-        self._scalars.check()
-        return (*self._local.state, *self._scalars.values.values(), *self._results(step))
+        return self._results(step)
+
+    def _resumed(self) -> int:
+        """Load the newest checkpoint, and open the stores; return the first step."""
+        ctx = self._ctx
+        first = ctx.restore_state(self._state, may_stay=True)
+        self._series.load(first)
+        self._scalars.load(first)
+        first = self._stores.resumed(first)
+        ctx.progress.step = ctx.progress.first = first
+        ctx.progress.steps = self._of.steps
+        for halo_arrays in self._local.lasting():
+            self._updated(halo_arrays)
+        self._stores.open(first, self._current)
+        return first
 
     def _results(self, step: int) -> tuple[Any, ...]:
-        """Return the series and the number of steps, if they are results."""
+        """Return the local blocks of all fields, and the numbers."""
+        self._stores.flush()
+        self._scalars.check()
         series = self._series.results()
-        return (*series, step) if self._of.returns_steps else ()
+        numbers = (*series, step) if self._of.returns_steps else ()
+        return (*self._local.state, *self._scalars.values.values(), *numbers)
+
+    def close(self) -> None:
+        """End the thread of the stores."""
+        self._stores.close()
 
     @property
     def _state(self) -> tuple[Array, ...]:
@@ -116,16 +130,6 @@ class RankLoop:
         return (*self._local.state, *self._scalars.state, *self._series.state)
 
     # --- the first step
-
-    def _update_lasting(self) -> None:
-        """Update the halos that no step updates: those of constants and of older levels."""
-        with_halo = [field for field in self._fields.values() if field.has_halo]
-        constants = [field for field in with_halo if field.spec.is_constant]
-        self._updated([field.newest for field in constants])
-        self._stale.difference_update(field.spec.name for field in constants)
-        for number in range(1, max(len(field.levels) for field in self._fields.values())):
-            fields = [field for field in with_halo if number < len(field.levels)]
-            self._updated([field.levels[number] for field in fields])
 
     def _updated(self, halo_arrays: Sequence[HaloArray]) -> None:
         if halo_arrays:
@@ -303,15 +307,14 @@ class RankLoop:
 
     def _record(self, step: int) -> None:
         """Record numbers of fields with halos after a step."""
-        names = self._series.names | self._of.phases[0].binding.names
-        self._updated(self._stale_of(names))  # also for the next step, in one message
+        self._series.record(step, self._current(self._series.names))
 
-        at = self._local.at(self._whole, lambda name: self._ctx.step_for(name) - 1)
-
-        def values(binding: Binding) -> dict[str, Any]:
-            return self._values(binding, self._whole, at)
-
-        self._series.record(step, values)
+    def _current(self, names: Collection[str]) -> Callable[[Binding], dict[str, Any]]:
+        """Update the halos of some fields after a step; return a function of all their values."""
+        # One message updates halos for the next step, too.
+        self._updated(self._stale_of(self._of.phases[0].binding.names.union(names)))
+        at = self._local.at(self._whole, lambda name: max(0, self._ctx.step_for(name) - 1))
+        return lambda binding: self._values(binding, self._whole, at)
 
     # --- captured steps
 
@@ -343,7 +346,7 @@ class RankLoop:
             return False
         if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
             return False  # a checkpoint is due before its last step
-        if any(map(self._stores.is_due, range(step + 1, last))):
+        if any(map(self._stores.is_due, range(step + 1, last))) or self._stores.computes(last):
             return False
         later = range(step + 1, last + 1)
         return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import gcd, prod
+from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
 from dask_p2p.errors import InputError, needs
-from dask_p2p.geometry import Chunks, block_bounds
+from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
+from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.gang.checkpoints import checked_period
+from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.fields import check_name
+from dask_p2p.sections.iterate.folders import absolute
 
 _MOST_PARTS = 16  # chunks of a store for each block of an array
 
@@ -23,21 +28,31 @@ class Save:
 
     The group has an array (frame, ...) for each field, for all frames of the run. Its attribute
     `frames` is the number of frames that all ranks have written, and `steps` the step of the last
-    one.
+    one. A thread of each rank writes a copy of its local blocks while steps go on. The next frame
+    waits for the end of that write.
 
     Parameters
     ----------
     path : str or Path
-        Folder of the group, which all workers can write.
+        Folder of the group, which all workers can write: a path, or a URL that fsspec opens.
     every : int
         Number of steps between frames.
     fields : sequence of str, optional
         Names of the fields, by default all. The newest level of a field is saved.
+    region : slice or tuple of slice, optional
+        Part of the arrays that is saved, such as ``numpy.s_[::4, :100]``. By default all.
+    compute : mapping, optional
+        Functions of further fields by name, ``{"speed": f}``. The parameters of a function are
+        names of fields, constants and keywords, and `at`, as for the function of a step. Fields
+        have their halos. It returns a local block of the first field's shape, with or without
+        halo. It is also called once before the first step, for the dtype.
     """
 
     path: str | Path
     every: int
     fields: Sequence[str] | None = None
+    region: slice | tuple[slice, ...] = ()
+    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Checkpoint:
     Parameters
     ----------
     path : str or Path
-        Folder of the checkpoints, which all workers can write.
+        Folder of the checkpoints, which all workers can write: a path, or a URL that fsspec opens.
     every : int or str, optional
         Number of steps, or time, between checkpoints; by default "10 minutes".
     keep : int, optional
@@ -65,70 +80,198 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class ComputedField:
+    """A field that a function computes for frames."""
+
+    name: str
+    function: Callable[..., Any]
+    binding: Binding
+
+
+@dataclass(frozen=True)
+class FramesSpec:
+    """The checked arguments of a `Save`."""
+
+    path: str
+    every: int
+    fields: tuple[str, ...]
+    computed: tuple[ComputedField, ...]
+    region: tuple[slice, ...]  # empty: all
+    chunks: tuple[int, ...]  # of the store's arrays, without the axis of frames
+
+    def size_bytes(self, box: Box, shape: Sequence[int], item_bytes: Mapping[str, int]) -> int:
+        """Return the size of a frame's part in a box of the first field, which is named first."""
+        along = zip(self.slices(len(shape)), shape, box, strict=True)
+        rows = [part_of_slice(of, length, *own)[0] for of, length, own in along]
+        first = next(iter(item_bytes.values()))
+        each = [item_bytes.get(name, 0) for name in self.fields] + [first] * len(self.computed)
+        count: int = prod(own.stop - own.start for own in rows)
+        return count * sum(each)
+
+    def slices(self, ndim: int) -> tuple[slice, ...]:
+        """Return the slice of each axis."""
+        return self.region or (slice(None),) * ndim
+
+
+@dataclass(frozen=True)
 class StoreSpecs:
     """All stores of a run."""
 
-    saves: tuple[Save, ...] = ()
+    frames: tuple[FramesSpec, ...] = ()
     checkpoint: Checkpoint | None = None
-    chunks: Chunks = ()  # of the stores' arrays, without the axis of frames
+    chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
 
     def __bool__(self) -> bool:
-        return bool(self.saves) or self.checkpoint is not None
+        return bool(self.frames) or self.checkpoint is not None
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all values that the functions read."""
+        computed = [each for frames in self.frames for each in frames.computed]
+        return set().union(*(each.binding.names for each in computed))
 
 
-def checked_stores(save: Any, checkpoint: Any, names: Sequence[str], chunks: Chunks) -> StoreSpecs:
+NO_STORES = StoreSpecs()
+
+
+def checked_stores(
+    save: Any,
+    checkpoint: Any,
+    names: Sequence[str],  # of the fields
+    known: Collection[str],  # names of all values that functions can read
+    chunks: Chunks,  # of the first field
+) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
 
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
-    without Zarr.
+    without Zarr, or without a package for a URL.
     """
     saves = [save] if isinstance(save, Save) else list(save)
     if not saves and checkpoint is None:
-        return StoreSpecs()
+        return NO_STORES
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    found = []
-    for each in saves:
-        if not isinstance(each, Save):
-            raise InputError(
-                f"save: expected Save objects, got {type(each).__name__}. Give "
-                f"[dask_p2p.Save('frames.zarr', every=100)]."
-            )
-        own = tuple(names if each.fields is None else each.fields)
-        if not own or not {*own} <= {*names}:
-            raise InputError(
-                f"save: expected names of fields, {[*names]}, got {list(own)}. Rename them."
-            )
-        every = checked_count("steps between frames", every=each.every)
-        found.append(Save(_absolute(each.path), every, own))
+    found = tuple(_checked_save(each, names, known, chunks) for each in saves)
     if checkpoint is not None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise InputError(
-                f"checkpoint: expected a Checkpoint object, got {type(checkpoint).__name__}. Give "
-                f"dask_p2p.Checkpoint('states')."
-            )
-        checkpoint = Checkpoint(
-            _absolute(checkpoint.path),
-            checked_period(checkpoint.every) or "10 minutes",
-            checked_count("checkpoints", keep=checkpoint.keep),
-            checked_flag("resume", checkpoint.resume),
-        )
+        checkpoint = _checked_checkpoint(checkpoint)
     paths = [each.path for each in (*found, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(tuple(found), checkpoint, _store_chunks(chunks))
+    return StoreSpecs(found, checkpoint, _store_chunks(chunks) if checkpoint else ())
 
 
-def _absolute(path: Any) -> str:
-    if not isinstance(path, (str, Path)) or "://" in str(path):
+def _checked_checkpoint(given: Any) -> Checkpoint:
+    if not isinstance(given, Checkpoint):
         raise InputError(
-            f"expected the path of a folder that all workers can write, got {path!r}. Give a local "
-            f"path, or one of a shared file system."
+            f"checkpoint: expected a Checkpoint object, got {type(given).__name__}. Give "
+            f"dask_p2p.Checkpoint('states')."
         )
-    return os.path.abspath(path)
+    return Checkpoint(
+        absolute(given.path),
+        checked_period(given.every) or "10 minutes",
+        checked_count("checkpoints", keep=given.keep),
+        checked_flag("resume", given.resume),
+    )
 
 
-def _store_chunks(chunks: Chunks) -> Chunks:
+def _checked_save(
+    save: Any, names: Sequence[str], known: Collection[str], chunks: Chunks
+) -> FramesSpec:
+    if not isinstance(save, Save):
+        raise InputError(
+            f"save: expected Save objects, got {type(save).__name__}. Give "
+            f"[dask_p2p.Save('frames.zarr', every=100)]."
+        )
+    own = tuple(names if save.fields is None else save.fields)
+    computed = _checked_computed(save.compute, names, known)
+    if not (own or computed) or not {*own} <= {*names}:
+        raise InputError(
+            f"save: expected names of fields, {[*names]}, got {list(own)}. Rename them."
+        )
+    every = checked_count("steps between frames", every=save.every)
+    region = _checked_region(save.region, [sum(along) for along in chunks])
+    sizes = _region_chunks(chunks, region) if region else _store_chunks(chunks)
+    return FramesSpec(absolute(save.path), every, own, computed, region, sizes)
+
+
+def _checked_computed(
+    given: Any, names: Collection[str], known: Collection[str]
+) -> tuple[ComputedField, ...]:
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"compute: expected a mapping of functions by name, got {type(given).__name__}. Give "
+            f"{{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
+        )
+    found = []
+    for name, function in given.items():
+        check_name(name, "a computed field")
+        check_function(function, "fields", "compute={'square': lambda u: u**2}")
+        binding = bound_by_name(function, known)
+        if name in names or VALUES[OUT] in binding.names:
+            raise InputError(
+                f"compute: expected a name that no field has, and a function that returns a local "
+                f"block, without a parameter {OUT}, got {name!r}. Change it."
+            )
+        found.append(ComputedField(name, function, binding))
+    return tuple(found)
+
+
+# --- regions and chunks
+
+
+def _checked_region(given: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return a slice for each axis, or none for the whole array."""
+    slices = (given,) if isinstance(given, slice) else given
+    is_valid = isinstance(slices, tuple) and len(slices) <= len(shape)
+    if not is_valid or not all(map(_is_slice, slices)):
+        raise InputError(
+            f"region: expected a tuple of slices with positive steps, at most {len(shape)}, got "
+            f"{given!r}. Give numpy.s_[::4, :100], and a range for one index, 5:6."
+        )
+    if not all(range(n)[of] for n, of in zip(shape, slices, strict=False)):
+        raise InputError(
+            f"region: expected slices that select elements of an array of shape {tuple(shape)}, "
+            f"got {given!r}. Give other ones."
+        )
+    return (*slices, *(slice(None) for _ in shape[len(slices) :])) if slices else ()
+
+
+def _is_slice(given: Any) -> bool:
+    if not isinstance(given, slice):
+        return False
+    try:
+        numbers = [as_int(n) for n in (given.start, given.stop) if n is not None]
+        return len(numbers) <= 2 and (given.step is None or as_int(given.step) > 0)
+    except TypeError:
+        return False
+
+
+def part_of_slice(of: slice, length: int, start: int, stop: int) -> tuple[slice, slice]:
+    """Return the selected elements of a range: their positions among all, and in the range.
+
+    >>> part_of_slice(slice(1, 9, 3), 10, 4, 10)  # of 1, 4, 7
+    (slice(1, 3, None), slice(0, 6, 3))
+    """
+    rows = range(length)[of]
+    first, last = (min(max(0, -(-(n - rows.start) // rows.step)), len(rows)) for n in (start, stop))
+    low = rows.start + first * rows.step - start
+    return slice(first, last), slice(low, low + (last - first) * rows.step, rows.step)
+
+
+def _region_chunks(chunks: Chunks, region: Sequence[slice]) -> tuple[int, ...]:
+    """Return the chunks of a store for a region: such that ranks share none, if possible."""
+    parts = []
+    for of, along in zip(region, chunks, strict=True):
+        bounds = block_bounds(along)
+        rows = [part_of_slice(of, bounds[-1], *pair)[0] for pair in pairwise(bounds)]
+        parts.append(tuple(own.stop - own.start for own in rows if own.stop > own.start))
+    try:
+        return _store_chunks(tuple(parts))
+    except InputError:
+        return tuple(map(max, parts))  # ranks write in turn
+
+
+def _store_chunks(chunks: Chunks) -> tuple[int, ...]:
     """Return chunks of a store: of one size along each axis, and whole ones in each block."""
     sizes = []
     for along in chunks:
@@ -142,4 +285,4 @@ def _store_chunks(chunks: Chunks) -> Chunks:
             f"expected fields with chunks that divide into chunks of one size, which Zarr needs, "
             f"got {chunks}. Rechunk them first, dask_p2p.rechunk(x, ...)."
         )
-    return tuple((own,) for own in sizes)
+    return tuple(sizes)

@@ -255,7 +255,8 @@ def test_wrong_arguments_are_refused():
     refused("steps between frames", save=Save("frames", 0))
     refused("expected a Checkpoint object", checkpoint="states")
     refused("another path for each store", save=[Save("a", 1)], checkpoint=Checkpoint("a"))
-    refused("the path of a folder", save=Save("s3://bucket/frames", 2))
+    refused("the path or URL of a folder", save=Save(b"frames", 2))
+    refused("a URL that fsspec opens", save=Save("nowhere://frames", 2))
     refused("fields by name", array(A, 8), save=Save("frames", 2))
     refused("which Zarr needs", {"u": array(A, ((7, 5, 12), (3, 8, 9)))}, save=Save("frames", 2))
 

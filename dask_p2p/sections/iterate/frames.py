@@ -1,0 +1,184 @@
+"""The frames of one `Save`: each rank writes its part of the saved arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.returned import shape_of
+from dask_p2p.sections.iterate.binding import Binding
+from dask_p2p.sections.iterate.folders import Folder, explained
+from dask_p2p.sections.iterate.groups import (
+    create_arrays,
+    created,
+    difference,
+    opened,
+    plain,
+    seen_by_all,
+    together,
+)
+from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.scalars import Scalars
+from dask_p2p.sections.iterate.stores import ComputedField, FramesSpec, part_of_slice
+from dask_p2p.types import Array
+
+#: Returns the arguments of a function, with the values after the last step; None if none is read.
+Values = Callable[[Binding], Mapping[str, Any]] | None
+Index = tuple[slice, ...]
+
+
+class Frames:
+    """The frames of one rank."""
+
+    def __init__(
+        self, spec: FramesSpec, ctx: Context, local: LocalFields, scalars: Scalars, steps: int
+    ) -> None:
+        self.spec, self._ctx, self._local, self._scalars = spec, ctx, local, scalars
+        self._folder, self._count = Folder(spec.path), steps // spec.every
+        self._first = next(iter(local.fields.values()))  # computed fields have its shape
+        self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}
+        self._fields |= {each.name: self._first for each in spec.computed}
+        self._arrays: dict[str, Any] = {}  # of the store
+        self._parts: dict[str, tuple[Index, Index]] = {}  # in the whole array; in the local block
+        self._copies: dict[str, Array] = {}  # of the frame to write
+        self._number = 0  # of that frame
+        self.in_turn = False  # whether ranks share chunks, and write in turn
+
+    # --- before the first step
+
+    def open(self, first: int, values: Values) -> None:
+        """Create the group, or make it ready for frames after a first step."""
+        shapes = dict(self._shapes(values))
+        together(self._ctx, self._folder, partial(self._open, shapes, first))
+        self._group = seen_by_all(self._ctx, self._folder)
+        for name, (_, dtype) in shapes.items():
+            self._arrays[name] = self._group[name]
+            if name in self._fields:
+                self._parts[name] = parts = self._part(self._fields[name])
+                shape = tuple(of.stop - of.start for of in parts[0])
+                self._copies[name] = np.empty(shape, dtype)
+        self.in_turn = bool(self._ctx.allreduce(int(self._shares_chunks()), "max"))
+
+    def _shapes(self, values: Values) -> Iterator[tuple[str, tuple[tuple[int, ...], Any]]]:
+        """Yield the name, shape and dtype of each array."""
+        for name in self.spec.fields:
+            if name in self._scalars.values:
+                yield name, ((), self._scalars.values[name].dtype)
+            else:
+                field = self._fields[name]
+                yield name, (self._shape(field), field.spec.dtype)
+        for each in self.spec.computed:
+            yield each.name, (self._shape(self._first), self._computed(each, values).dtype)
+
+    def _shape(self, field: LocalField) -> tuple[int, ...]:
+        slices = self.spec.slices(len(field.shape))
+        return tuple(len(range(n)[of]) for n, of in zip(field.shape, slices, strict=True))
+
+    def _part(self, field: LocalField) -> tuple[Index, Index]:
+        along = zip(self.spec.slices(len(field.shape)), field.shape, field.box, strict=True)
+        pairs = [part_of_slice(of, length, *box) for of, length, box in along]
+        return tuple(whole for whole, _ in pairs), tuple(local for _, local in pairs)
+
+    def _open(self, shapes: Mapping[str, Any], first: int) -> None:
+        """Create the group and its arrays, or compare them. On rank 0."""
+        every, folder = self.spec.every, self._folder
+        program = {"format": "dask_p2p frames 1", "every": every, "arrays": plain(shapes)}
+        if self.spec.region:
+            rows = zip(self._first.shape, self.spec.region, strict=True)
+            program["region"] = [list(of.indices(length)) for length, of in rows]
+        # A killed process leaves partial files.
+        names = [name for name in folder.names() if not name.endswith(".partial")]
+        group = opened(folder) if names else None
+        if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
+            group = created(folder, shapes, {"program": program, "frames": 0, "steps": 0})
+        elif group.attrs.get("program") != program:
+            raise InputError(
+                f"expected a new folder, or frames of the same fields and steps, at {folder}, got "
+                f"{difference(group.attrs.get('program'), program)}. Give another path, or remove "
+                f"the folder."
+            )
+        done = min(first // every, int(group.attrs["frames"]))
+        if done < first // every:
+            raise InputError(
+                f"expected {first // every} frames at {folder}, as the run resumes at step "
+                f"{first}, got {done}. Give the folder of the earlier run, or another checkpoint."
+            )
+        missing = {name: each for name, each in shapes.items() if name not in group}
+        create_arrays(group, missing, self.spec.chunks, self._count)
+        for name in shapes:
+            if group[name].shape[0] < self._count:
+                group[name].resize((self._count, *group[name].shape[1:]))
+        group.attrs.update({"frames": done, "steps": done * every})
+
+    def _shares_chunks(self) -> bool:
+        """Return whether this rank has a part of a chunk whose rest another rank has."""
+        return any(
+            own.start < own.stop
+            and (own.start % chunk or (own.stop % chunk and own.stop != length))
+            for name, (whole, _) in self._parts.items()
+            for own, length, chunk in zip(
+                whole, self._arrays[name].shape[1:], self._arrays[name].chunks[1:], strict=True
+            )
+        )
+
+    # --- frames
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a frame is due after a step."""
+        return step % self.spec.every == 0
+
+    def copy(self, step: int, values: Values) -> None:
+        """Copy this rank's part of a frame, which `write` writes."""
+        self._number = step // self.spec.every - 1
+        for name in self.spec.fields:
+            if name in self._scalars.values:
+                self._copies[name] = np.asarray(self._scalars.values[name])
+            else:
+                self._put(name, self._fields[name].newest.inner)
+        for each in self.spec.computed:
+            self._put(each.name, self._computed(each, values))
+
+    def _put(self, name: str, block: Array) -> None:
+        copy, device = self._copies[name], self._ctx.device
+        if not np.can_cast(block.dtype, copy.dtype, "same_kind"):
+            raise BlockMismatchError(
+                f"expected values that become {copy.dtype} from the function of the computed field "
+                f"{name!r}, as before the first step, got {block.dtype}. Return one dtype, "
+                f"values.astype(...)."
+            )
+        np.copyto(copy, device.to_host(block[self._parts[name][1]]), casting="same_kind")
+
+    def _computed(self, field: ComputedField, values: Values) -> Array:
+        """Call the function of a computed field; return its local block without halo."""
+        assert values is not None
+        value: Any = field.binding.bound(field.function, values(field.binding))()
+        part, own = self._first.parts(self._first.layout.whole)[0], self._first.newest.inner
+        shape = shape_of(value, type(own))
+        if shape not in (own.shape, part.data.shape):
+            raise BlockMismatchError(
+                f"expected an array of shape {own.shape}, or {part.data.shape} with halo, from the "
+                f"function of the computed field {field.name!r}, got {shape}. Return such an "
+                f"array, or record a number, record={{...}}."
+            )
+        block: Array = value if shape == own.shape else value[part.inner]
+        return block
+
+    def write(self) -> None:
+        """Write the copied part of a frame."""
+        with explained(self._folder):
+            for name, copy in self._copies.items():
+                if name not in self._fields:
+                    if self._ctx.rank == 0:
+                        self._arrays[name][self._number] = copy
+                elif copy.size:
+                    self._arrays[name][(self._number, *self._parts[name][0])] = copy
+
+    def record(self, step: int) -> None:
+        """Record in the store that all ranks have written the frame of a step. On rank 0."""
+        with explained(self._folder):
+            self._group.attrs.update({"frames": step // self.spec.every, "steps": step})

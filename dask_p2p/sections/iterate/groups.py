@@ -1,0 +1,84 @@
+"""Zarr groups that rank 0 of `iterate` creates, and all ranks open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import FileError, InputError
+from dask_p2p.ops.zarr_arrays import CONFIG, fast_compressor, zarr_format
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.iterate.folders import Folder, explained
+
+#: Shapes and dtypes of arrays by name.
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
+
+
+def together(ctx: Context, folder: Folder, work: Callable[[], None]) -> None:
+    """Let rank 0 do some work, and all others wait for it."""
+    if ctx.rank == 0:
+        with explained(folder):
+            work()
+    ctx.barrier()
+
+
+def opened(folder: Folder) -> Any:
+    """Return the Zarr group in a folder. Raises `InputError` for an array."""
+    import zarr
+
+    found = zarr.open(folder.store, mode="r+")
+    if not isinstance(found, zarr.Group):
+        raise InputError(f"expected a Zarr group at {folder}, got an array. Give another path.")
+    return found
+
+
+def seen_by_all(ctx: Context, folder: Folder) -> Any:
+    """Return a group that rank 0 has made. Raises `FileError` unless all ranks see it."""
+    with explained(folder):
+        group = opened(folder) if folder.exists() else None
+    seen = ctx.allreduce(int(group is not None), "min")
+    if not seen:
+        raise FileError(
+            f"expected a folder that all workers see, got {folder}, which some do not. Give a "
+            f"path of a shared file system."
+        )
+    return group
+
+
+def created(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
+    """Create a group for arrays of some dtypes, in place of an earlier one."""
+    import zarr
+
+    version = zarr_format(dtype for _, dtype in shapes.values())
+    options = {"zarr_format": version, "attributes": dict(attributes), "overwrite": True}
+    return zarr.create_group(folder.store, **options)
+
+
+def create_arrays(
+    group: Any,
+    shapes: Shapes,
+    chunks: Sequence[int],
+    frames: int | None = None,  # length of an axis before the others
+) -> None:
+    """Create arrays in a group; numbers have one chunk."""
+    along = () if frames is None else (frames,)
+    version = group.metadata.zarr_format
+    for name, (shape, dtype) in shapes.items():
+        own = (*(1 for _ in along), *chunks) if shape else along
+        options = {"chunks": own, "config": CONFIG, "compressors": fast_compressor(version)}
+        group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
+
+
+def plain(shapes: Shapes) -> dict[str, Any]:
+    """Return shapes and dtypes as JSON has them."""
+    return {name: [list(shape), np.dtype(dtype).str] for name, (shape, dtype) in shapes.items()}
+
+
+def difference(found: Any, wanted: Mapping[str, Any]) -> str:
+    """Return a text of the entries that differ."""
+    if not isinstance(found, Mapping):
+        return "files of another program"
+    names = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    return ", ".join(f"{name} {found.get(name)} in place of {wanted.get(name)}" for name in names)

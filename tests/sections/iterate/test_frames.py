@@ -1,0 +1,302 @@
+"""Frames of regions, computed fields, the thread that writes them, and stores at URLs."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+import threading
+from itertools import accumulate
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import zarr
+
+from dask_p2p import Checkpoint, Field, Save, estimate, iterate
+from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
+from dask_p2p.sections.iterate.frame_writer import FrameWriter
+from dask_p2p.sections.iterate.frames import Frames
+from dask_p2p.sections.iterate.stores import part_of_slice
+from tests.sections.iterate.test_coupled import array, inner, react
+from tests.sections.iterate.test_stores import A, B, fields, states
+from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S, result_of
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+
+
+def frames_of(path):
+    group = zarr.open(path, mode="r")
+    return {name: array[...] for name, array in group.arrays()}
+
+
+@pytest.mark.parametrize("start", [None, 0, 2, 7, -4])
+@pytest.mark.parametrize("stop", [None, 1, 6, 10, -1])
+@pytest.mark.parametrize("step", [None, 1, 3, 11])
+def test_parts_of_slices(start, stop, step):
+    of, found = slice(start, stop, step), {}
+    for low, high in ((0, 4), (4, 5), (5, 5), (5, 10)):
+        where, own = part_of_slice(of, 10, low, high)
+        found.update(zip(range(20)[where], range(low, high)[own], strict=True))
+    assert found == dict(enumerate(range(10)[of]))
+
+
+REGIONS = [np.s_[::2], np.s_[3:21, ::5], np.s_[1:, -7:-1], np.s_[9:10, :], np.s_[5::7, 2:]]
+
+
+@pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
+@pytest.mark.parametrize("region", REGIONS)
+def test_regions(client, tmp_path, region, chunks):
+    save = Save(tmp_path, 2, region=region)
+    dask.compute(iterate(react, fields(chunks), 1, 7, save=save, ranks=4))
+    found, wanted = frames_of(tmp_path), states(6)
+    for name in "uv":
+        for frame in range(3):
+            assert np.array_equal(found[name][frame], wanted[2 * frame + 2][name][region])
+
+
+def test_regions_of_staggered_fields(client, tmp_path):
+    given = {"u": array(A, 8), "w": array(np.arange(25.0 * 20).reshape(25, 20), ((8, 8, 9), 10))}
+    save = Save(tmp_path, 1, region=np.s_[::3, 4:])
+    dask.compute(iterate(lambda u, w: {"w": w + 1}, given, 0, 2, save=save, ranks=4))
+    wanted = np.arange(25.0 * 20).reshape(25, 20)[::3, 4:]
+    assert np.array_equal(frames_of(tmp_path)["w"], [wanted + 1, wanted + 2])
+
+
+def difference(u, c, at, scale):
+    """Return a field of values with halo, a constant with halo, and the position."""
+    across = u[2:, 1:-1] - u[:-2, 1:-1] + c[1:-1, 2:]
+    return scale * across + at.index[0] + 100 * at.step
+
+
+def difference_of(u, c, step):
+    u, c = np.pad(u, 1, mode="wrap"), np.pad(c, ((0, 0), (1, 1)), mode="edge")
+    across = u[2:, 1:-1] - u[:-2, 1:-1] + c[:, 2:]
+    return 3 * across + np.arange(24)[:, None] + 100 * step
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("region", [(), np.s_[2::3, :15]])
+def test_computed_fields(client, tmp_path, ranks, region):
+    save = Save(
+        tmp_path,
+        2,
+        fields=[],
+        region=region,
+        compute={"d": difference, "ready": lambda u: u > 0.2, "both": lambda v: v * 1j},
+    )
+    options = {"constants": {"c": Field(A, depth=1, boundary="nearest")}, "scale": 3}
+    made = iterate(react, fields(), 1, 5, save=save, ranks=ranks, **options)
+    found = dask.compute(made)[0]
+    wanted, frames = states(5), frames_of(tmp_path)
+    assert np.array_equal(found["u"], wanted[5]["u"])
+    assert (frames["ready"].dtype, frames["both"].dtype) == (bool, complex)
+    for frame, step in enumerate((2, 4)):
+        state = wanted[step]
+        d = difference_of(state["u"], A, step - 1)
+        assert np.array_equal(frames["d"][frame], d[region])
+        assert np.array_equal(frames["ready"][frame], (state["u"] > 0.2)[region])
+        assert np.array_equal(frames["both"][frame], (state["v"] * 1j)[region])
+
+
+def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
+    """The first frame is written when the second step has been made, and not by its thread."""
+    made, threads = threading.Event(), []
+    write = Frames.write
+
+    def late(self):
+        threads.append(threading.current_thread())
+        assert made.wait(BOUND_S)
+        write(self)
+
+    def step(u, at):
+        if at.step == 1:
+            made.set()
+        return u + 1
+
+    monkeypatch.setattr(Frames, "write", late)
+    lazy = iterate(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1), ranks=1)
+    dask.compute(lazy, scheduler="sync")
+    assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
+    assert len({*threads}) == 1
+    assert threads[0] not in threading.enumerate()
+
+
+def test_at_most_one_frame_is_in_the_thread(tmp_path, monkeypatch):
+    """A frame that is due while the previous one is written waits."""
+    order, start = [], FrameWriter.start
+
+    def recorded(self, work):
+        def noted():
+            work()
+            order.append("written")
+
+        order.append("copied")
+        start(self, noted)
+
+    monkeypatch.setattr(FrameWriter, "start", recorded)
+    lazy = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 5, save=Save(tmp_path, 1), ranks=1)
+    dask.compute(lazy, scheduler="sync")
+    assert order == ["copied", "written"] * 5
+
+
+def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
+    """One rank of two cannot write its last frame; the run ends by name."""
+
+    def step(u, at, folder):
+        if at.step == 3 and at.box[0][0] > 0:
+            chunks = folder / "frames" / "u" / "c" / "1"
+            chunks.mkdir(exist_ok=True)
+            (chunks / "1").write_text("a file in the place of this rank's folder")
+        return u + 1
+
+    options = {"save": Save(tmp_path / "frames", 2), "ranks": 2, "folder": tmp_path}
+    with pytest.raises(FileError, match="Make room, or give another path"):
+        dask.compute(iterate(step, {"u": array(A, ((12, 12), 20))}, 0, 6, **options))
+    assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] <= 1
+    nothing_is_left(client)
+
+
+def test_a_killed_worker_between_frame_and_record(client, tmp_path):
+    """A checkpoint in memory follows a frame; the run that resumes there finds the frame."""
+
+    def kills(u, v, at, folder):
+        if at.step == 6 and at.rank == 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return react(u, v)
+
+    options = {"save": Save(tmp_path / "frames", 2), "ranks": 2, "folder": tmp_path}
+    made = iterate(kills, fields(), 1, 9, checkpoint_every=2, **options)
+    future = client.compute(made["u"])
+    wanted = states(9)
+    assert np.array_equal(result_of(client, future), wanted[9]["u"])
+    found = frames_of(tmp_path / "frames")["v"]
+    for frame in range(4):
+        assert np.array_equal(found[frame], wanted[2 * frame + 2]["v"])
+
+
+def test_estimates_have_the_copies(tmp_path):
+    whole, part = Save(tmp_path, 2), Save(tmp_path, 2, ["u"], np.s_[::2, :5], {"d": lambda u: u})
+    plain = estimate(iterate(react, fields(), 1, 2, ranks=1)["u"])
+    for save, count in ((whole, 2 * 24 * 20), (part, 2 * 12 * 5)):
+        found = estimate(iterate(react, fields(), 1, 2, save=save, ranks=1)["u"])
+        assert found.frames_bytes == 8 * count
+        assert found.total_bytes == plain.total_bytes + 8 * count
+
+
+# --- URLs
+
+
+def test_stores_at_urls(tmp_path):
+    """All ranks are in this process, whose memory `memory://` names."""
+    wanted = states(9)
+    for url in (f"file://{tmp_path}/files", "memory://dask-p2p-test"):
+        save, checkpoint = Save(f"{url}/frames", 2), Checkpoint(f"{url}/states", every=3, keep=1)
+        for steps in (4, 9):
+            options = {"save": save, "checkpoint": checkpoint, "ranks": 1}
+            made = iterate(react, fields(), 1, steps, **options)
+            (found,) = dask.compute(made, scheduler="sync")
+            assert np.array_equal(found["u"], wanted[steps]["u"])
+        group = zarr.open_group(f"{url}/frames", mode="r")
+        assert group.attrs["frames"] == 4
+        for frame in range(4):
+            assert np.array_equal(group["v"][frame], wanted[2 * frame + 2]["v"])
+        again = iterate(react, fields(), 1, 9, save=Save(f"{url}/frames", 3), ranks=1)
+        with pytest.raises(InputError, match="frames of the same fields"):
+            dask.compute(again, scheduler="sync")
+        new = Checkpoint(f"{url}/states", every=3, resume=False)
+        again = iterate(react, fields(), 1, 9, checkpoint=new, ranks=1)
+        with pytest.raises(InputError, match="because of resume=False"):
+            dask.compute(again, scheduler="sync")
+    assert {path.name for path in (tmp_path / "files" / "states").iterdir()} == {
+        "step-000000000009",
+        "step-000000000009.complete",
+    }
+
+
+def test_memory_of_one_process_is_refused(client):
+    save = Save("memory://dask-p2p-frames", 2)
+    with pytest.raises(FileError, match="a folder that all workers see"):
+        dask.compute(iterate(react, fields(), 1, 4, save=save, ranks=2))
+
+
+def test_urls_need_packages(monkeypatch):
+    def lazy(path):
+        return iterate(react, fields(), 1, 4, save=Save(path, 2))
+
+    with pytest.raises(InputError, match="a URL that fsspec opens, got 'nowhere://frames'"):
+        lazy("nowhere://frames")
+    imported = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] in ("s3fs", "requests", "aiohttp"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return imported(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "s3fs", raising=False)
+        patch.setattr(builtins, "__import__", without)
+        with pytest.raises(MissingPackageError, match="not installed: Install s3fs"):
+            lazy("s3://bucket/frames")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(MissingPackageError, match="the package fsspec, which is not installed"):
+        lazy("memory://frames")
+
+
+# --- refused
+
+
+def test_wrong_regions_and_functions_are_refused():
+    def refused(message, **options):
+        with pytest.raises(InputError, match=message):
+            iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=Save("frames", 2, **options))
+
+    refused("a tuple of slices with positive steps", region=5)
+    refused("a tuple of slices with positive steps", region=(slice(None, None, -1),))
+    refused("a tuple of slices with positive steps", region=(slice(0.5),))
+    refused("at most 2", region=(slice(5),) * 3)
+    refused("slices that select elements", region=np.s_[30:])
+    refused("a mapping of functions by name", compute=[abs])
+    refused("a name that no field has", compute={"u": lambda u: u})
+    refused("without a parameter out", compute={"d": lambda u, out: u})
+    refused("parameters with the names of fields", compute={"d": lambda w: w})
+    refused("a function of fields", compute={"d": 3})
+    refused("names of fields", fields=[])
+
+
+def test_wrong_values_of_computed_fields_are_refused(tmp_path):
+    def refused(message, function):
+        save = Save(tmp_path / "frames", 1, compute={"d": function})
+        made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save, ranks=1)
+        with pytest.raises(BlockMismatchError, match=message):
+            dask.compute(made, scheduler="sync")
+
+    refused(r"of shape \(24, 20\).*'d', got \(\)\. .* record a number", lambda u: u.sum())
+    refused(r"'d', got \(23, 20\)", lambda u: u[1:])
+    refused("got list", lambda u: [u])
+    refused("that become bool", lambda u, at: u if at.step else u > 0)
+
+
+def test_another_region_of_a_store_is_refused(tmp_path):
+    def run(region):
+        save = Save(tmp_path, 2, region=region)
+        made = iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=save, ranks=1)
+        dask.compute(made, scheduler="sync")
+
+    run(np.s_[:12])
+    run(np.s_[:12])
+    with pytest.raises(InputError, match=r"region .* in place of"):
+        run(np.s_[12:])
+
+
+def test_big_endian_fields(tmp_path):
+    """Zarr's version 2 has them; so it needs a compressor of its own."""
+    given = da.from_array(B.astype(">f8"), chunks=10)
+    save = Save(tmp_path, 1)
+    made = iterate(lambda u: inner(u).astype(u.dtype), {"u": given}, 1, 2, save=save, ranks=1)
+    dask.compute(made, scheduler="sync")
+    assert np.array_equal(frames_of(tmp_path)["u"][1], B)
