@@ -207,14 +207,15 @@ def test_killed_while_the_other_gpu_waits_for_it(pool, tmp_path, ns, given):
 def turns_slowly(ctx, x, path):
     import cupy
 
-    for _ in ctx.steps(100, [x], every=20):
+    s = ctx.state(x=x)
+    for _ in ctx.steps(100, s, every=20):
         spin(cupy.cuda.get_current_stream(), 20_000_000)
-        there = ctx.redistribute(x, (1,))
+        there = ctx.redistribute(s.x, (1,))
         there += 1
-        ctx.redistribute(there, from_partition=(1,), out=x)
+        ctx.redistribute(there, from_partition=(1,), out=s.x)
         if ctx.rank == 0:
             die_once(path, 0.5)
-    return x
+    return s.x
 
 
 @pytest.mark.gpu(2)

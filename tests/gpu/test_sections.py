@@ -630,7 +630,7 @@ def test_estimate_has_the_memory_of_the_gpu(client):
 def dies_once(ctx, x, path, steps):
     """Kill its process halfway, between the exchanges of the two ranks."""
     p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
-    for step in ctx.steps(steps, [p.inner], every=10):
+    for step in ctx.steps(steps, ctx.state(p=p), every=10):
         ctx.update_halo(p)
         p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
         if step == steps // 2 and ctx.rank == 0 and not os.path.exists(path):
@@ -641,14 +641,15 @@ def dies_once(ctx, x, path, steps):
 
 def turns_and_dies_once(ctx, x, path):
     """Kill its process when the other rank may be reading its memory."""
-    for step in ctx.steps(50, [x], every=10):
-        there = ctx.redistribute(x, (1,))
+    s = ctx.state(x=x)
+    for step in ctx.steps(50, s, every=10):
+        there = ctx.redistribute(s.x, (1,))
         there += 1
         if step == 25 and ctx.rank == 0 and not os.path.exists(path):
             open(path, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        ctx.redistribute(there, from_partition=(1,), out=x)
-    return x
+        ctx.redistribute(there, from_partition=(1,), out=s.x)
+    return s.x
 
 
 @pytest.mark.gpu(2)
@@ -698,7 +699,7 @@ def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
 
         p = ctx.with_halo(x)
         first = None
-        for step in ctx.steps(20, [p.inner], every=5):
+        for step in ctx.steps(20, ctx.state(p=p), every=5):
             first = step if first is None else first
             p.inner[...] += 1
             if step == 12 and ctx.rank and not os.path.exists(path):
@@ -784,7 +785,7 @@ def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
         from dask_p2p.sections.wire.connection import AttemptEndedError
 
         y, first = x.copy(), None
-        for step in ctx.steps(20, [x], every=5):
+        for step in ctx.steps(20, ctx.state(x=x), every=5):
             first = step if first is None else first
             y += 1
             if step == 12 and ctx.rank and not os.path.exists(path):

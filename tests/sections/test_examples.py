@@ -69,7 +69,7 @@ def test_alternating_directions_solve_the_heat_equation(client):
 
     def alternating(ctx, u, count):
         p, columns = ctx.with_halo(u, {0: 1}, "periodic"), ctx.redistribute(u, (1,))
-        for _ in ctx.steps(count, save=[p.inner]):
+        for _ in ctx.steps(count, ctx.state(p=p)):
             halo = ctx.update_halo(p)
             half = (p.inner + r / 2 * (halo[2:] - 2 * p.inner + halo[:-2])) @ back
             ctx.redistribute(half @ ahead, (1,), out=columns)

@@ -31,12 +31,13 @@ def array():
 
 
 def stepping(ctx, x, steps=20, path=None, shift=0.0):
-    for step in ctx.steps(steps, save=[x], every=5):
-        x += ctx.allreduce(x.sum()) / 1e6 + shift
+    s = ctx.state(x=x)
+    for step in ctx.steps(steps, s, every=5):
+        s.x = s.x + (ctx.allreduce(s.x.sum()) / 1e6 + shift)
         time.sleep(0.02)
         if path is not None and step == 3:
             path.touch()
-    return x
+    return s.x
 
 
 def stepped(x=X, shift=0.0, steps=20):

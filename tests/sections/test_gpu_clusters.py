@@ -80,7 +80,7 @@ def test_values_and_what_is_left(gpu, client, opened):
 
 def fails_once(ctx, x):
     p = ctx.with_halo(x, boundary="periodic")
-    for step in ctx.steps(6, [p.inner], every=2):
+    for step in ctx.steps(6, ctx.state(p=p), every=2):
         ctx.update_halo(p)
         if step == 4 and ctx.rank and not here.setdefault("failed", 0):
             here["failed"] = 1
@@ -115,13 +115,14 @@ def turns(ctx, x):
     downs, original = [], ctx.device.to_host
     ctx.device.to_host = lambda value: downs.append(value) or original(value)
     out = None
-    for step in ctx.steps(6, [x], every=2):
-        out = ctx.redistribute(x, (0,), axes=(1, 0), out=out)
+    s = ctx.state(x=x)
+    for step in ctx.steps(6, s, every=2):
+        out = ctx.redistribute(s.x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and here.pop("to fail", 0):
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
-        ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=x)
-        x[...] = x.made(lambda values: 2 * values)
-    return x, len(downs)
+        ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=s.x)
+        s.x[...] = s.x.made(lambda values: 2 * values)
+    return s.x, len(downs)
 
 
 @pytest.mark.parametrize("fails", [False, True])

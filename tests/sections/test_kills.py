@@ -148,16 +148,17 @@ def stepping_on(ctx, x, folder, kill, where="in a step"):
     if ranks == "two workers":
         workers = ctx.allgather(os.getpid())
         ranks = [*{pid: rank for rank, pid in enumerate(workers)}.values()][:2]
-    for step in ctx.steps(20, [x], every=5):
+    s = ctx.state(x=x)
+    for step in ctx.steps(20, s, every=5):
         note(folder / f"{ctx.rank}.log", step)
-        x += ctx.allreduce(x.sum()) / (step + 1e6)
+        s.x = s.x + ctx.allreduce(s.x.sum()) / (step + 1e6)
         if step == at and ctx.rank in ranks and not earlier:
             (folder / f"{ctx.rank} was killed").touch()
             wait_until(lambda: all((folder / f"{r} was killed").exists() for r in ranks))
             if where == "in a step":
                 os.kill(os.getpid(), signal.SIGKILL)
-            ctx.checkpoint(step + 1, x.view(DiesWhenCopied))
-    return x
+            s.x = s.x.view(DiesWhenCopied)
+    return s.x
 
 
 def note(path, step):
@@ -203,12 +204,13 @@ def test_ranks_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, res
 
 def dying_often(ctx, x, folder):
     """One rank kills its worker five times, and each time all get further."""
-    for step in ctx.steps(20, [x], every=1):
-        x += ctx.allreduce(1.0)
+    s = ctx.state(x=x)
+    for step in ctx.steps(20, s, every=1):
+        s.x += ctx.allreduce(1.0)
         if ctx.rank == 1 and step in (3, 6, 9, 12, 15) and not (folder / str(step)).exists():
             (folder / str(step)).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-    return x
+    return s.x
 
 
 def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
@@ -241,7 +243,7 @@ def test_ranks_go_on_whatever_integers_count_their_steps(client, tmp_path):
 def copied_first(ctx, x, folder):
     """Saves an array that it does not work on, and kills a worker once."""
     y = x.copy()
-    for step in ctx.steps(20, save=[x], every=5):
+    for step in ctx.steps(20, ctx.state(x=x), every=5):
         note(folder / f"{ctx.rank}.log", step)
         y += ctx.allreduce(1.0)
         if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():

@@ -1,21 +1,21 @@
-"""References of a function to the arrays that a loop saves: names, attributes and items.
+"""Variables of a function that refer to arrays of its state: names, attributes and items.
 
-When ranks run again, the loop restores the saved arrays in place. So these arrays must be the
-function's state in each step. ``x = x + 1`` binds the name to a new array, and leaves the saved one
-unchanged.
+After ``u = s.u`` a function may change `u` in place. But ``u = u + 1`` binds the name to a new
+array, and the state `s` keeps the old one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from dask_p2p.errors import InputError
+from dask_p2p.sections.api.state import State
 from dask_p2p.types import Array
 
 _OWN = __name__.partition(".")[0]
@@ -39,28 +39,27 @@ class Reference(NamedTuple):
 
 
 class Bindings:
-    """References to saved arrays, in a frame and its callers.
+    """Variables that refer to arrays of a state, in a frame and its callers.
 
     Parameters
     ----------
-    arrays : sequence of array
-        The saved arrays.
+    state : State
+        The state of a loop.
     frame : FrameType
-        The frame that passed them to a loop.
+        The frame that passed it to the loop.
     """
 
-    def __init__(self, arrays: Sequence[Array], frame: FrameType | None) -> None:
-        self._arrays = arrays
-        self._references: list[tuple[CodeType, Array, list[Reference]]] = []
-        for code, names in _frames(frame):
-            found = [*_references(code, names)]
-            for array in arrays:
-                references = [reference for reference, value in found if value is array]
-                if references:
-                    self._references.append((code, array, references))
+    def __init__(self, state: State, frame: FrameType | None) -> None:
+        self._state = state
+        self._references: list[tuple[str, Array, list[Reference]]] = []  # by name in the state
+        found = [each for code, names in _frames(frame) for each in _references(code, names)]
+        for name, leaf in state.leaves().items():
+            references = [reference for reference, value in found if value is leaf.array]
+            if references and leaf.kind == "array":
+                self._references.append((name, leaf.array, references))
 
     def check(self, frame: FrameType | None) -> None:
-        """Refuse a function that has replaced a saved array by another array.
+        """Refuse a function that works on another array than the state has.
 
         Parameters
         ----------
@@ -70,29 +69,19 @@ class Bindings:
         Raises
         ------
         InputError
-            If the name of a saved array is now bound to another saved array. Also if a function no
-            longer refers to a saved array, and one of its references now holds another array of
-            that shape.
+            If a variable was an array of the state, which still has it, and the variable now is
+            another array of that shape.
         """
-        frames = dict(_frames(frame))
-        for code, array, references in self._references:
-            if code in frames:
-                self._check(
-                    array, [(reference, reference.value(frames[code])) for reference in references]
-                )
-
-    def _check(self, array: Array, now: Sequence[tuple[Reference, Any]]) -> None:
-        is_lost = all(value is not array for _, value in now)
-        for reference, value in now:
-            is_other = value is not array and any(value is other for other in self._arrays)
-            is_new = is_lost and getattr(value, "shape", None) == array.shape
-            if is_new or (is_other and reference.text == reference.name):
-                raise InputError(
-                    f"save: expected the same arrays in all steps, but {reference.text} is no "
-                    f"longer the saved array. Change it in place, {reference.text}[...] = ..., or "
-                    f"save it yourself: ctx.restore({reference.text}) before a loop of your own, "
-                    f"and ctx.checkpoint(step, {reference.text}) in it."
-                )
+        frames, leaves = dict(_frames(frame)), self._state.leaves()
+        for name, array, references in self._references:
+            for reference in references if leaves[name].array is array else ():
+                value = reference.value(frames.get(reference.code, {}))
+                if value is not array and getattr(value, "shape", None) == array.shape:
+                    raise InputError(
+                        f"state: expected {reference.text} to stay the array {name} of the state, "
+                        f"as before the loop, but it is another array now. Change the state "
+                        f"itself, s.{name.removesuffix('.inner')} = ..., or rename the variable."
+                    )
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
@@ -128,7 +117,7 @@ def _inside(value: Any) -> dict[Any, Any]:
         if len(value) > _MOST_ITEMS:
             return {}
         return value if issubclass(kind, dict) else dict(enumerate(value))
-    if issubclass(kind, (type, ModuleType, FunctionType)):
+    if issubclass(kind, (type, ModuleType, FunctionType, State)):
         return {}
     with suppress(AttributeError):
         found = object.__getattribute__(value, "__dict__")

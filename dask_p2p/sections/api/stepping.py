@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count as numbers_from
 from operator import index
+from typing import Any
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.bindings import Bindings
 from dask_p2p.sections.api.places import Places
+from dask_p2p.sections.api.state import State
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
 from dask_p2p.sections.gang.progress import Progress, is_logged
@@ -16,8 +19,7 @@ from dask_p2p.sections.gang.state_memory import check_state
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
-# Number of steps at the start that end with a check of the saved arrays' bindings. Where a function
-# rebinds two time levels in turn, both are lost only after the second step.
+# Number of steps at the start that end with a check of the state and of the function's variables.
 _CHECKED_STEPS = 3
 
 
@@ -39,8 +41,36 @@ class Stepping(Places):
         self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
         self._has_steps = False  # whether `steps` was called
 
+    def state(self, **values: Any) -> State:
+        """Return the state of a loop of steps: values that change from step to step.
+
+        Parameters
+        ----------
+        **values
+            Values by name, which become attributes: arrays, numbers, halo arrays of `with_halo`,
+            `numpy.random.Generator` objects, and tuples, lists and dicts of these. The state has
+            copies of the arrays, which may change their shapes. Leave out constants.
+
+        Returns
+        -------
+        State
+            Give it to `steps`. Read and change its attributes in the loop: ``s.u = s.u + 1`` and
+            ``s.u += 1`` are the same.
+
+        Raises
+        ------
+        InputError
+            If a value is no such value, or has Python objects.
+        UnsupportedArrayError
+            If an array is masked.
+        """
+        return State(self.device, values)
+
     def steps(
-        self, count: int, save: Sequence[Array] = (), every: int | str | None = "30 s"
+        self,
+        count: int | None,
+        state: State | None = None,
+        every: int | str | None = "30 s",
     ) -> Iterator[int]:
         """Count steps, and save the function's state from time to time.
 
@@ -49,13 +79,12 @@ class Stepping(Places):
 
         Parameters
         ----------
-        count : int
-            Total number of steps.
-        save : sequence of array
-            All arrays that a step needs from earlier steps. Before the first step, they are filled
-            with the saved state. They must stay the same arrays in all steps: write
-            ``x[...] = x + 1``, since ``x = x + 1`` makes another array. Without arrays, or if one
-            has not changed since the start, ranks resume at the start.
+        count : int or None
+            Total number of steps; None if the function ends the loop.
+        state : State, optional
+            All values that a step needs from earlier steps, from `Context.state`. Before the first
+            step they become those of the checkpoint. Without a state, or if a value of it has not
+            changed on any rank since the start, ranks resume at the start.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
@@ -68,19 +97,24 @@ class Stepping(Places):
         Raises
         ------
         InputError
-            If `count` is not a number of steps, `every` is not an interval, or `save` is not a
-            sequence of writable arrays. Also in a second loop. In a step, if the name of a saved
-            array is bound to another array.
+            If `count` is not a number of steps, `every` is not an interval, or `state` is no state.
+            Also in a second loop. In a step, if a variable was an array of the state before the
+            loop, and is another array now that the state does not have.
         SectionError
             If the ranks made different calls.
         """
         try:
-            count, save = index(count), tuple(save)
+            last = None if count is None else index(count)
         except TypeError:
             raise InputError(
-                f"expected a number of steps, and a list of arrays, got {count=}, {save=}. Give an "
-                f"integer and a list: ctx.steps(100, save=[u])."
+                f"expected a number of steps, or None, got {count=}. Give an integer: "
+                f"ctx.steps(100, s)."
             ) from None
+        if state is not None and not isinstance(state, State):
+            raise InputError(
+                f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
+                f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
+            )
         if self._has_steps:
             raise InputError(
                 "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
@@ -88,23 +122,42 @@ class Stepping(Places):
             )
         self._has_steps = True
         every = checked_period(every)
-        bindings = Bindings(save, sys._getframe(1)) if every is not None else None
-        return self._counted(count, save, Period(every if save else None), bindings)
+        if state is None or every is None:
+            return self._counted(last)
+        return self._counted(last, state, Period(every), Bindings(state, sys._getframe(1)))
 
     def _counted(
-        self, count: int, save: Sequence[Array], period: Period, bindings: Bindings | None
+        self,
+        last: int | None,
+        state: State | None = None,
+        period: Period | None = None,
+        bindings: Bindings | None = None,
     ) -> Iterator[int]:
-        self.progress.steps = count
-        first = self.restore(*save)
-        for step in range(first, count):
+        self.progress.steps = last or 0
+        first = 0 if state is None else self._loaded(state)
+        for step in numbers_from(first) if last is None else range(first, last):
             yield step
             self.progress.advance(step + 1)
             self.device.keep_up(step + 1)
-            is_due = step + 1 < count and self.is_due(period, step + 1)
-            if bindings is not None and (is_due or step - first < _CHECKED_STEPS):
+            if state is None or period is None or bindings is None:
+                continue
+            is_due = step + 1 != last and self.is_due(period, step + 1)
+            if is_due or step - first < _CHECKED_STEPS:
+                state.check()
                 bindings.check(sys._getframe(1))
-            if is_due:
-                self.checkpoint(step + 1, *save)
+            if is_due and self._checkpoints is not None:
+                self._checkpoints.save(step + 1, state.arrays())
+
+    def _loaded(self, state: State) -> int:
+        """Take over the state of the last checkpoint; return its step, or 0 without one."""
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
+        if saved is not None and self._checkpoints is not None:
+            is_in_use = self._checkpoints.is_in_use(step, state.changes(saved), state.name)
+            step = step if is_in_use else 0
+            if is_in_use:
+                state.load(saved)
+        self.progress.step = self.progress.first = step
+        return step
 
     def is_due(self, period: Period, step: int) -> bool:
         """Return whether a checkpoint is due after a step: the same on all ranks."""

@@ -207,40 +207,52 @@ class Checkpoints:
 
         Raises `InputError` if the arrays differ in size from those saved.
         """
-        step, self._resume = self._resume, None
-        if step is None:
+        step, own = self.found()
+        if own is None:
             return 0
-        holder, device = self._states.holders[self._rank], self._device
-        guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
-        sends = {rank: self._found(rank, step) for rank in guarded_ranks}
-        receives = {} if holder == self._rank else {holder: None}
-        found = self._connections.exchange(f"state of step {step}", sends, receives)
-        own = self._found(self._rank, step) if holder == self._rank else found[holder]
         if len(own) != size_of(arrays):
             raise InputError(
                 f"expected the arrays saved at step {step}, of {len(own)} bytes, got arrays of "
                 f"{size_of(arrays)} bytes. Give restore and checkpoint the same arrays."
             )
-        if may_stay:
-            copied_from(own, arrays, device)
-            return step
-        gathered = self._connections.gather(
-            f"state of step {step}, compared", changes(own, arrays, device)
-        )
-        by_array = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
-        same = [number for number, found in by_array if SAME in found and CHANGED not in found]
+        own_changes = b"" if may_stay else changes(own, arrays, self._device)
+        if not may_stay and not self.is_in_use(step, own_changes, "array {}".format):
+            return 0
+        copied_from(own, arrays, self._device)
+        return step
+
+    def found(self) -> tuple[int, memoryview | None]:
+        """Return the step of the state to resume from, and this rank's state; None without one."""
+        step, self._resume = self._resume, None
+        if step is None:
+            return 0, None
+        holder = self._states.holders[self._rank]
+        guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
+        sends = {rank: self._found(rank, step) for rank in guarded_ranks}
+        receives = {} if holder == self._rank else {holder: None}
+        found = self._connections.exchange(f"state of step {step}", sends, receives)
+        own = self._found(self._rank, step) if holder == self._rank else found[holder]
+        return step, memoryview(own)
+
+    def is_in_use(self, step: int, changed: bytes, name: Callable[[int], str]) -> bool:
+        """Return whether each value of a state has changed on some rank since the start.
+
+        A value that has not may be out of use. Then the states are dropped, and all ranks begin at
+        the start. `changed` is of this rank, and `name` returns the name of a value.
+        """
+        gathered = self._connections.gather(f"state of step {step}, compared", changed)
+        by_value = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
+        same = [number for number, found in by_value if SAME in found and CHANGED not in found]
         if same:
             logger.warning(
-                "Began at the start, not at step %d: arrays %s of its state had not changed since "
-                "the start. Change saved arrays in place, x[...] = ..., and save no constants.",
+                "Began at the start, not at step %d: %s of the state had not changed since the "
+                "start. Change the state itself, s.u = ..., and give it no constants.",
                 step,
-                same,
+                ", ".join(map(name, same)),
             )
             self._states.saved.clear(self._states.gang)
             self._last = 0
-            return 0
-        copied_from(own, arrays, device)
-        return step
+        return not same
 
     def _found(self, rank: int, step: int) -> memoryview:
         state = self._states.saved.get(self._states.gang, rank, step)

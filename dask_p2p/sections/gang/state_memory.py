@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.geometry import Layout
 from dask_p2p.interprocess.segments import Segment, SegmentName
 from dask_p2p.sections.exchange.device import HOST, Host, check_not_masked
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
 SAME, CHANGED, EMPTY = range(3)
@@ -124,8 +125,13 @@ def _view(array: Any) -> memoryview:
 
 
 def _host_arrays(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
-    starts = Layout((array.nbytes,) for array in arrays).starts
+    return host_arrays(state, [(array.dtype, array.shape) for array in arrays])
+
+
+def host_arrays(state: memoryview, specs: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Array]:
+    """Return the arrays in a state, as views, by their dtypes and shapes."""
+    starts = Layout((dtype.itemsize * prod(shape),) for dtype, shape in specs).starts
     return [
-        np.ndarray(array.shape, array.dtype, state, start)
-        for array, start in zip(arrays, starts, strict=True)
+        np.ndarray(shape, dtype, state, start)
+        for (dtype, shape), start in zip(specs, starts, strict=True)
     ]

@@ -106,7 +106,6 @@ def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state,
     """Not when a worker was lost, or after half a minute, and by a rank alone too."""
     message = f"expected numpy arrays as the state to save, .* got {found}. Give a list"
     for call in (
-        lambda: list(alone.steps(3, save=state)),
         lambda: alone.checkpoint(1, *state),
         lambda: alone.restore(*state),
     ):
@@ -114,9 +113,15 @@ def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state,
             call()
 
 
-@pytest.mark.parametrize(("count", "save"), [("a", ()), (3, 3), (2.5, ())])
-def test_loops_of_something_else_are_refused(alone, count, save):
+@pytest.mark.parametrize("count", ["a", 2.5])
+def test_loops_of_something_else_are_refused(alone, count):
     with pytest.raises(
         InputError, match=f"expected a number of steps, .* got count={count!r}.*Give"
     ):
-        list(alone.steps(count, save))
+        list(alone.steps(count))
+
+
+@pytest.mark.parametrize("state", [[np.zeros(3)], np.zeros(3), {"u": np.zeros(3)}])
+def test_steps_need_a_state(alone, state):
+    with pytest.raises(InputError, match=r"values from ctx\.state, got .* use s\.u in the loop"):
+        list(alone.steps(3, state))

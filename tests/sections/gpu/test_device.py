@@ -231,7 +231,7 @@ def test_states_are_copies_on_the_host_and_come_back(gpu):
         def function(ctx):
             with ctx.device.running([]):
                 field = ctx.with_halo(gpu.written(np.arange(4.0)), {0: 1}, boundary="periodic")
-                for _ in ctx.steps(steps, [field.inner], every=3):
+                for _ in ctx.steps(steps, ctx.state(field=field), every=3):
                     field.inner[...] = field.inner.made(lambda values: values + 1)
                 return ctx.progress.first, field.inner.copy().get()
 

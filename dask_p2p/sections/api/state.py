@@ -1,0 +1,203 @@
+"""The state of a loop of steps: values by name, as bytes that a later attempt resumes from.
+
+A checkpoint has a *header*, which is the text of each value's kind, dtype and shape, and then the
+elements of all values. So values may change their shapes from step to step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from ast import literal_eval
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.format import descr_to_dtype, dtype_to_descr
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.device import Host, check_not_masked
+from dask_p2p.sections.exchange.halo import HaloArray
+from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, host_arrays
+from dask_p2p.types import Array, DType
+
+_LENGTH_BYTES = 8  # of the header's length, in front of it
+_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
+_PYTHON = (bool, int, float, complex)
+
+
+class Leaf(NamedTuple):
+    """One array or number of a state."""
+
+    kind: str  # array, number, python or generator
+    array: Array  # on the rank's device
+
+
+class _Saved(NamedTuple):
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class State:
+    """Values that change from step to step, as attributes: see `Context.state`.
+
+    ``s.u = s.u + 1`` and ``s.u += 1`` both change the state `s`.
+    """
+
+    __slots__ = ("__dict__", "_device", "_names")
+
+    def __init__(self, device: Host, values: Mapping[str, Any]) -> None:
+        self._device = device
+        for name, value in values.items():
+            setattr(self, name, _copied(value, device))
+        self._names = [*self.leaves()]
+
+    def __repr__(self) -> str:
+        return f"<State of {', '.join(vars(self))}>"
+
+    def leaves(self) -> dict[str, Leaf]:
+        """Return all arrays and numbers, by their texts.
+
+        Raises `InputError` for other values, and `UnsupportedArrayError` for a masked array.
+        """
+        values = (pair for name, value in vars(self).items() for pair in _values(name, value))
+        return {name: _leaf(name, value, self._device) for name, value in values}
+
+    def check(self) -> None:
+        """Raise `InputError` for other values than those that the state began with."""
+        names = [*self.leaves()]
+        if names != self._names:
+            raise InputError(
+                f"state: expected the values that ctx.state got, {self._names}, got {names}. Give "
+                f"all of them to ctx.state, and let dicts and lists keep their lengths."
+            )
+
+    # --- checkpoints
+
+    def arrays(self) -> list[Array]:
+        """Return the header and the arrays of a checkpoint."""
+        self.check()
+        leaves = self.leaves().values()
+        each = [(of.kind, dtype_to_descr(of.array.dtype), of.array.shape) for of in leaves]
+        text = repr(each).encode()
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return [_on_device(np.frombuffer(header, np.uint8), self._device)] + [
+            of.array for of in leaves
+        ]
+
+    def changes(self, saved: memoryview) -> bytes:
+        """Compare each value with a checkpoint: `SAME`, `CHANGED` or `EMPTY`."""
+        found = []
+        for (spec, theirs), own in zip(self._read(saved), self.leaves().values(), strict=True):
+            is_same = (spec.kind, spec.dtype, spec.shape) == (
+                own.kind,
+                own.array.dtype,
+                own.array.shape,
+            )
+            if is_same and theirs.size:
+                mine = np.empty(spec.shape, spec.dtype)
+                self._device.copy_to_host(mine, own.array)
+                is_same = mine.tobytes() == theirs.tobytes()
+            found.append(CHANGED if not is_same else SAME if theirs.size else EMPTY)
+        return bytes(found)
+
+    def load(self, saved: memoryview) -> None:
+        """Take over the values of a checkpoint; arrays of the same shape are filled in place."""
+        new = iter(self._read(saved))
+        for name, value in vars(self).items():
+            setattr(self, name, _loaded(value, new, self._device))
+
+    def name(self, number: int) -> str:
+        """Return the text of a value by its number."""
+        return self._names[number]
+
+    def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
+        """Return the kind, dtype and shape of each value in a checkpoint, and its elements."""
+        length = int.from_bytes(saved[:_LENGTH_BYTES], "little")
+        text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + length]).decode()
+        each = [(kind, descr_to_dtype(descr), shape) for kind, descr, shape in literal_eval(text)]
+        specs = [_Saved(*of) for of in each]
+        header = (np.dtype(np.uint8), (_LENGTH_BYTES + length,))
+        arrays = host_arrays(saved, [header, *((of.dtype, of.shape) for of in specs)])
+        return list(zip(specs, arrays[1:], strict=True))
+
+
+def _copied(value: Any, device: Host) -> Any:
+    """Return a value with copies of its arrays, which have no other name in the function."""
+    if isinstance(value, dict):
+        return {key: _copied(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _like(value, [_copied(each, device) for each in value])
+    return value.copy() if isinstance(value, device.module.ndarray) else value
+
+
+def _like(value: Any, items: Sequence[Any]) -> Any:
+    make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
+    return make(items)
+
+
+def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each array, number and generator of a value, with its text."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _values(f"{name}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _values(f"{name}[{number}]", each)
+    elif isinstance(value, HaloArray):
+        yield f"{name}.inner", value.inner
+    else:
+        yield name, value
+
+
+def _leaf(name: str, value: Any, device: Host) -> Leaf:
+    check_not_masked(name, value)
+    if isinstance(value, np.random.Generator):
+        state = pickle.dumps(value.bit_generator.state)
+        return Leaf("generator", _on_device(np.frombuffer(state, np.uint8), device))
+    is_number = isinstance(value, (*_PYTHON, np.generic))
+    array = np.asarray(value) if is_number else value
+    is_array = is_number or isinstance(value, device.module.ndarray)
+    if not is_array or array.dtype.kind not in _KINDS or array.dtype.hasobject:
+        found = f"{value!r:.60}" if is_number else type(value).__name__
+        raise InputError(
+            f"state: expected {device.module.__name__} arrays, numbers of 64 bits, halo arrays, "
+            f"NumPy generators, or tuples, lists and dicts of these, got {found} as {name}. "
+            f"Convert it."
+        )
+    if is_number:
+        kind = "number" if isinstance(value, np.generic) else "python"
+        return Leaf(kind, _on_device(array, device))
+    return Leaf("array", array)
+
+
+def _on_device(array: Array, device: Host) -> Array:
+    made = device.empty(array.shape, array.dtype)
+    device.copy_from_host(made, array)
+    return made
+
+
+def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
+    """Return a value with the arrays and numbers of a checkpoint in their places."""
+    if isinstance(value, (dict, list)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            value[key] = _loaded(value[key], new, device)
+        return value
+    if isinstance(value, tuple):
+        return _like(value, [_loaded(each, new, device) for each in value])
+    spec, array = next(new)
+    if isinstance(value, HaloArray):
+        device.copy_from_host(value.inner, array)
+        return value
+    if spec.kind == "generator":
+        value.bit_generator.state = pickle.loads(array.tobytes())
+        return value
+    if spec.kind != "array":
+        return array[()] if spec.kind == "number" else array.item()
+    is_same = isinstance(value, device.module.ndarray) and (
+        (value.shape, value.dtype) == (spec.shape, spec.dtype)
+    )
+    if is_same and getattr(value.flags, "writeable", True):
+        device.copy_from_host(value, array)
+        return value
+    return _on_device(array, device)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError, UnsupportedArrayError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
+from dask_p2p.sections.gang.state_memory import copied_into, size_of
+
+
+@pytest.fixture
+def alone():
+    return Context(RankGrid.at_most(((3,),), 1))
+
+
+def saved(state):
+    arrays = state.arrays()
+    memory = memoryview(bytearray(size_of(arrays)))
+    copied_into(memory, arrays)
+    return memory
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6).reshape(2, 3).T[::-1],
+        np.zeros((0, 3)),
+        np.array(3.5),
+        np.zeros(3, [("a", "i4"), ("b", ">f8", 2)]),
+        np.array(["2020-01-01"], "M8[D]"),
+        np.arange(3, dtype=">i2"),
+        "abc" == "abd",
+        2**62,
+        np.complex64(3 + 1j),
+    ],
+)
+def test_values_come_back(alone, value):
+    s = alone.state(of=value)
+    memory = saved(s)
+    other = alone.state(of=np.ones(2))
+    other.load(memory)
+    assert type(other.of) is type(value)
+    assert np.array_equal(other.of, value)
+    assert np.asarray(other.of).dtype == np.asarray(value).dtype
+    assert other.changes(memory) in (b"\0", b"\2")
+
+
+def test_arrays_of_the_same_shape_are_filled_in_place(alone):
+    s = alone.state(u=np.zeros(3), n=1, of=[np.ones(2)])
+    memory = saved(s)
+    u, inside = s.u, s.of[0]
+    u += 5
+    inside[:] = 3
+    s.n = 7
+    assert s.changes(memory) == b"\1\1\1"
+    s.load(memory)
+    assert s.u is u
+    assert s.of[0] is inside
+    assert (u.tolist(), inside.tolist(), s.n) == ([0, 0, 0], [1, 1], 1)
+
+
+def test_arrays_are_copies(alone):
+    x = np.zeros(3)
+    s = alone.state(x=x, of=({"x": x},))
+    s.x += 1
+    s.of[0]["x"] += 2
+    assert x.tolist() == [0, 0, 0]
+
+
+MANY = 1 << 70
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("text", "str as u"),
+        (None, "NoneType as u"),
+        ([np.zeros(2), {"a": b"bytes"}], r"bytes as u\[1\]\['a'\]"),
+        (np.array([None]), "ndarray as u"),
+        (MANY, f"{MANY} as u"),
+        (np.random.RandomState(3), "RandomState as u"),
+    ],
+)
+def test_other_values_are_refused(alone, value, found):
+    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {found}"):
+        alone.state(u=value)
+    s = alone.state(u=0)
+    steps = alone.steps(3, s)
+    next(steps)
+    s.u = value
+    with pytest.raises(InputError, match="state: expected"):
+        next(steps)
+
+
+def test_a_mask_is_not_lost(alone):
+    with pytest.raises(UnsupportedArrayError, match="u: expected a plain array"):
+        alone.state(u=np.ma.masked_all(3))
+
+
+def test_values_keep_their_names(alone):
+    s = alone.state(u=np.zeros(3))
+    steps = alone.steps(3, s)
+    next(steps)
+    s.v = 3
+    with pytest.raises(InputError, match=r"values that ctx\.state got, \['u'\], got \['u', 'v'\]"):
+        next(steps)
