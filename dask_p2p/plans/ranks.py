@@ -115,6 +115,18 @@ class RankGrid:
         for pairs in product(*along):
             yield tuple(number for number, _ in pairs), tuple(box for _, box in pairs)
 
+    def whole_blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
+        """Yield the block of a rank, where all local blocks but empty ones are blocks.
+
+        >>> [*RankGrid(((2, 0, 3),), (3,)).whole_blocks(2)]
+        [((1,), ((0, 3),))]
+        """
+        shape, index = self.shape(rank), self.indices[rank]
+        if all(shape):
+            of_axes = zip(self.local_sizes, index, strict=True)
+            numbers = (sum(size > 0 for size in sizes[:at]) for sizes, at in of_axes)
+            yield tuple(numbers), tuple((0, size) for size in shape)
+
 
 def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int, ...]]:
     """Return the sort key of grids of one array: the surface between local blocks."""

@@ -15,6 +15,8 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known
+from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.seats import room
 from dask_p2p.plugins.registration import cluster_size, current_client, workers_of
@@ -56,6 +58,36 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
                 f"expected arrays of the first one's chunks, {arrays[0].chunks}, got "
                 f"{x.chunks}. Call x.rechunk first."
             )
+
+
+def divided_inputs(
+    arrays: Sequence[DaskArray], ranks: RankGrid
+) -> tuple[list[DaskArray], dict[int, RankGrid]]:
+    """Return arrays with one block for each local block where a shape is another than the first's.
+
+    The decompositions of these are those of `Context.grid_of`, by number of the array. Raises
+    `ChunksError` if the number of axes differs; otherwise the same errors as
+    `check_decompositions`.
+    """
+    check_one_library(arrays)
+    check_decompositions([x for x in arrays if getattr(x, "shape", None) == arrays[0].shape])
+    found, others = list(arrays), dict[int, RankGrid]()
+    for number, x in enumerate(arrays):
+        check_array(x)
+        check_chunks_are_known(x)
+        check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
+        if x.shape == arrays[0].shape:
+            continue
+        if x.ndim != arrays[0].ndim:
+            raise ChunksError(
+                f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
+                f"{x.shape}. Give each rank the whole array as a keyword, name=x.compute(), or add "
+                f"axes."
+            )
+        others[number] = own = divided_alike(ranks, x.shape)
+        chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in own.local_sizes)
+        found[number] = x if x.chunks == chunks else rechunk(x, chunks)
+    return found, others
 
 
 def check_same_kind(backend: Backend, value: Any, name: str) -> None:

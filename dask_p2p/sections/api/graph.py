@@ -7,9 +7,10 @@ any output is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,17 @@ def section_arrays(
     per_rank: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
     converts: bool = True,  # whether the function may return numbers of another kind
     outputs: Outputs | None = None,  # in the place of `dtypes` and `per_rank`
+    others: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
     Each rank calls the function with a context and its `LocalBlocks`. The function returns a
     tuple: an array of the local block's shape for each dtype, and then the values.
     """
-    inputs = tuple(_input_spec(x, arrays[0]) for x in arrays)
+    inputs = tuple(
+        _input_spec(x, arrays[0]) if n not in others else InputSpec(x.dtype, own=others[n])
+        for n, x in enumerate(arrays)
+    )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
     made = tuple(map(np.dtype, dtypes))
     body = RankBody(function, ranks, inputs, made, tuple(per_rank), kind, converts, outputs)

@@ -30,13 +30,19 @@ class InputSpec(NamedTuple):
     dtype: DType
     repeated: tuple[int, ...] = ()  # axes along which all ranks have its only element
     extra: tuple[int, ...] = ()  # by axis: by how much it is longer; empty: nowhere
+    #: Its own decomposition, if it has another shape. Each local block is one block, unless empty.
+    own: RankGrid | None = None
 
     def blocks(self, ranks: RankGrid, rank: int) -> Iterator[tuple[Index, Box]]:
         """Yield the index of each block of a rank, and its box in the local block."""
+        if self.own is not None:
+            return self.own.whole_blocks(rank)
         return ranks.extended(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
         """Return the shape of a local block."""
+        if self.own is not None:
+            return self.own.shape(rank)
         own = enumerate(ranks.extended(self.extra).shape(rank))
         return tuple(1 if axis in self.repeated else n for axis, n in own)
 

@@ -19,6 +19,7 @@ from dask_p2p.sections.api.arguments import (
     check_computed,
     check_decompositions,
     chosen_ranks,
+    divided_inputs,
     ranks_without_arrays,
 )
 from dask_p2p.sections.api.context import Context
@@ -138,9 +139,11 @@ def spmd(
         Function of the context and the local blocks. Returns an array of a local block's shape. Its
         result must depend only on its arguments, and on values that the context returns.
     *arrays : dask.array.Array
-        Arrays of NumPy or CuPy blocks, with the same chunks. With CuPy blocks, `func` gets and
-        returns CuPy arrays. It runs with a CUDA stream of its own as the current stream, and need
-        not synchronize. Without arrays, `ranks` and other outputs than local blocks are required.
+        Arrays of NumPy or CuPy blocks. The first one determines the grid of ranks. Arrays of its
+        shape have the same chunks; others of its number of axes are divided as
+        `Context.grid_of` divides their shapes. With CuPy blocks, `func` gets and returns CuPy
+        arrays. It runs with a CUDA stream of its own as the current stream, and need not
+        synchronize. Without arrays, `ranks` and other outputs than local blocks are required.
     outputs : int, output, or dict of outputs, optional
         Number of arrays of a local block's shape that `func` returns, in a tuple unless it is one.
         0 if `func` returns only the values of `per_rank`. Or one of `LocalBlock`, `Array`, `Rows`,
@@ -181,7 +184,8 @@ def spmd(
     AxesError
         If `partition` has an axis that the arrays do not have.
     ChunksError
-        If chunk sizes are unknown, or differ between the arrays.
+        If chunk sizes are unknown, or differ between arrays of one shape. Also if the numbers of
+        axes differ.
     UnsupportedArrayError
         If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
     BlockMismatchError
@@ -203,12 +207,13 @@ def spmd(
     check_names(func, 1 + len(arrays), spmd, locals())
     has_specs = isinstance(outputs, (Output, Mapping))
     if arrays or not has_specs:
-        check_decompositions(arrays)
+        check_decompositions(arrays[:1])
     check_computed(*kwargs.values())
     chosen = chosen_ranks(arrays[0], ranks, partition) if arrays else ranks_without_arrays(ranks)
+    given, others = divided_inputs(arrays, chosen) if arrays else ([], {})
     options = checked_options()
     if not isinstance(outputs, int):
-        return _by_specs(func, arrays, chosen, outputs, (dtype, per_rank), kwargs)
+        return _by_specs(func, (given, others), chosen, outputs, (dtype, per_rank), kwargs)
     register_if_possible()
     if not isinstance(per_rank, (list, tuple)):
         raise InputError(
@@ -221,25 +226,27 @@ def spmd(
     made = section_arrays(
         "p2p-spmd",
         _Function(func, outputs + len(values), kwargs),
-        arrays,
+        given,
         chosen,
         _dtypes(dtype, outputs, arrays),
         options,
         values,
         converts=dtype is not None,
+        others=others,
     )
     return made[0] if len(made) == 1 else made
 
 
 def _by_specs(
     func: Callable[..., Any],
-    arrays: Sequence[DaskArray],
+    inputs: tuple[Sequence[DaskArray], Mapping[int, RankGrid]],  # arrays; those of other shapes
     ranks: RankGrid,
     outputs: Any,
     others: tuple[Any, Any],  # dtype and per_rank
     kwargs: Mapping[str, Any],
 ) -> DaskArray | dict[str, DaskArray]:
     """Return the outputs that have specs."""
+    arrays, others_of = inputs
     checked = checked_outputs(outputs, [x.dtype for x in arrays])
     dtype, per_rank = others
     if dtype is not None or per_rank != ():
@@ -249,7 +256,8 @@ def _by_specs(
         )
     register_if_possible()
     function, options = _Function(func, None, kwargs), checked_options()
-    made = section_arrays("p2p-spmd", function, arrays, ranks, (), options, outputs=checked)
+    given = function, arrays, ranks, (), options
+    made = section_arrays("p2p-spmd", *given, outputs=checked, others=others_of)
     return made[0] if checked.names is None else dict(zip(checked.names, made, strict=True))
 
 

@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import iterate, spmd
+from dask_p2p import LocalBlock, Same, estimate, iterate, spmd
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -211,6 +211,49 @@ def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
 
     found = spmd(combined, array(), ranks=4, outputs=0, per_rank=[expected]).compute()
     assert found.tolist() == [np.asarray(expected).tolist()] * 4
+
+
+def with_other_shapes(ctx, x, *others):
+    """Return the whole of each array, as the ranks' boxes place their local blocks."""
+    found = {}
+    for number, own in enumerate(others):
+        grid = ctx.grid_of(SHAPES[number])
+        assert own.shape == tuple(stop - start for start, stop in grid.box)
+        own += 1  # it is this function's own
+        found[str(number)] = grid.gather(own)
+    return {"x": x + sum(own.sum() for own in others), **found}
+
+
+SHAPES = [(6, 12), (8, 3), (2, 25), (1, 12), (3, 1), (0, 5)]
+
+
+@pytest.mark.parametrize("chunks", [(2, 3), (8, 4), (3, 12)])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_inputs_of_other_shapes(client, ranks, chunks):
+    rng = np.random.default_rng(0)
+    whole = [rng.integers(0, 9, shape) for shape in SHAPES]
+    others = [da.from_array(each, chunks=(4, 5)) for each in whole]
+    outputs = {"x": LocalBlock(), **{str(n): Same(each) for n, each in enumerate(whole)}}
+    x = da.from_array(np.zeros((8, 12)), chunks=chunks)
+    made = spmd(with_other_shapes, x, *others, outputs=outputs, ranks=ranks)
+    (found,) = dask.compute(made)
+    for number, each in enumerate(whole):
+        assert np.array_equal(found[str(number)], each + 1)
+    total = sum(each.sum() + each.size for each in whole)
+    assert total in found["x"] if ranks == 1 else found["x"].max() < total
+
+
+def test_inputs_of_other_shapes_as_expressions_and_estimates():
+    x, y = da.ones((8, 12), chunks=(4, 12)), da.ones((16, 3), chunks=(16, 1))
+    made = spmd(lambda ctx, x, y: x + y.sum(), x, y, ranks=1)
+    assert np.array_equal(made.compute(scheduler="sync"), np.full((8, 12), 49.0))
+    assert estimate(made).input_bytes == 8 * (8 * 12 + 16 * 3)
+
+
+def test_inputs_of_another_number_of_axes_are_refused():
+    x, y = da.ones((8, 12), chunks=4), da.ones(12, chunks=4)
+    with pytest.raises(ChunksError, match=r"arrays of 2 axes, .* got one of shape \(12,\)\. Give"):
+        spmd(lambda ctx, x, y: x, x, y)
 
 
 def test_an_exception_of_one_is_raised_by_all(client):
