@@ -116,16 +116,15 @@ class RankGrid:
             yield tuple(number for number, _ in pairs), tuple(box for _, box in pairs)
 
     def whole_blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
-        """Yield the block of a rank, where all local blocks but empty ones are blocks.
+        """Yield the block of a rank, where each local block is a block; empty ones come last.
 
-        >>> [*RankGrid(((2, 0, 3),), (3,)).whole_blocks(2)]
-        [((1,), ((0, 3),))]
+        >>> ranks = RankGrid(((2, 3, 0),), (3,))
+        >>> [list(ranks.whole_blocks(rank)) for rank in (1, 2)]
+        [[((1,), ((0, 3),))], []]
         """
-        shape, index = self.shape(rank), self.indices[rank]
+        shape = self.shape(rank)
         if all(shape):
-            of_axes = zip(self.local_sizes, index, strict=True)
-            numbers = (sum(size > 0 for size in sizes[:at]) for sizes, at in of_axes)
-            yield tuple(numbers), tuple((0, size) for size in shape)
+            yield self.indices[rank], tuple((0, size) for size in shape)
 
 
 def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int, ...]]:
