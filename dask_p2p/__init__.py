@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dask_p2p.sections.api.outputs import PerRank as PerRank
     from dask_p2p.sections.api.outputs import Rows as Rows
     from dask_p2p.sections.api.outputs import Same as Same
+    from dask_p2p.sections.api.points import Points as Points
     from dask_p2p.sections.api.spmd import spmd as spmd
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.fields import Whole as Whole
@@ -60,6 +61,7 @@ _FUNCTIONS = {
     "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
     "PerRank": "dask_p2p.sections.api.outputs",
+    "Points": "dask_p2p.sections.api.points",
     "Record": "dask_p2p.sections.iterate.series",
     "Rows": "dask_p2p.sections.api.outputs",
     "Same": "dask_p2p.sections.api.outputs",

@@ -15,6 +15,7 @@ from dask_p2p.geometry import Box, block_bounds, box_slices
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.api.points import LocalPoints, checked_points
 from dask_p2p.sections.exchange.device import check_kind
 from dask_p2p.sections.exchange.ends import At, Ends, described, planned
 from dask_p2p.sections.exchange.halo import HaloExchange, HaloLayout
@@ -162,6 +163,28 @@ class Grid:
         for rank, part in enumerate(parts):
             whole[box_slices(self.ranks.box(rank))] = part
         return whole
+
+    def points(self, xy: Any) -> LocalPoints:
+        """Return points of the whole array, such as sources and receivers.
+
+        Parameters
+        ----------
+        xy : array of shape (ndim, n)
+            Indices of n points along each axis; fractions lie between elements.
+
+        Returns
+        -------
+        LocalPoints
+            ``add(block, values)`` adds values at the points, and ``sample(block)`` returns this
+            rank's part of the values there.
+
+        Raises
+        ------
+        InputError
+            If a point lies outside of the array.
+        """
+        module = self._ctx.device.module
+        return LocalPoints(checked_points(xy, self.shape), self.box, module)
 
     def coarser(self, factor: int = 2) -> Grid:
         """Return the grid of every second point, or every `factor`-th one, along all axes.

@@ -12,6 +12,7 @@ from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.communicator import Communicator
 from dask_p2p.sections.api.grids import Grid
+from dask_p2p.sections.api.points import LocalPoints
 from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
 from dask_p2p.types import Array, DepthLike
 
@@ -93,6 +94,13 @@ class Places(Communicator):
         `with_halo` and `update_halo` do the same without a copy.
         """
         return self.grid_of().pad(a, depth, boundary)
+
+    def points(self, xy: Any) -> LocalPoints:
+        """Return points of the whole array, such as sources and receivers.
+
+        This is `Grid.points` for the section's arrays, with the same parameters and errors.
+        """
+        return self.grid_of().points(xy)
 
     def along(self, axis: int) -> Communicator:
         """Return the communicator of the ranks in this rank's line along an axis of the grid.

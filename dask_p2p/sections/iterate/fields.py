@@ -18,6 +18,7 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.api.outputs import LocalBlock, Output
+from dask_p2p.sections.api.points import Points, checked_points
 from dask_p2p.sections.iterate.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
@@ -301,6 +302,9 @@ def named_constants(
     halo_arrays: list[DaskArray] = []
     for name, given in dict(constants).items():
         check_name(name, "a constant")
+        if isinstance(given, Points):
+            specs.append(ConstantSpec(name, Points(checked_points(given.xy, field.shape))))
+            continue
         own = given if isinstance(given, Field) else Field(given)
         check_kind_of(own.value, field)
         if isinstance(own.value, Whole) or not len(getattr(own.value, "shape", ())):

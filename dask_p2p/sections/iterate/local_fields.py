@@ -10,6 +10,7 @@ from dask_p2p.geometry import Box
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.grids import Grid
+from dask_p2p.sections.api.points import LocalPoints, Points
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
@@ -153,11 +154,27 @@ class LocalFields:
                 data = tuple(part.data for part in field.parts(box))
                 is_one = bool(name) and not field.spec.is_list
                 found[name] = data[0] if is_one else data
+            elif name in self._constants and isinstance(self._constants[name][0], Points):
+                found[name] = self._points(self._constants[name][0].xy, box)
             elif name in self._constants:
                 found[name] = self._of_box(*self._constants[name], box)
             elif name == VALUES[AT]:
                 found[name] = at
         return found
+
+    def _points(self, xy: Array, box: Box) -> LocalPoints:
+        """Return points for a box of the local block; its fields may have halos."""
+        known = []
+        for part in (part for field in self.fields.values() for part in field.parts(box)):
+            own: Any = part.inner[: len(box)]
+            known.append((part.data.shape, tuple(along.start for along in own)))
+            known.append((tuple(along.stop - along.start for along in own), (0,) * len(box)))
+        return LocalPoints(xy, self._in_whole(box), self._ctx.device.module, known)
+
+    def _in_whole(self, box: Box) -> Box:
+        """Return the position of a box of the local block in the whole array."""
+        pairs = zip(self._ctx.box, box, strict=True)
+        return tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
 
     @staticmethod
     def _of_box(value: Any, ndim: int | None, box: Box) -> Any:
@@ -168,6 +185,5 @@ class LocalFields:
 
     def at(self, box: Box, step: Callable[[str], int]) -> StepAt:
         """Return the position of a box of the local block; `step` returns the step's number."""
-        ctx, pairs = self._ctx, zip(self._ctx.box, box, strict=True)
-        whole = tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
+        ctx, whole = self._ctx, self._in_whole(box)
         return StepAt(ctx.rank, self.shape, whole, ctx.device.module, step, last=self._last)

@@ -1,0 +1,161 @@
+"""Sources and receivers: points between the elements of arrays."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Field, Points, Record, Same, iterate, spmd
+from dask_p2p.errors import InputError
+from dask_p2p.sections.api.points import LocalPoints, checked_points
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+SHAPE = (9, 8)
+RNG = np.random.default_rng(0)
+XY = np.concatenate(
+    [
+        RNG.uniform(0, [[8], [7]], (2, 20)),
+        [[0, 8, 8, 3.5, 4, 4, 4], [0, 7, 2.5, 7, 3, 3, 3.25]],  # corners, edges, one three times
+    ],
+    axis=1,
+)
+
+
+def added(u, xy, values):
+    """Add values to an array, element by element."""
+    values = np.broadcast_to(values, xy.shape[1])
+    for point, value in zip(xy.T, values, strict=True):
+        low = np.floor(point).astype(int)
+        for corner in product((0, 1), repeat=u.ndim):
+            sides = zip(point - low, corner, strict=True)
+            weight = np.prod([f if side else 1 - f for f, side in sides])
+            if weight:
+                u[tuple(low + corner)] += weight * value
+    return u
+
+
+def sampled(u, xy):
+    """Return interpolated values: the transpose of `added`."""
+    ones = np.eye(xy.shape[1])
+    return np.array([(added(np.zeros(u.shape), xy, one) * u).sum() for one in ones])
+
+
+@pytest.mark.parametrize("rows", [(9,), (4, 5), (1, 3, 3, 2)])
+@pytest.mark.parametrize("values", [2.5, RNG.normal(size=XY.shape[1])])
+def test_blocks_have_their_part_of_all_points(rows, values):
+    u, v, samples = RNG.normal(size=SHAPE), np.zeros(SHAPE), []
+    whole = added(u.copy(), XY, values)
+    stop = 0
+    for count in rows:
+        start, stop = stop, stop + count
+        local = LocalPoints(XY, ((start, stop), (0, 8)), np)
+        assert len(local) == XY.shape[1]
+        samples.append(local.sample(u[start:stop]))
+        v[start:stop] = u[start:stop]
+        local.add(v[start:stop], values)
+    assert np.array_equal(v, whole), "the same bits for any number of ranks"
+    np.testing.assert_allclose(sum(samples), sampled(u, XY), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "xy"), [((5,), [[0, 3.5, 4]]), ((3, 2, 4), [[1.5], [0.5], [3]])])
+def test_other_numbers_of_axes(shape, xy):
+    u = RNG.normal(size=shape)
+    points = checked_points(xy, shape)
+    local = LocalPoints(points, tuple((0, n) for n in shape), np)
+    np.testing.assert_allclose(local.sample(u), sampled(u, points))
+
+
+def spreads(u, src, rec, at):
+    """A step with a source, for a function that returns its new block without halo."""
+    new = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    src.add(new, at.step + np.arange(27.0))
+    return {"u": new}
+
+
+def spreads_out(u, src, at, out):
+    out.u[...] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    src.add(out.u, at.step + np.arange(27.0))
+
+
+def spreads_with_halo(u, src, at):
+    new = u.copy()
+    new[1:-1, 1:-1] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    src.add(new, at.step + np.arange(27.0))
+    return {"u": new}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("step", [spreads, spreads_out, spreads_with_halo])
+def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
+    u = RNG.normal(size=SHAPE)
+    made = iterate(
+        step,
+        {"u": Field(da.from_array(u, chunks=((2, 3, 4), (5, 3))), boundary="periodic")},
+        1,
+        4,
+        constants={"src": Points(XY), "rec": Points(XY[:, ::2])},
+        record={"trace": Record(lambda u, rec: rec.sample(u), shape=(14,))},
+        overlap=overlap,
+        ranks=ranks,
+    )
+    found, traces = dask.compute(made)[0], []
+    for number in range(4):
+        w = np.pad(u, 1, mode="wrap")
+        u = (w[:-2, 1:-1] + w[2:, 1:-1] + w[1:-1, :-2] + w[1:-1, 2:]) / 4
+        u = added(u, XY, number + np.arange(27.0))
+        traces.append(sampled(u, XY[:, ::2]))
+    assert np.array_equal(found["u"], u)
+    np.testing.assert_allclose(found["trace"], traces, rtol=1e-12)
+
+
+def gathers(ctx, x):
+    points, p = ctx.points(XY), ctx.with_halo(x, depth=2)
+    points.add(p, 3.0)
+    points.add(x, 3.0)
+    assert np.array_equal(p.inner, x)
+    both = ctx.allreduce((points.sample(x), points.sample(p)))
+    fine = ctx.grid_of((17, 15))
+    more = ctx.allreduce(fine.points(2 * XY).sample(fine.index[0] + 0.5 * fine.index[1]))
+    return {"x": np.stack(both), "more": more}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_points_of_spmd(client, ranks):
+    u = RNG.normal(size=SHAPE)
+    outputs = {"x": Same(np.zeros((2, 27))), "more": Same(np.zeros(27))}
+    made = spmd(gathers, da.from_array(u, chunks=(3, 4)), outputs=outputs, ranks=ranks)
+    (found,) = dask.compute(made)
+    wanted = sampled(added(u, XY, 3.0), XY)
+    np.testing.assert_allclose(found["x"], [wanted] * 2, rtol=1e-12)
+    np.testing.assert_allclose(found["more"], 2 * XY[0] + XY[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("xy", "message"),
+    [
+        ([1, 2], r"shape \(2, n\), got one of shape \(2,\)"),
+        (np.zeros((3, 4)), r"shape \(2, n\), got one of shape \(3, 4\)"),
+        ([[1, 3], [2, 7.5]], r"from 0 to \(8, 7\), got \[3\.0, 7\.5\]"),
+        ([[-0.5], [2]], r"got \[-0\.5, 2\.0\]"),
+        ([[np.nan], [2]], r"got \[nan, 2\.0\]"),
+    ],
+)
+def test_wrong_points_are_refused(xy, message):
+    x = da.zeros(SHAPE, chunks=4)
+    with pytest.raises(InputError, match=message):
+        iterate(lambda u, src: u, {"u": x}, 0, 2, constants={"src": Points(xy)})
+
+
+def test_wrong_blocks_and_values_are_refused():
+    local = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 10), (1, 1)), ((6, 9), (1, 1))])
+    both = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 8), (2, 0)), ((6, 8), (0, 0))])
+    for points, block in ((local, np.zeros((5, 8))), (local, [1]), (both, np.zeros((6, 8)))):
+        with pytest.raises(InputError, match=r"block, an array of shape .* without halo"):
+            points.sample(block)
+    with pytest.raises(InputError, match="one for each of 27 points"):
+        local.add(np.zeros((4, 8)), np.zeros(3))
