@@ -17,7 +17,7 @@ from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.points import LocalPoints, checked_points
 from dask_p2p.sections.exchange.device import check_kind
-from dask_p2p.sections.exchange.ends import At, Ends, described, planned
+from dask_p2p.sections.exchange.ends import At, Ends, described, open_grid, planned
 from dask_p2p.sections.exchange.halo import HaloExchange, HaloLayout
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
@@ -48,11 +48,8 @@ class Grid:
     @cached_property
     def index(self) -> tuple[Array, ...]:
         """Indices of the local block's elements in the whole array, as by `numpy.ogrid`."""
-        ndim, found = len(self.box), []
-        for axis, (start, stop) in enumerate(self.box):
-            along = self._ctx.device.module.arange(start, stop)
-            found.append(along.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1)))
-        return tuple(found)
+        arange = self._ctx.device.module.arange
+        return open_grid((arange(*own) for own in self.box), len(self.box))
 
     def zeros(self, dtype: DTypeLike = float) -> Array:
         """Return a local block of zeros."""

@@ -12,7 +12,7 @@ and no message is added::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -58,6 +58,14 @@ def _odd(rim: Array, inside: Array, at: Any) -> None:
     rim[...] = -inside
 
 
+def open_grid(along: Iterable[Array], ndim: int) -> tuple[Array, ...]:
+    """Return indices along each axis with all axes, as `numpy.ogrid` does."""
+    return tuple(
+        own.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
+        for axis, own in enumerate(along)
+    )
+
+
 class At:
     """The position of a block, or of a part beyond the ends: parameter `at` of functions.
 
@@ -93,11 +101,11 @@ class At:
     @cached_property
     def index(self) -> tuple[Array, ...]:
         """Indices of the block's elements in the whole array, as by `numpy.ogrid`."""
-        ndim, found = len(self.box), []
-        for axis, (start, stop) in enumerate(self.box):
-            along = self._placed(axis, self._module.arange(start, stop))
-            found.append(along.reshape((-1,) + (1,) * (ndim - axis - 1)))
-        return tuple(found)
+        along = (
+            self._placed(axis, self._module.arange(start, stop))
+            for axis, (start, stop) in enumerate(self.box)
+        )
+        return open_grid(along, len(self.box))
 
     def _placed(self, axis: int, positions: Array) -> Array:
         """Return the indices of positions along an axis."""

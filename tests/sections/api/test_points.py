@@ -69,6 +69,14 @@ def test_other_numbers_of_axes(shape, xy):
     np.testing.assert_allclose(local.sample(u), sampled(u, points))
 
 
+def test_neighbours_without_weight_are_not_read():
+    """A point on an element: its neighbours may hold anything."""
+    u = np.full((3, 4), np.nan)
+    u[1, 2], u[1, 3] = 7, 9
+    local = LocalPoints(checked_points([[1, 1], [2, 2.5]], (3, 4)), ((0, 3), (0, 4)), np)
+    assert local.sample(u).tolist() == [7, 8]
+
+
 def spreads(u, src, rec, at):
     """A step with a source, for a function that returns its new block without halo."""
     new = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4

@@ -9,7 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Field, Whole, iterate
+from dask_p2p import Field, Whole, iterate, spmd
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -251,6 +251,38 @@ def test_the_position_of_a_block(client, ranks, overlap):
             near = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
             s = np.where(sum(index) % 2 == parity, near / 4 + np.cos(step), s)
     assert np.array_equal(made, s)
+
+
+def ogrid_of(box):
+    return np.ogrid[tuple(slice(start, stop) for start, stop in box)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_indices_are_those_of_ogrid_everywhere(client, ranks):
+    """In functions, boundary functions, and in `spmd`: all axes, also the leading ones."""
+
+    def same(found, box):
+        wanted = ogrid_of(box)
+        return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
+
+    def rims(rim, inside, at):
+        assert [along.shape for along in at.index] == [(rim.shape[0], 1), (1, rim.shape[1])]
+        rim[...] = at.index[0] + at.index[1]
+
+    def step(u, at):
+        assert same(at.index, at.box)
+        return {"u": inner(u) + at.index[1]}
+
+    made = iterate(step, {"u": array(U)}, 1, 2, boundary=rims, ranks=ranks)["u"].compute()
+    assert np.array_equal(made, U + np.arange(20) + np.arange(20))
+
+    def function(ctx, u):
+        grid = ctx.grid_of((5, 7, 3))
+        assert same(ctx.index, ctx.box)
+        assert same(grid.index, grid.box)
+        return u + ctx.index[1]
+
+    assert np.array_equal(spmd(function, array(U), ranks=ranks).compute(), U + np.arange(20))
 
 
 def test_the_position_without_names(client):
