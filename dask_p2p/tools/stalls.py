@@ -79,6 +79,11 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
         By section and rank. `print` shows a report with the rank's stack. A rank that computes
         while others wait for it is a rank to look at first.
 
+    Notes
+    -----
+    When a rank has waited for `p2p.timeouts.request`, the scheduler writes these reports to a JSON
+    file in Dask's temporary directory, once for each section, and logs a warning with its path.
+
     Raises
     ------
     InputError

@@ -22,12 +22,13 @@ from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.gangs.nesting import Nesting
+from dask_p2p.plugins.gangs.stalls import Stalls
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
-SAVES = "p2p_section_saves"
+SAVES, STALLS = "p2p_section_saves", "p2p_section_stalls"
 #: Requests of the scheduler to workers.
 FORGET = "p2p_section_forget"
 
@@ -55,11 +56,13 @@ class Gangs:
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._telling: set[asyncio.Future[Any]] = set()
+        self._stalls = Stalls(scheduler)
         scheduler.handlers |= {
             JOIN: self.join,
             LEAVE: self.leave,
             ORDER: self.order,
             SAVES: self.saves,
+            STALLS: self.stalls,
         }
 
     def _begin(self) -> None:
@@ -94,6 +97,7 @@ class Gangs:
         """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
+        self._stalls.close()
 
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
@@ -165,6 +169,14 @@ class Gangs:
             self._drop_states(gang)
         return {}
 
+    @answering
+    async def stalls(self, gang: Any, rank: Any, token: Any) -> Any:
+        """Record that a rank has waited for others for long."""
+        gang, _, _ = _checked(gang, rank, token)
+        if workers := self._coordinator.running().get(gang):
+            self._stalls.record(gang, workers)
+        return {}
+
     def _drop_states(self, gang: str) -> None:
         """Send workers the request to drop the states of a gang."""
         for worker in self._keepers.pop(gang, ()):
@@ -224,6 +236,7 @@ class Gangs:
             if not any(other in self._scheduler.tasks for other in others):
                 self._coordinator.forget(gang)
                 self._waiting.forget(gang)
+                self._stalls.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -26,7 +27,8 @@ from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.plugins.gangs.coordinator import Order
-from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
+from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, STALLS
+from dask_p2p.plugins.gangs.stalls import REPORTS
 from dask_p2p.plugins.profiling import SamplingInterval
 from dask_p2p.plugins.registration import give_plugin
 from dask_p2p.plugins.worker import P2PPlugin, set_up
@@ -61,6 +63,7 @@ class RankAttempt:
         self._changed = threading.Condition()
         self._order = Order("waiting")
         self._thread = threading.get_ident()
+        self.connections.on_long_wait(partial(ranks.report_wait, gang, rank, self.token))
         self.progress = Progress()  # of the function
         self._pending: set[asyncio.Future[None]] = set()
         self._checkpoints: Checkpoints | None = None
@@ -198,20 +201,32 @@ class WorkerRanks:
         self.reach = _reach(worker)
         self.saved = SavedStates()
         self._ranks: dict[str, RankAttempt] = {}  # by attempt token
-        worker.handlers[FORGET] = self.forget
+        worker.handlers |= {FORGET: self.forget, REPORTS: self.reports_of}
         self._sampling = SamplingInterval(worker)
         self._unfinished: set[asyncio.Future[Any]] = set()
         self._is_registered = False
 
     def close(self) -> None:
         """End the attempts of all ranks here, which wakes their threads."""
-        self.worker.handlers.pop(FORGET, None)
+        for name in (FORGET, REPORTS):
+            self.worker.handlers.pop(name, None)
         for rank_attempt in tuple(self._ranks.values()):
             rank_attempt.stop()
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the states of the ranks whose attempts run here."""
         return [each.report() for each in tuple(self._ranks.values()) if each.runs]
+
+    @answering
+    async def reports_of(self, gang: Any) -> Any:
+        """Reply with the states of a gang's ranks here."""
+        name = checked_text("gang", gang)
+        return {"reports": [each for each in self.reports() if each["gang"] == name]}
+
+    def report_wait(self, gang: str, rank: int, token: str) -> None:
+        """Report to the scheduler that a rank has waited for others for long. In its thread."""
+        call = getattr(self.worker.scheduler, STALLS)(gang=gang, rank=rank, token=token)
+        self.worker.loop.add_callback(self.finish, call)
 
     def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Await a coroutine that is independent of its rank's attempt. On the event loop."""

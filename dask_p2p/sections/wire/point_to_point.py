@@ -47,6 +47,10 @@ class PointToPoint(ABC):
         self._waits = 0  # number of waits for messages so far
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
 
+    def on_long_wait(self, function: Callable[[], None]) -> None:
+        """Set the function that is called after a long wait, once for each exchange."""
+        self._current.on_long = function
+
     @abstractmethod
     def _connect(self, rank: int) -> Connection: ...
 
