@@ -33,6 +33,7 @@ def gpu_count() -> int:
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--kills", type=int, default=6, help="kills of whole jobs, by default 6")
     parser.addoption(
         "--share-gpu",
         action="store_true",

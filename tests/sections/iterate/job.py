@@ -1,0 +1,101 @@
+"""Runs jobs whose processes a test kills: a scheduler, workers and a client, all forked from here.
+
+Each line of the standard input is a job as JSON, and "wait". Replies are lines of JSON, too. Forks
+of one process that has imported everything begin within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import dask
+import numpy as np
+import zarr  # noqa: F401
+from distributed import Client, Scheduler, Worker
+
+import tests.forked  # noqa: F401
+from dask_p2p import Checkpoint, Save, iterate
+from tests.sections.iterate.test_coupled import react
+from tests.sections.iterate.test_stores import MASS, fields
+
+#: By number of ranks: chunks of the fields.
+CHUNKS = {4: ((8, 8, 8), (10, 10)), 2: ((12, 12), (20,)), 3: ((6, 6, 6, 6), (5, 5, 5, 5))}
+EVERY_FRAME, EVERY_CHECKPOINT = 3, 4
+
+
+async def scheduler(folder: Path) -> None:
+    """Run a scheduler."""
+    options = {"scheduler_file": str(folder / "scheduler.json"), "dashboard": False, "port": 0}
+    async with Scheduler(**options) as made:
+        await made.finished()
+
+
+async def worker(folder: Path) -> None:
+    """Run a worker, as soon as the scheduler has an address."""
+    while not (folder / "scheduler.json").exists():
+        await asyncio.sleep(0.01)
+    options = {"nthreads": 2, "local_directory": str(folder), "dashboard": False}
+    async with Worker(scheduler_file=str(folder / "scheduler.json"), **options) as made:
+        await made.finished()
+
+
+def client(folder: Path, ranks: int, steps: int) -> None:
+    """Compute the fields after a number of steps."""
+    while not (folder / "scheduler.json").exists():
+        time.sleep(0.01)
+    stores = {
+        "save": Save(folder.parent / "frames", EVERY_FRAME),
+        "checkpoint": Checkpoint(folder.parent / "states", every=EVERY_CHECKPOINT),
+    }
+    with Client(scheduler_file=str(folder / "scheduler.json")) as made:
+        made.wait_for_workers(ranks)
+        lazy = iterate(react, fields(CHUNKS[ranks]), 1, steps, record=MASS, ranks=ranks, **stores)
+        (found,) = dask.compute(lazy)
+        np.savez(folder / "result.part.npz", **found)
+        os.replace(folder / "result.part.npz", folder / "result.npz")
+
+
+def forked(work, *args) -> int:
+    """Return the process that does some work."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.dup2(2, 1)
+        made = work(*args)
+        if asyncio.iscoroutine(made):
+            asyncio.run(made)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    """Fork the processes of jobs."""
+    pids: list[int] = []
+    for line in sys.stdin:
+        if line.strip() == "wait":
+            reply = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        else:
+            folder, ranks, steps = json.loads(line)
+            where = Path(folder)
+            pids = [forked(client, where, ranks, steps), forked(scheduler, where)]
+            pids += [forked(worker, where) for _ in range(ranks)]
+            reply = pids
+        sys.stdout.write(f"{json.dumps(reply)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Jobs that end by SIGKILL of every process, the scheduler included, also in the middle of writes.
+
+The next job goes on with another number of ranks. `--kills` is the number of kills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME
+from tests.sections.iterate.test_stores import A, B, both, react
+from tests.support import import_path
+
+STAGES = ((4, 24), (2, 48), (3, 72))  # ranks, and steps of the whole run until then
+
+
+_LOOK_S = 0.002  # between looks at the files
+
+
+class Jobs:
+    """The process that forks those of jobs."""
+
+    def __init__(self, log):
+        command = [sys.executable, "-m", "tests.sections.iterate.job"]
+        env = {**os.environ, "PYTHONPATH": import_path()}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "stderr": log}
+        self.process = subprocess.Popen(command, env=env, **pipes)
+        self.pids = []
+
+    def ask(self, line):
+        print(line, file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *job):
+        self.pids = self.ask(json.dumps(job))
+
+    @property
+    def runs(self):
+        """Whether the client of the job has not ended."""
+        with open(f"/proc/{self.pids[0]}/stat") as file:  # it is not waited for yet
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+
+    def kill(self, draw):
+        """Kill all processes, in any order; return how the client ended."""
+        for pid in draw.sample(self.pids, len(self.pids)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status, *_ = self.ask("wait")
+        self.pids = []
+        return status
+
+    def close(self):
+        if self.pids:
+            self.kill(random.Random(0))
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@contextmanager
+def jobs_of_a_process(path):
+    with open(path, "w") as log:
+        jobs = Jobs(log)
+        try:
+            yield jobs
+        finally:
+            jobs.close()
+
+
+def names(folder):
+    with suppress(FileNotFoundError):
+        return {each.name for each in folder.iterdir()}
+    return set()
+
+
+def in_a_checkpoint(folder, before):
+    """Whether a checkpoint is being written, after some others of this job."""
+    found = names(folder / "states")
+    new = [name for name in found - before["states"] if name[-1].isdigit()]
+    last = max(new, default="")
+    return len(new) > before["others"] and f"{last}.complete" not in found
+
+
+def in_a_frame(folder, before):
+    """Whether a frame is being written, after some others of this job: it has chunks."""
+    return len(names(folder / "frames" / "u" / "c")) > before["frames"] + before["others"]
+
+
+def at_any_moment(folder, before):
+    """Whether it is the moment: after some looks."""
+    before["looks"] -= 1
+    return before["looks"] < 0
+
+
+def compared(folder, states):
+    """Compare all that the stores call complete with the states after each step."""
+    if (folder / "frames" / "zarr.json").exists():
+        group = zarr.open(folder / "frames", mode="r")  # it always opens
+        count = group.attrs.get("frames", 0)
+        for name in "uv" if count else "":
+            for frame in range(count):
+                wanted = states[EVERY_FRAME * (frame + 1)][name]
+                assert np.array_equal(group[name][frame], wanted), (name, frame)
+    for marker in names(folder / "states"):
+        if marker.endswith(".complete"):
+            name = marker.removesuffix(".complete")
+            group = zarr.open(folder / "states" / name, mode="r")
+            wanted = states[int(name.removeprefix("step-"))]
+            assert np.array_equal(group["u"][...], wanted["u"])
+            assert np.array_equal(group["v"][...], wanted["v"])
+
+
+def begun(jobs, folder, stage, number):
+    job = folder / f"job-{number}"
+    job.mkdir(parents=True)
+    jobs.start(str(job), *stage)
+    return job / "result.npz"
+
+
+def killed(jobs, folder, stage, number, draw, states):
+    """Begin a job and kill it; return the moment, or an empty text if the job was quicker."""
+    when = draw.choice([in_a_checkpoint, in_a_frame, at_any_moment])
+    before = {
+        "states": names(folder / "states"),
+        "frames": len(names(folder / "frames" / "u" / "c")),
+        "looks": draw.randrange(800),
+        "others": draw.randrange(2),
+    }
+    result = begun(jobs, folder, stage, number)
+    while jobs.runs and not when(folder, before):
+        time.sleep(_LOOK_S)
+    status = jobs.kill(draw)
+    assert status in (0, -signal.SIGKILL), "the job itself did not fail"
+    compared(folder, states)
+    return "" if result.exists() else when.__name__
+
+
+def finished(jobs, folder, stage, number, states):
+    """Run a job to its end, and compare its results."""
+    result = begun(jobs, folder, stage, number)
+    while jobs.runs:
+        time.sleep(_LOOK_S)
+    assert jobs.kill(random.Random(0)) == 0
+    found, (_, steps) = np.load(result), stage
+    assert np.array_equal(found["u"], states[steps]["u"])
+    assert np.array_equal(found["v"], states[steps]["v"])
+    mass = [state["u"].sum() for state in states[1 : steps + 1]]
+    np.testing.assert_allclose(found["mass"], mass, rtol=1e-13)
+    group = zarr.open(folder / "frames", mode="r")
+    assert group.attrs["frames"] == steps // EVERY_FRAME
+    assert group["u"].shape[0] == steps // EVERY_FRAME
+    compared(folder, states)
+    assert {f"step-{steps:012}.complete"} <= names(folder / "states") or steps % EVERY_CHECKPOINT
+
+
+@pytest.mark.programs
+@pytest.mark.timeout(0)  # as many kills as wanted
+def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig):
+    most, draw = pytestconfig.getoption("--kills"), random.Random(0)
+    states, kills, number = [{"u": A, "v": B}], [], 0
+    for _ in range(STAGES[-1][1]):
+        states.append(both(states[-1], 1, 1, [(react, "uv")]))
+    terminal = pytestconfig.get_terminal_writer()
+    with jobs_of_a_process(tmp_path / "log") as jobs:
+        while len(kills) < most:
+            folder = tmp_path / f"run-{number}"
+            for stage in STAGES:
+                for _ in range(draw.randrange(1, 4)):
+                    number += 1
+                    kills += filter(None, [killed(jobs, folder, stage, number, draw, states)])
+                number += 1
+                finished(jobs, folder, stage, number, states)
+            counts = {when: kills.count(when) for when in sorted({*kills})}
+            terminal.line(f"{len(kills)} kills: {counts}")
+    assert kills
