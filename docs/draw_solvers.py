@@ -1,41 +1,126 @@
-"""Computes and draws the pictures of solvers: ``PYTHONPATH=. python docs/draw_solvers.py``."""
+"""Computes and draws the pictures of solvers: ``PYTHONPATH=. python docs/draw_solvers.py``.
+
+Arguments are names of pictures, by default all. The programs are those of the pages, on more points
+and for more steps.
+"""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import dask
-import dask.array as da
+import numpy as np
 from distributed import Client
 
 import dask_p2p
 
-PAGE = Path(__file__).parent / "how-to" / "coupled-fields.md"
+PAGES = Path(__file__).parent / "how-to"
 IMAGES = Path(__file__).parent / "images"
-POINTS, STEPS = 256, 12_000
+TWIN = "\n# The same in NumPy:"
+
+
+def computed(page: str, number: int, **values: int) -> dict[str, Any]:
+    """Run a program of a page with other values of some numbers; return its names."""
+    program = (
+        (PAGES / page).read_text().split("```python\n")[number].split("```")[0]
+    )
+    program = program.split(TWIN)[0]
+    before = re.search(
+        r"^(\w+(?:, \w+)*) = (\d+(?:, \d+)*)$", program, re.MULTILINE
+    )
+    assert before is not None
+    found = [str(values[name]) for name in before[1].split(", ")]
+    program = program.replace(before[0], f"{before[1]} = {', '.join(found)}", 1)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    return names
+
+
+def gray_scott() -> Any:
+    """Return a pattern of Gray and Scott."""
+    program = (PAGES / "coupled-fields.md").read_text().split("```python\n")[1]
+    names: dict[str, Any] = {}
+    exec(program.split("\n\nu, v = start")[0], names)
+    u, v = names["start"](256)
+    array = names["da"].from_array
+    fields = {"u": array(u, chunks=(128, -1)), "v": array(v, chunks=(128, -1))}
+    return dask_p2p.iterate(
+        names["react"], fields, 1, 12_000, feed=0.055, kill=0.062
+    )["v"].compute()
+
+
+def shallow_water() -> Any:
+    """Return the vorticity of a jet."""
+    names = computed("simulations.md", 1, ny=128, nx=256, steps=9_000)
+    _, u, v = names["result"]
+    return np.gradient(v, axis=1) - np.gradient(u, axis=0)
+
+
+def cylinder() -> Any:
+    """Return the vorticity behind a cylinder."""
+    names = computed("simulations.md", 2, ny=80, nx=240, steps=10_000)
+    _, ux, uy = names["velocity"](names["result"])
+    found = np.gradient(uy, axis=1) - np.gradient(ux, axis=0)
+    return np.where(names["solid"], 0, found).clip(-0.02, 0.02)
+
+
+def elastic() -> Any:
+    """Return the velocity along axis 1 of elastic waves."""
+    found = computed("simulations.md", 3, n=200, steps=800)["result"]["vx"]
+    most = abs(found).max() / 2
+    return found.clip(-most, most)
+
+
+def turbulence() -> Any:
+    """Return the vorticity of a periodic flow."""
+    return computed("simulations.md", 4, n=192, steps=1_000)["result"]["w"]
+
+
+def tracer() -> Any:
+    """Return a tracer in a stream."""
+    return computed("simulations.md", 5, ny=80, nx=240, steps=1_500)["result"]
+
+
+def lanczos() -> Any:
+    """Draw the eigenvalues of the small matrix by the number of steps."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    for count in range(2, 61, 2):
+        values = computed("simulations.md", 6, n=96, count=count)["result"]
+        axes.plot([count] * count, values, "_", color="tab:blue", markersize=4)
+    axes.set(xlabel="steps", ylabel="eigenvalues of the small matrix")
+    figure.savefig(IMAGES / "lanczos.png", dpi=100)
+
+
+#: By name of a picture: the function that computes it, and its colours.
+PICTURES: dict[str, tuple[Callable[[], Any], str]] = {
+    "gray-scott": (gray_scott, "viridis"),
+    "shallow-water": (shallow_water, "RdBu_r"),
+    "cylinder": (cylinder, "RdBu_r"),
+    "elastic": (elastic, "RdBu_r"),
+    "turbulence": (turbulence, "RdBu_r"),
+    "tracer": (tracer, "viridis"),
+    "lanczos": (lanczos, ""),
+}
 
 
 def main() -> None:
-    """Draw the pattern of Gray and Scott."""
+    """Draw the pictures with these names."""
     from matplotlib import pyplot
 
-    program = PAGE.read_text().split("```python\n")[1].split("```")[0]
-    functions: dict[str, object] = {}
-    exec(program.split("\n\nu, v = start")[0], functions)
-    u, v = functions["start"](POINTS)  # type: ignore[operator]
-    with Client(dask_p2p.local_cluster(2)) as client:
-        chunks = (POINTS // 2, -1)
-        fields = {
-            "u": da.from_array(u, chunks=chunks),
-            "v": da.from_array(v, chunks=chunks),
-        }
-        made = dask_p2p.iterate(
-            functions["react"], fields, 1, STEPS, feed=0.055, kill=0.062
-        )
-        (result,) = dask.compute(made)
-        client.close()
     IMAGES.mkdir(exist_ok=True)
-    pyplot.imsave(IMAGES / "gray-scott.png", result["v"], cmap="viridis")
+    with Client(dask_p2p.local_cluster(2)) as client:
+        for name in sys.argv[1:] or PICTURES:
+            function, colours = PICTURES[name]
+            picture = function()
+            if picture is not None:
+                path = IMAGES / f"{name}.png"
+                pyplot.imsave(path, picture, cmap=colours, origin="lower")
+        client.close()
 
 
 if __name__ == "__main__":

@@ -119,6 +119,16 @@ def test_the_code_of_a_page_runs(page, request):
     run_all(BLOCKS[page])
 
 
+def test_simulations_have_the_same_values_on_several_ranks(client):
+    """Each program compares its values with those of NumPy."""
+    ranks = len(client.scheduler_info()["workers"])
+    for block in BLOCKS[ROOT / "docs" / "how-to" / "simulations.md"]:
+        if block.language in RUN:
+            run_all([block])
+            newest = dask_p2p.last_runs(client)[0]
+            assert len({record.worker for record in newest.records}) == ranks > 1, block.where
+
+
 GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
 IMPORT = "import dask.array as da\n"
 #: Names in blocks of a guide that arrays of `dask_array` lack: functions of graphs with layers, and

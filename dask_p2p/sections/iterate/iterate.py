@@ -180,7 +180,8 @@ def iterate(
         halo. Other values are passed unchanged. In a mapping, NumPy and CuPy arrays are divided as
         well, by the rules of broadcasting: an array of the last axes has one block for all indices
         of the others. ``dask_p2p.Field(c, depth=1)`` is a constant with a halo, and
-        ``dask_p2p.Whole(a)`` is not divided. All arrays are of the fields' kind, NumPy or CuPy.
+        ``dask_p2p.Whole(a)`` is not divided. ``dask_p2p.Points(xy)`` has sources or receivers
+        between the elements. All arrays are of the fields' kind, NumPy or CuPy.
     corners : bool, optional
         If True, the default, the halo includes corners: right for all stencils. A star-shaped
         stencil does not read corners. With False they are not exchanged where several axes are
