@@ -6,7 +6,7 @@ elements of all values. So values may change their shapes from step to step.
 
 from __future__ import annotations
 
-import pickle
+import json
 from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,8 +153,8 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _leaf(name: str, value: Any, device: Host) -> Leaf:
     check_not_masked(name, value)
     if isinstance(value, np.random.Generator):
-        state = pickle.dumps(value.bit_generator.state)
-        return Leaf("generator", _on_device(np.frombuffer(state, np.uint8), device))
+        text = json.dumps(value.bit_generator.state, default=lambda array: array.tolist())
+        return Leaf("generator", _on_device(np.frombuffer(text.encode(), np.uint8), device))
     is_number = isinstance(value, (*_PYTHON, np.generic))
     array = np.asarray(value) if is_number else value
     is_array = is_number or isinstance(value, device.module.ndarray)
@@ -177,6 +177,13 @@ def _on_device(array: Array, device: Host) -> Array:
     return made
 
 
+def _with_arrays(state: Any) -> Any:
+    """Return the state of a bit generator with arrays in the places of lists."""
+    if isinstance(state, dict):
+        return {key: _with_arrays(each) for key, each in state.items()}
+    return np.array(state, np.uint64) if isinstance(state, list) else state
+
+
 def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
     """Return a value with the arrays and numbers of a checkpoint in their places."""
     if isinstance(value, (dict, list)):
@@ -190,7 +197,7 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
         device.copy_from_host(value.inner, array)
         return value
     if spec.kind == "generator":
-        value.bit_generator.state = pickle.loads(array.tobytes())
+        value.bit_generator.state = _with_arrays(json.loads(array.tobytes()))
         return value
     if spec.kind != "array":
         return array[()] if spec.kind == "number" else array.item()

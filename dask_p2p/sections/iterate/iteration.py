@@ -59,7 +59,7 @@ class Iteration:
         """True if a function has a parameter `at`, and may read the newest records."""
         bindings = [each.binding for each in self.phases]
         bindings += [each.binding for each in self.series]
-        return any(VALUES[AT] in binding.names for binding in bindings)
+        return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
 
     @property
     def outputs(self) -> Outputs:

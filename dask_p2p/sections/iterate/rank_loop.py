@@ -291,7 +291,7 @@ class RankLoop:
         """Record numbers after a step; return whether `until` ends the loop."""
         until = self._of.until
         if self._series.is_due(step):
-            self._record(step)
+            self._series.record(step, self._current(self._series.names))
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
@@ -304,10 +304,6 @@ class RankLoop:
                 "array if it returns one."
             )
         return bool(until(*map(self._ctx.allreduce, numbers)))
-
-    def _record(self, step: int) -> None:
-        """Record numbers of fields with halos after a step."""
-        self._series.record(step, self._current(self._series.names))
 
     def _current(self, names: Collection[str]) -> Callable[[Binding], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""

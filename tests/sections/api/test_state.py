@@ -69,6 +69,19 @@ def test_arrays_are_copies(alone):
     assert x.tolist() == [0, 0, 0]
 
 
+KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_go_on(alone, kind):
+    s = alone.state(draw=np.random.Generator(kind(3)))
+    s.draw.integers(9, size=3, dtype=np.int32)  # leaves half of a word
+    memory, draw = saved(s), s.draw
+    wanted = [draw.integers(9, dtype=np.int32), draw.normal()]
+    s.load(memory)
+    assert [draw.integers(9, dtype=np.int32), draw.normal()] == wanted
+
+
 MANY = 1 << 70
 
 

@@ -102,6 +102,17 @@ def test_computed_fields(client, tmp_path, ranks, region):
         assert np.array_equal(frames["both"][frame], (state["v"] * 1j)[region])
 
 
+def test_computed_fields_read_the_newest_records(tmp_path):
+    """They are of the same step."""
+    save = Save(tmp_path, 2, [], compute={"part": lambda u, at: u / at.last.get("mass", 1.0)})
+    options = {"record": {"mass": lambda u: u.sum()}, "save": save, "ranks": 1}
+    made = iterate(lambda u: u * 1.5, {"u": array(A, 8)}, 0, 4, **options)
+    (found,) = dask.compute(made, scheduler="sync")
+    for frame, step in enumerate((2, 4)):
+        wanted = A * 1.5**step / found["mass"][step - 1]
+        np.testing.assert_allclose(frames_of(tmp_path)["part"][frame], wanted)
+
+
 def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
     """The first frame is written when the second step has been made, and not by its thread."""
     made, threads = threading.Event(), []
