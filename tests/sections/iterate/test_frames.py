@@ -160,7 +160,7 @@ def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
     def step(u, at, folder):
         if at.step == 3 and at.box[0][0] > 0:
             chunks = folder / "frames" / "u" / "c" / "1"
-            chunks.mkdir(exist_ok=True)
+            chunks.mkdir(parents=True, exist_ok=True)
             (chunks / "1").write_text("a file in the place of this rank's folder")
         return u + 1
 
