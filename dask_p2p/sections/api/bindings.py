@@ -74,14 +74,36 @@ class Bindings:
         """
         frames, leaves = dict(_frames(frame)), self._state.leaves()
         for name, array, references in self._references:
-            for reference in references if leaves[name].array is array else ():
-                value = reference.value(frames.get(reference.code, {}))
-                if value is not array and getattr(value, "shape", None) == array.shape:
-                    raise InputError(
-                        f"state: expected {reference.text} to stay the array {name} of the state, "
-                        f"as before the loop, but it is another array now. Change the state "
-                        f"itself, s.{name.removesuffix('.inner')} = ..., or rename the variable."
-                    )
+            if leaves[name].array is not array:
+                continue
+            now = [(each, each.value(frames.get(each.code, {}))) for each in references]
+            for reference, value in now:
+                is_other = value is not array and getattr(value, "shape", None) == array.shape
+                if is_other and not self._may_be_other(reference, value, array, now):
+                    raise InputError(self._problem(name, reference.text))
+
+    def _may_be_other(
+        self, reference: Reference, value: Any, array: Array, now: list[tuple[Reference, Any]]
+    ) -> bool:
+        """Return whether a function may go on with the array by another of its names."""
+        if self._state.has_copies:
+            return False
+        others = [of.array for of in self._state.leaves().values()]
+        is_swapped = reference.text == reference.name and any(value is other for other in others)
+        has_it = any(other is array for each, other in now if each.code is reference.code)
+        return has_it and not is_swapped
+
+    def _problem(self, name: str, text: str) -> str:
+        if not self._state.has_copies:
+            return (
+                f"save: expected the same arrays in all steps, but {text} is no longer the saved "
+                f"array. Change it in place, {text}[...] = ..., or use ctx.state."
+            )
+        return (
+            f"state: expected {text} to stay the array {name} of the state, as before the loop, "
+            f"but it is another array now. Change the state itself, "
+            f"s.{name.removesuffix('.inner')} = ..., or rename the variable."
+        )
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:

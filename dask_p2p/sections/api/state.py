@@ -17,7 +17,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, host_arrays
+from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, check_state, host_arrays
 from dask_p2p.types import Array, DType
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
@@ -44,13 +44,20 @@ class State:
     ``s.u = s.u + 1`` and ``s.u += 1`` both change the state `s`.
     """
 
-    __slots__ = ("__dict__", "_device", "_names")
+    __slots__ = ("__dict__", "_device", "_names", "has_copies")
 
-    def __init__(self, device: Host, values: Mapping[str, Any]) -> None:
-        self._device = device
+    def __init__(self, device: Host, values: Mapping[str, Any], has_copies: bool = True) -> None:
+        self._device, self.has_copies = device, has_copies
         for name, value in values.items():
-            setattr(self, name, _copied(value, device))
+            setattr(self, name, _copied(value, device) if has_copies else value)
         self._names = [*self.leaves()]
+
+    @classmethod
+    def of_arrays(cls, device: Host, arrays: Sequence[Array]) -> State:
+        """Return the state of a function that changes these arrays in place."""
+        check_state(arrays, device)
+        named = {f"save[{number}]": array for number, array in enumerate(arrays)}
+        return cls(device, named, has_copies=False)
 
     def __repr__(self) -> str:
         return f"<State of {', '.join(vars(self))}>"

@@ -71,6 +71,7 @@ class Stepping(Places):
         count: int | None,
         state: State | None = None,
         every: int | str | None = "30 s",
+        save: Sequence[Array] = (),
     ) -> Iterator[int]:
         """Count steps, and save the function's state from time to time.
 
@@ -88,6 +89,8 @@ class Stepping(Places):
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
+        save : sequence of array, optional
+            Arrays in the place of a state, which each step changes in place, ``x[...] = ...``.
 
         Yields
         ------
@@ -97,9 +100,10 @@ class Stepping(Places):
         Raises
         ------
         InputError
-            If `count` is not a number of steps, `every` is not an interval, or `state` is no state.
-            Also in a second loop. In a step, if a variable was an array of the state before the
-            loop, and is another array now that the state does not have.
+            If `count` is not a number of steps, `every` is not an interval, `state` is no state, or
+            `save` is no sequence of writable arrays. Also in a second loop. In a step, if a
+            variable was an array of the state before the loop, and is another array now that the
+            state does not have.
         SectionError
             If the ranks made different calls.
         """
@@ -115,6 +119,10 @@ class Stepping(Places):
                 f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
                 f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
             )
+        if saved := tuple(save):
+            if state is not None:
+                raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
+            state = State.of_arrays(self.device, saved)
         if self._has_steps:
             raise InputError(
                 "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
