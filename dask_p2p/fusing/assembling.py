@@ -115,7 +115,7 @@ class Assembling:
                     assert out is not None, "no region of the source is here yet"
                     region = out[box_slices(dst)]
                 regions[tuple(start for start, _ in dst)] = region
-        return concatenate3(_nested(regions))
+        return concatenate3(nested(regions))
 
 
 def is_plain(value: Any) -> bool:
@@ -123,14 +123,14 @@ def is_plain(value: Any) -> bool:
     return type(value) is np.ndarray and not value.dtype.hasobject
 
 
-def _nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
+def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
     """Return regions as nested lists, by the position of each region in its block."""
     if () in regions:
         return regions[()]
     groups: dict[int, dict[tuple[int, ...], Any]] = {}
     for start in sorted(regions):
         groups.setdefault(start[0], {})[start[1:]] = regions[start]
-    return [_nested(group) for group in groups.values()]
+    return [nested(group) for group in groups.values()]
 
 
 def pieces_of(plan: BlockPlan, number: int) -> Sequence[Piece]:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from dask.array.core import new_da_object
 from dask.base import tokenize
+from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import Task
 
 from dask_p2p.config import Options, checked_options
-from dask_p2p.errors import ChunksError, FuseError, InputError
-from dask_p2p.fusing.gang import RankProgram, gang_of, name_of_output, rank_programs
+from dask_p2p.engine.task import current_worker
+from dask_p2p.errors import FuseError, InputError
+from dask_p2p.fusing.client_streams import ClientStreams
+from dask_p2p.fusing.declared import Declared
+from dask_p2p.fusing.gang import (
+    FusedGang,
+    RankProgram,
+    gang_of,
+    name_of_gang,
+    name_of_output,
+    rank_programs,
+)
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
+from dask_p2p.fusing.resident_rank import RunResident
+from dask_p2p.fusing.residents import ResidentGang, Signature
 from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
 from dask_p2p.fusing.tasks import keys_of, name_of, read_graph
-from dask_p2p.geometry import Chunks
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
-from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.types import DaskArray, DType, Key
+from dask_p2p.types import DaskArray, Key
 
 _PREFIX = "p2p-argument"  # of the names of arrays that stand for arguments
 
@@ -96,20 +109,6 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     return _compiled(func, given, outputs, isinstance(returned, (tuple, list)), most)
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """The properties of an argument, or of a result."""
-
-    name: str
-    chunks: Chunks
-    dtype: DType
-    meta: Any
-
-    @classmethod
-    def of(cls, x: DaskArray) -> _Declared:
-        return cls(x.name, x.chunks, x.dtype, x._meta)
-
-
 class CompiledFunction:
     """A function of Dask arrays that `compile` has fused.
 
@@ -122,8 +121,8 @@ class CompiledFunction:
     def __init__(
         self,
         func: Callable[..., Any],
-        arguments: Sequence[_Declared],
-        outputs: Sequence[_Declared],
+        arguments: Sequence[Declared],
+        outputs: Sequence[Declared],
         returns_several: bool,
         programs: Sequence[RankProgram],
         others: HighLevelGraph,  # tasks that stay with Dask, and are the same in all calls
@@ -152,23 +151,89 @@ class CompiledFunction:
         self._check(arrays)
         register_if_possible()
         token = tokenize(self._token, [x.name for x in arrays])
-        names = {known.name: x.name for known, x in zip(self._arguments, arrays, strict=True)}
-
-        def renamed(key: Key) -> Key:
-            return (names[key[0]], *key[1:]) if name_of(key) in names else key
-
-        gang = gang_of(token, self._programs, self._options, renamed)
-        before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays), self._others)
-        layers = {**before.layers, gang.name: MaterializedLayer(gang.tasks)}
-        read = {name for x in arrays for name in x.__dask_layers__()} | {*self._others.layers}
-        dependencies = {**before.dependencies, gang.name: read}
+        gang = gang_of(token, self._programs, self._options, self._renamed(arrays))
+        before = self._graph(gang, arrays)
         made = []
         for number, known in enumerate(self._outputs):
             name = name_of_output(gang, number)
-            own = {**layers, name: MaterializedLayer(gang.outputs(number, name))}
-            graph = HighLevelGraph(own, {**dependencies, name: {gang.name}})
+            own = {**before.layers, name: MaterializedLayer(gang.outputs(number, name))}
+            graph = HighLevelGraph(own, {**before.dependencies, name: {gang.name}})
             made.append(new_da_object(graph, name, known.chunks, meta=known.meta))
         return tuple(made) if self._returns_several else made[0]
+
+    def resident(self, *arrays: DaskArray) -> ResidentGang:
+        """Return a resident gang: its ranks stay on their workers between calls of the function.
+
+        Use it as a context manager. Inside of it, calls return handles immediately, and up to 64
+        calls run in the background. Arguments of a call are handles, or arrays given here.
+
+        Parameters
+        ----------
+        *arrays : dask.array.Array
+            Arguments of the first call.
+
+        Returns
+        -------
+        ResidentGang
+            The gang, which begins when its context is entered.
+
+        Raises
+        ------
+        InputError
+            If there is no synchronous client with a cluster, or as for calls.
+        ChunksError, UnsupportedArrayError
+            As for calls.
+
+        Notes
+        -----
+        The client connects to each worker that has a rank. If a worker is lost, the ranks begin
+        again, and the client repeats the calls since the last checkpoint.
+
+        Examples
+        --------
+        >>> step = dask_p2p.compile(lambda u: u.T + 1, x)  # doctest: +SKIP
+        >>> with step.resident(x) as run:  # doctest: +SKIP
+        ...     u = x
+        ...     for _ in range(1000):
+        ...         u = run(u)
+        ...     values = run.fetch(u)  # NumPy array
+        ...     y = run.array(u)  # Dask array, whose blocks are on the workers
+        """
+        self._check(arrays)
+        register_if_possible()
+        client = current_client()
+        if client is None or client.asynchronous or current_worker()[0] is not None:
+            raise InputError(
+                "expected a synchronous client for a resident gang, got none. Make a "
+                "distributed.Client, outside of tasks."
+            )
+        token = uuid4().hex  # each gang has its own handles
+        names = tuple(known.name for known in self._arguments)
+        name = name_of_gang(token)
+        programs = [
+            each._replace(body=RunResident(name, each.body.program, names, each.body.dtype))
+            for each in self._programs
+        ]
+        gang = gang_of(token, programs, self._options, self._renamed(arrays))
+        commit = Delayed(gang.commit, self._graph(gang, arrays), layer=gang.name)
+        return ResidentGang(
+            ClientStreams(client, gang.name, self.ranks),
+            partial(client.compute, commit),
+            Signature(self._arguments, self._outputs, self._returns_several),
+            [x.name for x in arrays],
+        )
+
+    def _renamed(self, arrays: Sequence[DaskArray]) -> Callable[[Key], Key]:
+        """Return the function that returns the keys of inputs in a call."""
+        names = {known.name: x.name for known, x in zip(self._arguments, arrays, strict=True)}
+        return lambda key: (names[key[0]], *key[1:]) if name_of(key) in names else key
+
+    def _graph(self, gang: FusedGang, arrays: Sequence[DaskArray]) -> HighLevelGraph:
+        """Return the graph of a gang and its inputs."""
+        before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays), self._others)
+        read = {name for x in arrays for name in x.__dask_layers__()} | {*self._others.layers}
+        layers = {**before.layers, gang.name: MaterializedLayer(gang.tasks)}
+        return HighLevelGraph(layers, {**before.dependencies, gang.name: read})
 
     def _check(self, arrays: Sequence[DaskArray]) -> None:
         check_arrays(arrays)
@@ -178,16 +243,7 @@ class CompiledFunction:
             )
         for number, (x, known) in enumerate(zip(arrays, self._arguments, strict=True)):
             _check_has_layers(x)
-            if x.chunks != known.chunks:
-                raise ChunksError(
-                    f"argument {number}: expected the chunks of the example, {known.chunks}, got "
-                    f"{x.chunks}. Call x.rechunk, or compile the function for these chunks."
-                )
-            if x.dtype != known.dtype:
-                raise InputError(
-                    f"argument {number}: expected the dtype of the example, {known.dtype}, got "
-                    f"{x.dtype}. Call x.astype, or compile the function for this dtype."
-                )
+            known.check(number, x)
 
 
 def _argument(x: DaskArray, number: int) -> DaskArray:
@@ -230,7 +286,8 @@ def _compiled(
     read = read_graph(graph, [keys_of(x) for x in outputs])
     check_tasks(read)
     check_annotations(before.layers, read.tasks)
-    programs = programs_of(read.tasks, min(most, read.tasks.widest))
+    size = min(most, read.tasks.widest)
+    programs = programs_of(read.tasks, size, pinned=_pinned(given, outputs, size))
     arguments = {x.name for x in given}
     _check_kept(read.kept, arguments)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
@@ -239,14 +296,28 @@ def _compiled(
     others = {name: MaterializedLayer(kept)} if kept else {}
     return CompiledFunction(
         func,
-        [_Declared.of(x) for x in given],
-        [_Declared.of(x) for x in outputs],
+        [Declared.of(x) for x in given],
+        [Declared.of(x) for x in outputs],
         returns_several,
         rank_programs(programs, outputs[0].dtype),
         HighLevelGraph(others, {each: set() for each in others}),
         options,
         token,
     )
+
+
+def _pinned(given: Sequence[DaskArray], outputs: Sequence[DaskArray], size: int) -> dict[Key, int]:
+    """Return the owner of each block of the arguments, and of results with the chunks of one.
+
+    So such a result can be an argument of the next call on the same ranks.
+    """
+    chunks = [x.chunks for x in given]
+    alike = [x for x in outputs if x.chunks in chunks]
+    return {
+        key: number * size // len(keys)
+        for keys in map(keys_of, (*given, *alike))
+        for number, key in enumerate(keys)
+    }
 
 
 def _check_kept(kept: Mapping[Key, Any], arguments: Container[Any]) -> None:

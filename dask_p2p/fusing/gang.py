@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from dask.base import tokenize
 from dask.task_spec import List, Task, TaskRef
@@ -49,7 +49,7 @@ class _RunProgram:
 class RankProgram(NamedTuple):
     """The packed program of a rank, and the keys of the blocks that it gets and returns."""
 
-    body: _RunProgram
+    body: Any
     inputs: tuple[Key, ...]
     outputs: tuple[tuple[Key, ...], ...]  # by array
 
@@ -62,6 +62,12 @@ class FusedGang:
     name: str
     tasks: dict[Key, Task]  # of the ranks, and the commit task
     ranks: Sequence[RankProgram]
+
+    @property
+    def commit(self) -> Key:
+        """Key of the commit task."""
+        (key,) = commit_of(self.name).items
+        return cast(Key, key)
 
     def outputs(self, number: int, name: str | None = None) -> dict[Key, Task]:
         """Return the output tasks of one array, under its own keys or as the array `name`."""
@@ -148,7 +154,7 @@ def gang_of(
     renamed: Callable[[Key], Key] = lambda key: key,  # returns the keys of inputs
 ) -> FusedGang:
     """Return the gang with a token that runs packed programs."""
-    gang, ranks = f"{_PREFIX}-ranks-{token}", RankGrid(((1,) * len(programs),), (len(programs),))
+    gang, ranks = name_of_gang(token), RankGrid(((1,) * len(programs),), (len(programs),))
     made: dict[Key, Task] = {}
     for rank, program in enumerate(programs):
         blocks = List(*(TaskRef(renamed(each)) for each in program.inputs))
@@ -156,6 +162,11 @@ def gang_of(
         made[key] = RankTask(key, run_rank, gang, rank, ranks, program.body, options, blocks)
     commit = commit_task(gang, made)
     return FusedGang(token, gang, {**made, commit.key: commit}, programs)
+
+
+def name_of_gang(token: str) -> str:
+    """Return the name of the gang with a token."""
+    return f"{_PREFIX}-ranks-{token}"
 
 
 def name_of_output(gang: FusedGang, number: int) -> str:

@@ -25,13 +25,17 @@ _ABOUT = 0.95  # a rank with this part of the most bytes has about as many
 
 
 def owners_of(
-    tasks: FusedTasks, size: int, sizes_bytes: Mapping[Key, int] | None = None
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int] | None = None,
+    pinned: Mapping[Key, int] = {},
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
 
-    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`.
+    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`. `pinned` has owners
+    that are decided.
     """
-    by_position = positions((*tasks.inputs, *tasks.nodes), size)
+    by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
     owners = {key: by_position[key] for key in tasks.inputs}
     if size == 1:
         return owners | dict.fromkeys(tasks.nodes, 0)
@@ -44,9 +48,10 @@ def owners_of(
         for each, count in zip(tasks.reads[key], read_bytes, strict=True):
             if each in owners:
                 at[owners[each]] += count
-        if isinstance(node, DataNode) and sizes_bytes[key] <= MOST_LITERAL_BYTES:
-            continue
-        owners[key] = shares.chosen(key, node, at, by_position[key])
+        if key in pinned:
+            owners[key] = pinned[key]
+        elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
+            owners[key] = shares.chosen(key, node, at, by_position[key])
     return owners
 
 

@@ -30,10 +30,13 @@ from dask_p2p.types import Key
 
 
 def programs_of(
-    tasks: FusedTasks, size: int, sizes_bytes: Mapping[Key, int] | None = None
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int] | None = None,
+    pinned: Mapping[Key, int] = {},
 ) -> list[Program]:
-    """Return the program of each rank, by rank. `sizes_bytes` is that of `owners_of`."""
-    owners = owners_of(tasks, size, sizes_bytes)
+    """Return the program of each rank, by rank; for `sizes_bytes` and `pinned` see `owners_of`."""
+    owners = owners_of(tasks, size, sizes_bytes, pinned)
     writer = _Writer(tasks, size, owners, supersteps_of(tasks, owners))
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):

@@ -2,9 +2,10 @@
 
 A *gang* is a set of tasks, its *ranks*, that run at the same time and exchange data. An *attempt*
 is one run of all ranks. A gang queues when its last rank has joined, and starts when none of its
-workers runs another gang. Until then it reserves its workers, so no gang starves. Any failure ends
-the attempt on all ranks, and all of them run again. Outputs count only after all ranks have
-returned, which *commits* the attempt.
+workers runs another gang. Until then it reserves its workers, so no gang starves. A *resident* gang
+mostly waits for its client, so it shares its workers with other gangs. Any failure ends the attempt
+on all ranks, and all of them run again. Outputs count only after all ranks have returned, which
+*commits* the attempt.
 
 This is a state machine without Dask, asyncio or a clock. The scheduler's plugin
 (`dask_p2p.plugins.gangs.scheduler`) reports events to it, and requests an order for each rank.
@@ -73,6 +74,7 @@ class _JoinedRank:
 @dataclass
 class _Gang:
     size: int
+    is_resident: bool = False
     ranks: dict[int, _JoinedRank] = field(default_factory=dict)  # by rank
     phase: Literal["gathering", "running", "committed"] = "gathering"
     attempt: int = 0
@@ -87,7 +89,8 @@ class _Gang:
 
     @property
     def workers(self) -> set[str]:
-        return {joined.worker for joined in self.ranks.values()}
+        """Workers that the gang needs for itself."""
+        return set() if self.is_resident else {joined.worker for joined in self.ranks.values()}
 
     def start(self) -> None:
         self.phase, self.attempt = "running", self.attempt + 1
@@ -149,13 +152,14 @@ class Coordinator:
         endpoint: str = "",  # address for connections of other ranks
         # By rank: the steps whose states that worker has.
         saved: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        is_resident: bool = False,  # whether the gang shares its workers
     ) -> list[int]:
         """Record that a rank waits for its gang; return the ranks whose outputs no longer count.
 
         Such outputs are of a committed attempt. One of them was lost, so all ranks have to run
         again. Raises `ValueError` if the gang has another size.
         """
-        found = self._gangs.setdefault(gang, _Gang(size))
+        found = self._gangs.setdefault(gang, _Gang(size, is_resident))
         if found.size != size or not 0 <= rank < size:
             raise ValueError(f"expected a rank of {found.size}, got {rank} of {size}")
         if self._rank(gang, rank, token) is not None:
@@ -211,7 +215,7 @@ class Coordinator:
         return gang in self._gangs and self._gangs[gang].phase != "gathering"
 
     def running(self) -> dict[str, set[str]]:
-        """Return the workers of each gang that runs."""
+        """Return the workers that each gang has for itself that runs."""
         gangs = self._gangs.items()
         return {name: each.workers for name, each in gangs if each.phase == "running"}
 

@@ -117,9 +117,19 @@ class Gangs:
 
     @answering
     async def join(
-        self, gang: Any, size: Any, rank: Any, token: Any, worker: Any, endpoint: Any, saved: Any
+        self,
+        gang: Any,
+        size: Any,
+        rank: Any,
+        token: Any,
+        worker: Any,
+        endpoint: Any,
+        saved: Any,
+        is_resident: Any = False,
     ) -> Any:
         """Add a waiting rank to its gang; reply with its next order."""
+        if type(is_resident) is not bool:
+            raise MalformedRequestError("is_resident: expected a Boolean")
         size = checked_integer("size", size, 1, _MOST_RANKS)
         gang, rank, token = _checked(gang, rank, token)
         self._check_is_on()
@@ -131,7 +141,9 @@ class Gangs:
             await asyncio.sleep(_ELSEWHERE_S)
             return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
-        again = self._coordinator.join(gang, size, rank, token, worker, endpoint, states)
+        again = self._coordinator.join(
+            gang, size, rank, token, worker, endpoint, states, is_resident
+        )
         if again or is_new:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, other) for other in (*range(size), COMMIT))

@@ -51,7 +51,7 @@ def run_rank(
 
     The body is called with a context, which its method ``context`` returns, and the blocks. Its
     ``dtype`` is that of the blocks that it returns. Its ``kind`` is that of the blocks that it gets
-    and returns.
+    and returns. If it has ``is_resident``, the gang shares its workers with other gangs.
     """
     check_readable(ranks, options)
     _, context = current_worker()
@@ -93,11 +93,15 @@ def _run_in_gang(
     worker_ranks = sync(worker.loop, ranks_on, worker)
     _, context = current_worker()  # with the plugin, if it was missing
     ucx = _ucx(context, options, body.kind)
-    reach = {"timeout_s": options.request_timeout_s, "uses_ucx": ucx is not None}
+    how = {
+        "is_resident": getattr(body, "is_resident", False),
+        "timeout_s": options.request_timeout_s,
+        "uses_ucx": ucx is not None,
+    }
     units, thread = Units(worker, (gang, rank)), PoolThread(worker)
     with (
         closing(thread),
-        worker_ranks.rank_attempt(gang, rank, ranks.size, **reach) as rank_attempt,
+        worker_ranks.rank_attempt(gang, rank, ranks.size, **how) as rank_attempt,
         closing(units),
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None
@@ -182,7 +186,7 @@ def _attempt(
             cause = f"another rank was lost; then the function raised {_described(exc)}"
             fields["error"] = cause
             return None, rank_attempt.leave(cause)
-        error, is_itself = _pickled(exc, rank_attempt.rank)
+        error, is_itself = pickled_error(exc, rank_attempt.rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
         if is_itself and order.error == error:
@@ -231,7 +235,7 @@ def _raise_end(order: Order, options: Options) -> NoReturn:
     raise Reschedule()
 
 
-def _pickled(exc: Exception, rank: int) -> tuple[bytes, bool]:
+def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
     """Return a pickled exception for the other ranks, and whether its type is preserved.
 
     A note names the rank and has the traceback. Exceptions that cannot be pickled, or are too

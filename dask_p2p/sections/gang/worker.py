@@ -54,12 +54,14 @@ class RankAttempt:
         gang: str,  # name of the gang
         rank: int,
         size: int,  # number of ranks
+        is_resident: bool = False,  # whether the gang shares its workers
         **reach: Any,  # changes to the worker's network settings
     ) -> None:
         self.token = uuid4().hex
         self.rank, self.size = rank, size
         self.connections = Connections(replace(ranks.reach, **reach))
         self._ranks, self._worker, self._gang = ranks, ranks.worker, gang
+        self._is_resident = is_resident
         self._changed = threading.Condition()
         self._order = Order("waiting")
         self._thread = threading.get_ident()
@@ -153,6 +155,7 @@ class RankAttempt:
             worker=self._worker.address,
             endpoint=self.connections.endpoint,
             saved=self._ranks.saved.steps(self._gang),
+            is_resident=self._is_resident,
         )
         while order.state not in _ENDS:
             self._apply(order)
@@ -256,9 +259,9 @@ class WorkerRanks:
             self._is_registered = True
 
     @contextmanager
-    def rank_attempt(self, gang: str, rank: int, size: int, **reach: Any) -> Iterator[RankAttempt]:
+    def rank_attempt(self, gang: str, rank: int, size: int, **others: Any) -> Iterator[RankAttempt]:
         """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
-        rank_attempt = RankAttempt(self, gang, rank, size, **reach)
+        rank_attempt = RankAttempt(self, gang, rank, size, **others)
         self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)

@@ -1,0 +1,126 @@
+"""The commands that a client sends to the ranks of a resident gang, and their answers.
+
+All ranks receive all commands in the same order. A rank that is lost takes its values with it. So
+the log has all commands since the last checkpoint, and the next attempt repeats them.
+
+This is a state machine without Dask, asyncio or a clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from dask_p2p.errors import SectionError
+
+#: Numbers of the handles that a call reads, one for each argument; its first new handle.
+CALL = "call"
+#: Numbers of handles that are not used any more.
+DROP = "drop"
+#: The number of a handle: the ranks send its blocks.
+FETCH = "fetch"
+#: The number of a handle: the ranks send the sizes of its blocks.
+SIZES = "sizes"
+#: The number of a handle, and the name of an array that gets its blocks.
+PUBLISH = "publish"
+#: The ranks save their handles.
+KEEP = "keep"
+#: The ranks return.
+END = "end"
+
+#: Kinds that each rank answers.
+REQUESTS = (FETCH, SIZES, PUBLISH, KEEP)
+
+#: Message of rank 0: the number of a call. This call and all before it are complete.
+DONE = "done"
+#: Message of a rank: the number of a request, and the answer.
+ANSWER = "answer"
+
+#: The number of a command, its kind and its arguments.
+Command: TypeAlias = tuple[Any, ...]
+
+
+class CommandLog:
+    """The commands that a later attempt needs, and the answers so far."""
+
+    def __init__(self, size: int) -> None:  # number of ranks
+        self._size, self._last = size, 0  # number of the last command
+        self._commands: dict[int, Command] = {}  # by number
+        self._unsent: deque[Command] = deque()  # not sent in this attempt
+        self._running: deque[int] = deque()  # calls that rank 0 has not completed
+        self._answers: dict[int, dict[int, Any]] = {}  # by request and rank
+        #: Number of the last complete checkpoint.
+        self.kept = 0
+        #: Whether a checkpoint is under way.
+        self.is_keeping = False
+
+    @property
+    def calls_ahead(self) -> int:
+        """Number of calls that have not run."""
+        return len(self._running)
+
+    @property
+    def length(self) -> int:
+        """Number of commands that the next attempt would repeat."""
+        return len(self._commands)
+
+    def add(self, kind: str, *arguments: Any) -> int:
+        """Add a command; return its number."""
+        self._last += 1
+        self._commands[self._last] = command = (self._last, kind, *arguments)
+        self._unsent.append(command)
+        if kind == CALL:
+            self._running.append(self._last)
+        self.is_keeping = self.is_keeping or kind == KEEP
+        return self._last
+
+    def take_unsent(self) -> list[Command]:
+        """Return the commands that were not sent in this attempt; they count as sent."""
+        commands = list(self._unsent)
+        self._unsent.clear()
+        return commands
+
+    def record_done(self, number: int) -> None:
+        """Record that rank 0 has completed all calls up to a number."""
+        while self._running and self._running[0] <= number:
+            self._running.popleft()
+
+    def record_answer(self, rank: int, number: int, answer: Any) -> Mapping[int, Any] | None:
+        """Record the answer of a rank; return those of all ranks when the last one is here."""
+        if number not in self._commands:
+            return None  # a checkpoint that was complete before its last answer
+        found = self._answers.setdefault(number, {})
+        found[rank] = answer
+        if len(found) < self._size:
+            return None
+        del self._answers[number]
+        if self._commands.pop(number)[1] == KEEP:
+            self._record_kept(number)
+        return found
+
+    def restart(self, resume: int) -> None:
+        """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
+
+        Raises `SectionError` if that checkpoint is older than the commands of the log.
+        """
+        if resume < self.kept:
+            raise SectionError(
+                "the workers that had the checkpoints of the resident gang are lost, so its "
+                "handles are lost, too. Begin again from arrays; run.array(handle) makes them."
+            )
+        if resume > self.kept:
+            self._record_kept(resume)
+        self._answers.clear()
+        self._unsent = deque(self._commands.values())
+
+    def _record_kept(self, number: int) -> None:
+        """Drop the commands before a complete checkpoint, except requests without an answer."""
+        self.kept = number
+        self._commands = {
+            each: command
+            for each, command in self._commands.items()
+            if each > number or (command[1] in REQUESTS and command[1] != KEEP)
+        }
+        self.record_done(number)
+        self.is_keeping = any(command[1] == KEEP for command in self._commands.values())

@@ -1,0 +1,207 @@
+"""Resident gangs: ranks that stay on their workers between the calls of a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from uuid import uuid4
+from weakref import finalize
+
+from dask.array.core import finalize as joined
+from dask.array.core import new_da_object
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.fusing.assembling import nested
+from dask_p2p.fusing.client_streams import ClientStreams
+from dask_p2p.fusing.command_log import CALL, FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.declared import Declared
+from dask_p2p.geometry import Index
+from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.types import DaskArray, Key
+
+_PREFIX = "p2p-resident"  # of the names of arrays
+_MOST_AHEAD = 64  # calls that have not run
+_ATTEMPTS = 8  # attempts to make an array
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments and results of a compiled function."""
+
+    arguments: Sequence[Declared]
+    results: Sequence[Declared]
+    returns_several: bool
+
+
+class Handle:
+    """A result of a call of a resident gang. Its blocks stay with the ranks.
+
+    Attributes
+    ----------
+    shape, chunks, dtype
+        As those of a Dask array.
+    """
+
+    def __init__(self, streams: ClientStreams, number: int, declared: Declared) -> None:
+        self._streams, self._number, self._declared = streams, number, declared
+
+    @property
+    def chunks(self) -> Any:
+        return self._declared.chunks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(sum, self.chunks))
+
+    @property
+    def dtype(self) -> Any:
+        return self._declared.dtype
+
+    def __repr__(self) -> str:
+        return f"<handle of a resident gang, shape {self.shape}, {self.dtype}>"
+
+    def __del__(self) -> None:
+        self._streams.drop(self._number)
+
+
+class ResidentGang:
+    """The ranks of a compiled function, which stay on their workers: see `CompiledFunction`.
+
+    A context manager. Inside of it a call takes a fraction of a millisecond.
+    """
+
+    def __init__(
+        self,
+        streams: ClientStreams,
+        submit: Callable[[], Any],  # submits the gang, and returns the future of its commit task
+        signature: Signature,
+        names: Sequence[str],  # of the arrays that the gang begins with
+    ) -> None:
+        self._streams, self._submit, self._signature = streams, submit, signature
+        self._names = names
+        self._calls = count()
+        self._has_begun = False
+        self._end = finalize(self, streams.close)
+
+    def __enter__(self) -> ResidentGang:
+        if self._has_begun:
+            raise InputError(
+                "expected a resident gang that has not begun: it begins once. Call step.resident."
+            )
+        self._has_begun = True
+        self._streams.start(self._submit)
+        return self
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        try:
+            if kind is None and not self._streams.is_over:
+                self._streams.finish()
+        finally:
+            self._end()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Begin a call; return handles of its results immediately.
+
+        Parameters
+        ----------
+        *arguments : Handle or dask.array.Array
+            Handles of this gang, or arrays that it has begun with.
+
+        Returns
+        -------
+        Handle or tuple of Handle
+            As the results of the function.
+
+        Raises
+        ------
+        InputError, ChunksError
+            If the arguments differ from the examples of `compile` in number, chunks or dtype, or
+            are neither handles of this gang nor arrays that it has begun with.
+        SectionError
+            If the gang has ended.
+        """
+        self._check_begun()
+        known, results = self._signature.arguments, self._signature.results
+        if len(arguments) != len(known):
+            raise InputError(
+                f"expected {len(known)} arguments, as in compile, got {len(arguments)}."
+            )
+        read = [self._number_of(number, x) for number, x in enumerate(arguments)]
+        first = next(self._calls) * len(results)
+        self._streams.add(CALL, read, first, most_ahead=_MOST_AHEAD)
+        made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
+        return tuple(made) if self._signature.returns_several else made[0]
+
+    def fetch(self, handle: Handle) -> Any:
+        """Return the values of a handle as a NumPy array, as `compute` would.
+
+        Raises the exception of the call that made the handle, and the errors of calls.
+        """
+        self._check_handle(handle)
+        answers = self._streams.request(FETCH, handle._number)
+        return joined(nested(_blocks(answers)))
+
+    def array(self, handle: Handle) -> DaskArray:
+        """Return a Dask array with the values of a handle. Its blocks are on the workers.
+
+        As those of `client.scatter`, they are lost with their worker. Raises the errors of `fetch`.
+        """
+        self._check_handle(handle)
+        for _ in range(_ATTEMPTS):
+            attempt = self._streams.attempt
+            sizes = self._streams.request(SIZES, handle._number)
+            name, futures = f"{_PREFIX}-{uuid4().hex}", dict[Key, Any]()
+            with suppress(KeyError):  # a worker is lost
+                futures = self._streams.register(name, sizes)
+                self._streams.request(PUBLISH, handle._number, name)
+            if futures and self._streams.attempt == attempt:  # the ranks had the same workers
+                graph = HighLevelGraph({name: MaterializedLayer(futures)}, {name: set()})
+                known = handle._declared
+                return new_da_object(graph, name, known.chunks, meta=known.meta, dtype=known.dtype)
+        raise SectionError(
+            f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
+            f"run.array again."
+        )
+
+    def _number_of(self, number: int, x: Any) -> int:
+        """Return the number of the handle that is an argument of a call."""
+        known = self._signature.arguments[number]
+        if is_dask_array(x):
+            if x.name != self._names[number]:
+                raise InputError(
+                    f"argument {number}: expected a handle, or the array that the gang has begun "
+                    f"with, got another Dask array. Begin a gang with it: step.resident(x)."
+                )
+            found = -1 - number
+        else:
+            self._check_handle(x)
+            found = x._number
+        known.check(number, x)
+        return found
+
+    def _check_begun(self) -> None:
+        if not self._has_begun:
+            raise InputError(
+                "expected a resident gang that has begun. Write: with step.resident(x) as run."
+            )
+
+    def _check_handle(self, handle: Any) -> None:
+        self._check_begun()
+        if is_dask_array(handle):
+            raise InputError("expected a handle, got a Dask array. Call its compute().")
+        if not isinstance(handle, Handle):
+            raise InputError(f"expected a handle, got {type(handle).__name__}.")
+        if handle._streams is not self._streams:
+            raise InputError(
+                "expected a handle of this resident gang, got that of another one. Call other.array"
+                "(handle), and begin a gang from this array."
+            )
+
+
+def _blocks(answers: Sequence[Sequence[tuple[Index, Any]]]) -> dict[Index, Any]:
+    """Return the blocks in the answers of all ranks, by index."""
+    return {tuple(index): block for answer in answers for index, block in answer}

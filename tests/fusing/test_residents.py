@@ -1,0 +1,240 @@
+"""Resident gangs on a cluster with Dask's default settings, as one uses them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, wait
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import ChunksError, InputError, SectionError, UnsupportedArrayError
+from dask_p2p.fusing.command_queues import CommandQueues
+from tests.fusing.programs import array, same_bits
+from tests.fusing.support import smooth
+from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+
+
+def heat(u):
+    return dask_p2p.map_overlap(smooth, u, depth={0: 1}, boundary="periodic", dtype=u.dtype)
+
+
+def queues_on(dask_worker):
+    """Return the number of ranks of resident gangs on a worker."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    part = plugin and plugin._parts.get(CommandQueues)
+    return len(part._queues) + len(part._streams) if part else 0
+
+
+def no_rank_is_left(client):
+    wait_until(lambda: not any(client.run(queues_on).values()))
+    nothing_is_left(client)
+
+
+def repeated(function, u, steps):
+    for _ in range(steps):
+        u = function(u)
+    return u
+
+
+def test_a_loop_as_one_writes_it(client):
+    u = x = array()
+    step = dask_p2p.compile(heat, u)
+    with step.resident(u) as run:
+        for k in range(100):
+            u = run(u)
+            if k == 49:
+                half = run.array(u)
+        values = run.fetch(u)
+        field = run.array(u)
+    assert (u.shape, u.chunks, u.dtype) == (x.shape, x.chunks, x.dtype)
+    assert same_bits(values, repeated(heat, x, 100).compute())
+    assert same_bits(field.compute(), values)
+    assert same_bits(half.compute(), repeated(heat, x, 50).compute())
+    assert (field.chunks, field.dtype) == (x.chunks, x.dtype)
+    assert same_bits((dask_p2p.transpose(field) + 1).compute(), values.T + 1)
+    del field, half
+    no_rank_is_left(client)
+
+
+def test_several_arguments_and_results(client):
+    def both(u, v):
+        return u - v.T, (u @ v).sum(axis=0), u.sum(), u
+
+    x, y = array(), array(rows=48).rechunk((48, 6))
+    step = dask_p2p.compile(both, x, y)
+    with step.resident(x, y) as run:
+        u, columns, total, same = run(x, y)
+        u2, *_ = run(u, y)
+        u3, *_ = run(same, y)
+        got = [run.fetch(each) for each in (u, columns, total, same, u2, u3)]
+        made = [run.array(each) for each in (columns, total)]
+    first = both(x, y)
+    expected = [*first, both(first[0], y)[0], first[0]]
+    for one, other in zip(got, expected, strict=True):
+        assert same_bits(one, other.compute())
+    for one, other in zip(made, first[1:3], strict=True):
+        assert same_bits(one.compute(), other.compute())
+
+
+def test_arrays_that_the_function_reads(client):
+    other = client.persist(array())
+    step = dask_p2p.compile(lambda u: u.T @ other + u[::-1], array())
+    x = array() * 2
+    with step.resident(x) as run:
+        got = run.fetch(run(run(x)))
+    assert same_bits(got, repeated(lambda u: u.T @ other + u[::-1], x, 2).compute())
+
+
+def test_other_arguments_than_those_of_compile(client):
+    x = array()
+    step = dask_p2p.compile(lambda u: (u + 1, u.T.rechunk((12, 24)), u.astype("f4")), x)
+    with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+        step.resident(x.rechunk(12))
+    run = step.resident(x)
+    with pytest.raises(InputError, match=r"with step\.resident"):
+        run(x)
+    with run, step.resident(x) as other:
+        u, turned, small = run(x)
+        with pytest.raises(InputError, match="expected 1 arguments, as in compile, got 2"):
+            run(u, u)
+        with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+            run(turned)
+        with pytest.raises(InputError, match=r"argument 0: expected the dtype .* float32"):
+            run(small)
+        with pytest.raises(InputError, match="handle of this resident gang"):
+            other(u)
+        with pytest.raises(InputError, match="handle of this resident gang"):
+            other.fetch(u)
+        with pytest.raises(InputError, match="got another Dask array"):
+            run(x + 1)
+        with pytest.raises(InputError, match="expected a handle, got ndarray"):
+            run(np.ones((48, 48)))
+        with pytest.raises(InputError, match="Call its compute"):
+            run.fetch(x)
+        assert same_bits(run.fetch(run(u)[0]), (x + 1 + 1).compute())
+    with pytest.raises(SectionError, match="has ended"):
+        run(x)
+    with pytest.raises(SectionError, match="has ended"):
+        run.fetch(u)
+    with pytest.raises(InputError, match="it begins once"), run:
+        pass
+    del u, turned, small, other
+    no_rank_is_left(client)
+
+
+def test_without_a_cluster():
+    step = dask_p2p.compile(heat, array())
+    with pytest.raises(InputError, match="expected a synchronous client"):
+        step.resident(array())
+
+
+def test_an_exception_of_the_user_ends_the_gang(client):
+    def program(x):
+        with dask_p2p.compile(heat, x).resident(x) as run:
+            run(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        program(array())
+    no_rank_is_left(client)
+
+
+def test_a_gang_that_is_dropped_ends(client):
+    x = array()
+    run = dask_p2p.compile(heat, x).resident(x)
+    u = run.__enter__()(x)
+    run.fetch(u)
+    del run, u
+    no_rank_is_left(client)
+
+
+def test_a_client_that_is_closed_ends_its_gang(cluster, client):
+    with Client(cluster, set_as_default=False) as other, other.as_current():
+        x = array()
+        run = dask_p2p.compile(heat, x).resident(x)
+        run.__enter__().fetch(run(x))
+        assert sum(client.run(queues_on).values())
+    no_rank_is_left(client)
+    with pytest.raises(SectionError, match=r"has ended|cancelled"):
+        run(x)
+
+
+def test_other_work_of_dask_runs_in_between(client):
+    x = array()
+    with dask_p2p.compile(heat, x).resident(x) as run:
+        u = run(x)
+        for _ in range(3):
+            assert client.gather(client.map(lambda k: k + 1, range(20), pure=False))[-1] == 20
+            y = run.array(u)
+            assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
+            u = run(u)
+        assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
+
+
+def waits_for(block, path):
+    until_s = time.monotonic() + BOUND_S
+    while not path.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return block
+
+
+def test_few_calls_are_ahead(client, tmp_path):
+    x = array()
+    path = tmp_path / "go"
+    step = dask_p2p.compile(lambda u: u.map_blocks(waits_for, path, meta=u._meta) + 1, x)
+    made = []
+
+    def call():
+        u = x
+        for _ in range(200):
+            u = run(u)
+            made.append(u)
+
+    with step.resident(x) as run:
+        calling = threading.Thread(target=call)
+        calling.start()
+        wait_until(lambda: len(made) >= 64)
+        time.sleep(0.2)
+        assert len(made) == 64
+        path.touch()
+        calling.join(BOUND_S)
+        assert len(made) == 200
+        assert same_bits(run.fetch(made[-1]), repeated(lambda u: u + 1, x, 200).compute())
+
+
+def test_one_rank(client):
+    x = array()
+    step = dask_p2p.compile(heat, x, ranks=1)
+    with step.resident(x) as run:
+        got = run.fetch(repeated(run, x, 30))
+    assert same_bits(got, repeated(heat, x, 30).compute())
+    assert step.ranks == 1
+    no_rank_is_left(client)
+
+
+def test_blocks_on_workers_stay_as_they_are(client):
+    """A result may be the block of an argument itself."""
+    x = client.persist(array())
+    wait(x)
+    step = dask_p2p.compile(lambda u: (u, u + 1), x)
+    with step.resident(x) as run:
+        same, more = run(x)
+        same, _ = run(same)
+        y = run.array(same)
+        values = run.fetch(same)
+        values[:] = 0
+        assert same_bits(run.fetch(same), array().compute())
+        assert same_bits(run.fetch(more), (array() + 1).compute())
+    assert same_bits(y.compute(), x.compute())
+    assert isinstance(y, da.Array)
+    with pytest.raises(UnsupportedArrayError):
+        step.resident(x.compute())
