@@ -75,6 +75,11 @@ class Assembling:
             self._begun[block.key] = out
         return out
 
+    def drop(self, key: Key) -> None:
+        """Drop the regions of a block that cannot be assembled."""
+        self._begun.pop(key, None)
+        self._others.pop(key, None)
+
     def finish(self, step: AssembleStep, values: Mapping[Key, Any]) -> Any:
         """Return a block, once the regions of other ranks are in it."""
         block, epilogue = step.block, step.block.epilogue

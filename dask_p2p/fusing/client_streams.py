@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from distributed import Future
 from distributed.comm import connect
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.command_log import DONE, DROP, END, CommandLog
+from dask_p2p.fusing.command_log import CALL, DONE, DROP, END, KEEP, CommandLog
 from dask_p2p.fusing.command_queues import COMMANDS, TOPIC
 from dask_p2p.fusing.command_stream import CommandStream
 from dask_p2p.geometry import Index
@@ -30,6 +31,12 @@ from dask_p2p.types import Key
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # time between two checks whether the client is open
+_MOST_AHEAD = 64  # calls that have not run
+
+# Most time, and most commands, between two checkpoints.
+_KEEP_S, _KEEP_COMMANDS = 30.0, 10_000
+
+_MOST_COMMANDS = 100_000  # of a log without checkpoints
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
 #: Address, token and memory limit of each rank.
@@ -41,6 +48,24 @@ Sizes = Sequence[tuple[Index, int]]
 #: Streams of a client to its resident gangs, by the name of the gang.
 _Gangs: TypeAlias = "WeakValueDictionary[str, ClientStreams]"
 _gangs: WeakKeyDictionary[Any, _Gangs] = WeakKeyDictionary()  # by client
+
+
+class KeepingRule:
+    """Decides when a checkpoint is due."""
+
+    def __init__(self, has_replicas: bool) -> None:  # whether other ranks keep copies of states
+        self._has_replicas, self._last_s = has_replicas, time.monotonic()
+
+    def is_due(self, log: CommandLog) -> bool:
+        """Return whether the next checkpoint is due; called after each call."""
+        if log.is_keeping:
+            return False
+        if not self._has_replicas:  # a lost worker loses all
+            return log.length >= _MOST_COMMANDS
+        is_due = log.length >= _KEEP_COMMANDS or time.monotonic() - self._last_s >= _KEEP_S
+        if is_due:
+            self._last_s = time.monotonic()
+        return is_due
 
 
 class ClientStreams:
@@ -58,6 +83,7 @@ class ClientStreams:
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.RLock())
+        self._keeping = KeepingRule(size > 1)
         self.log = CommandLog(size)
         self.attempt = 0  # number of attempts so far
         self.ranks: Ranks = ()  # of the newest attempt
@@ -74,15 +100,21 @@ class ClientStreams:
         self._future = submit()
         self._future.add_done_callback(self._record_end)
 
-    def add(self, kind: str, *arguments: Any, most_ahead: int | None = None) -> int:
-        """Send a command, once fewer than `most_ahead` calls are ahead; return its number.
+    def call(self, handles: Sequence[int], first: int) -> None:
+        """Send a call once few calls are ahead; now and then, also the command for a checkpoint.
 
         Raises the error of a gang that has ended.
         """
         with self._changed:
-            self._wait_until(lambda: most_ahead is None or self.log.calls_ahead < most_ahead)
-            self._check_runs()
-            number = self.log.add(kind, *arguments)
+            self._wait_until(lambda: self.log.calls_ahead < _MOST_AHEAD)
+            self._add(CALL, handles, first)
+            if self._keeping.is_due(self.log):
+                self._add(KEEP)
+
+    def _add(self, kind: str, *arguments: Any) -> int:
+        """Send a command; return its number."""
+        self._check_runs()
+        number = self.log.add(kind, *arguments)
         if not self._is_awake:
             self._is_awake = True
             self._loop.call_soon_threadsafe(self._send)
@@ -91,7 +123,7 @@ class ClientStreams:
     def request(self, kind: str, *arguments: Any) -> list[Any]:
         """Send a request; return the answers of all ranks, by rank."""
         with self._changed:
-            number = self.add(kind, *arguments)
+            number = self._add(kind, *arguments)
             self._wanted.add(number)
             try:
                 self._wait_until(lambda: number in self._answers)
@@ -121,7 +153,7 @@ class ClientStreams:
     def finish(self) -> None:
         """Send the last command, and wait until all ranks have returned."""
         with self._changed:
-            self.add(END)
+            self._add(END)
             while not self.is_over:
                 self._check_runs()
                 self._changed.wait(_LOOK_S)
@@ -200,8 +232,9 @@ class ClientStreams:
                 asyncio.ensure_future(self._read(rank, each)) for rank, each in enumerate(streams)
             ]
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-        except SectionError as exc:  # of the log
+        except SectionError as exc:  # the handles are lost
             self._end(exc)
+            self._future.release()
         finally:
             for task in reading:
                 task.cancel()

@@ -52,7 +52,7 @@ class CommandLog:
         self._answers: dict[int, dict[int, Any]] = {}  # by request and rank
         #: Number of the last complete checkpoint.
         self.kept = 0
-        #: Whether a checkpoint is under way.
+        #: True while a checkpoint is under way.
         self.is_keeping = False
 
     @property

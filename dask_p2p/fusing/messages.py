@@ -3,14 +3,15 @@
 A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
 assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays
 in each other's memory: then the header has a descriptor in place of the bytes. The owner keeps such
-an array until the reader has acknowledged the read.
+an array until the reader has acknowledged the read. A failed value is sent
+in place of all its regions.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.assembling import Assembling, in_task, is_plain, pieces_of
+from dask_p2p.fusing.failures import FailedValue
 from dask_p2p.fusing.program import Item, Superstep, WholeValue
 from dask_p2p.geometry import box_shape, box_slices, round_up
 from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
@@ -49,6 +51,8 @@ class Messages:
         assembling: Assembling,
     ) -> None:
         self._connections, self._reads, self._assembling = connections, reads, assembling
+        #: Returns the value that is sent in place of an unsuitable one; None: its error is raised.
+        self.failed_value: Callable[[Exception], FailedValue] | None = None
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a superstep; add received whole values to `values`."""
@@ -93,19 +97,29 @@ class _Packing:
     def __init__(self, messages: Messages, rank: int) -> None:
         self._messages, self._rank = messages, rank
         self._heads: list[Any] = []  # by array or value, in the order of items
+        self._failed: dict[int, bytes] = {}  # pickled failed values, by number of the item
         self._arrays: list[Array] = []  # arrays whose bytes are sent
         self.lent: list[Array] = []  # arrays that the rank reads in place; some are copies
 
     def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
         """Return the message with some items."""
         assembling = self._messages.assembling
-        for item in items:
+        for number, item in enumerate(items):
             value = values[item.key]
+            if type(value) is FailedValue:
+                self._failed[number] = pickle.dumps(value)
+                continue
             if isinstance(item, WholeValue):
                 self._add_whole(value)
                 continue
-            with in_task(item.block.key):
-                source = assembling.source(item.block, item.number, item.key, value)
+            try:
+                with in_task(item.block.key):
+                    source = assembling.source(item.block, item.number, item.key, value)
+            except Exception as exc:
+                if self._messages.failed_value is None:
+                    raise
+                self._failed[number] = pickle.dumps(self._messages.failed_value(exc))
+                continue
             pieces = pieces_of(assembling.plan(item.block), item.number)
             if item.block.dtype is None:
                 if not is_plain(source):
@@ -132,7 +146,8 @@ class _Packing:
         return descriptor
 
     def _bytes(self) -> bytearray:
-        header = pickle.dumps(self._heads, 5)  # without values of users: faster than `dumps`
+        heads = (self._heads, self._failed) if self._failed else self._heads
+        header = pickle.dumps(heads, 5)  # without values of users: faster than `dumps`
         starts, size_bytes = [], _HEADER.size + len(header)
         for array in self._arrays:
             starts.append(start := _aligned(size_bytes))
@@ -154,13 +169,19 @@ class _Unpacking:
         self._messages, self._rank, self._message = messages, rank, message
         (length,) = _HEADER.unpack_from(message)
         self._next = _HEADER.size + length  # position after the bytes that are unpacked
-        self._heads = iter(pickle.loads(message[_HEADER.size : self._next]))
+        heads = pickle.loads(message[_HEADER.size : self._next])
+        heads, self._failed = heads if isinstance(heads, tuple) else (heads, {})
+        self._heads = iter(heads)
         self.has_read = False  # whether memory of the rank was read
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
         assembling = self._messages.assembling
-        for item in items:
+        for number, item in enumerate(items):
+            if number in self._failed:
+                key = item.key if isinstance(item, WholeValue) else item.block.key
+                values[key] = pickle.loads(self._failed[number])
+                continue
             if isinstance(item, WholeValue):
                 values[item.key] = self._whole(next(self._heads))
                 continue

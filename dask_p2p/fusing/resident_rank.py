@@ -16,12 +16,18 @@ from distributed.protocol import Serialized, serialize
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
-from dask_p2p.fusing.command_log import ANSWER, CALL, DONE, DROP, END, FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.command_log import ANSWER, CALL, DONE, DROP, END, FETCH, KEEP, PUBLISH, SIZES
 from dask_p2p.fusing.command_queues import TOPIC, CommandQueue, queues_on
+from dask_p2p.fusing.failures import FailedValue
 from dask_p2p.fusing.gang import unpacked
-from dask_p2p.fusing.program import Program
+from dask_p2p.fusing.handle_table import HandleTable
+from dask_p2p.fusing.program import AssembleStep, Program
 from dask_p2p.fusing.runner import ProgramContext, Runner
+from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import DType, Kind
 
 _DONE_EVERY = 16  # calls between two reports of rank 0
@@ -30,6 +36,18 @@ _BEGIN = "begin of a resident gang"
 
 class ResidentContext(ProgramContext):
     """The context of a rank of a resident gang."""
+
+    def __init__(
+        self,
+        ranks: Any,
+        rank: int = 0,
+        connections: Connections = ONE_RANK,
+        checkpoints: Checkpoints | None = None,  # None: one rank, whose handles are not saved
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(ranks, rank, connections, checkpoints, *others, **options)
+        self.checkpoints = checkpoints
 
 
 @dataclass(frozen=True)
@@ -56,14 +74,22 @@ class RunResident:
             ctx.device.running(blocks),
             queues.queue(lambda: ctx.connections.has_ended) as queue,
         ):
-            announce(self.gang, ctx, queue, worker)
             table = HandleTable(program, self.arguments, blocks)
+            resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
+            if state is not None:
+                table.restore(state)
+            announce(self.gang, ctx, queue, worker, resume)
             ResidentRank(ctx, worker, queue, table, ResidentRunner(ctx, program)).serve()
         return [[] for _ in program.outputs]
 
 
-def announce(gang: str, ctx: ResidentContext, queue: CommandQueue, worker: Worker) -> None:
-    """Send the client the addresses of all ranks, once all of them receive commands."""
+def announce(
+    gang: str, ctx: ResidentContext, queue: CommandQueue, worker: Worker, resume: int
+) -> None:
+    """Send the client the addresses of all ranks, once all of them receive commands.
+
+    `resume` is the number of the checkpoint that they have begun with; 0 without one.
+    """
     limit = getattr(worker.memory_manager, "memory_limit", None) or 0
     own = pickle.dumps((worker.contact_address, queue.token, limit))
     if ctx.rank:
@@ -73,64 +99,51 @@ def announce(gang: str, ctx: ResidentContext, queue: CommandQueue, worker: Worke
     receives: dict[int, None] = dict.fromkeys(range(1, size))
     found: dict[int, Any] = {0: own, **ctx.connections.exchange(_BEGIN, {}, receives)}
     ranks = [pickle.loads(found[rank]) for rank in range(size)]
-    worker.log_event(TOPIC, {"gang": gang, "ranks": ranks, "resume": 0})
-
-
-class HandleTable:
-    """The values of a rank's handles, by the index of the block in its array."""
-
-    def __init__(self, program: Program, arguments: Sequence[str], blocks: Sequence[Any]) -> None:
-        self._inputs: list[tuple[int, Any] | None] = []  # argument and index; None: a constant
-        self._blocks = list(blocks)  # of the inputs
-        self._outputs = [[key[1:] for key in keys] for keys in program.outputs]
-        #: Blocks by handle. Argument n has the number -1 - n.
-        self.handles: dict[int, dict[Any, Any]] = {}
-        numbers = {name: number for number, name in enumerate(arguments)}
-        for key, block in zip(program.inputs, blocks, strict=True):
-            number = numbers.get(key[0]) if isinstance(key, tuple) else None
-            self._inputs.append(None if number is None else (number, key[1:]))
-            if number is not None:
-                self.handles.setdefault(-1 - number, {})[key[1:]] = block
-
-    @property
-    def results(self) -> int:
-        """Number of results of a call."""
-        return len(self._outputs)
-
-    def read(self, handles: Sequence[int]) -> list[Any]:
-        """Return the inputs of the program for a call."""
-        return [
-            block if which is None else self.handles[handles[which[0]]][which[1]]
-            for which, block in zip(self._inputs, self._blocks, strict=True)
-        ]
-
-    def add(self, first: int, made: Sequence[Sequence[Any]]) -> None:
-        """Add the results of a call under successive numbers."""
-        for number, (indices, blocks) in enumerate(zip(self._outputs, made, strict=True), first):
-            self.handles[number] = dict(zip(indices, blocks, strict=True))
-
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Drop handles."""
-        for number in numbers:
-            self.handles.pop(number, None)
+    worker.log_event(TOPIC, {"gang": gang, "ranks": ranks, "resume": resume})
 
 
 class ResidentRunner(Runner):
-    """Runs its program many times."""
+    """Runs its program many times. A failed task gives a failed value, and the program goes on."""
 
     def __init__(self, ctx: ResidentContext, program: Program) -> None:
         super().__init__(ctx, program)
+        self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
-        self._whole = program
+        self._whole, self._number = program, 0
+        self._messages.failed_value = self._failed_value
 
-    def call(self, blocks: Sequence[Any]) -> list[list[Any]]:
-        """Return the output blocks by array, from the blocks of the inputs."""
+    def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
+        """Return the output blocks by array, from the blocks of the inputs, for a call."""
+        self._number = number
         self._program = replace(self._whole, literals=dict(self._whole.literals))
         self._uses = dict(self._whole.uses)
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
+
+    def _run(self, step: Any) -> None:
+        if isinstance(step, AssembleStep):
+            key, read = step.block.key, [each for _, each in step.local]
+        else:
+            key, read = step.key, list(step.dependencies)
+        # A failed value of another rank has come under the key of the block.
+        values = [self._values.get(key), *(self._values[each] for each in read)]
+        failed = next((each for each in values if type(each) is FailedValue), None)
+        if failed is None:
+            try:
+                super()._run(step)
+                return
+            except Exception as exc:
+                failed = self._failed_value(exc)
+        self._assembling.drop(key)
+        self._values[key] = failed
+        for each in read:
+            self._use(each)
+
+    def _failed_value(self, exc: Exception) -> FailedValue:
+        exc.add_note(f"In call {self._number} of a resident gang.")
+        return FailedValue.of(exc, self._rank)
 
 
 class ResidentRank:
@@ -160,25 +173,44 @@ class ResidentRank:
                 self._call(number, *arguments)
             elif kind == DROP:
                 self._table.drop(*arguments)
+            elif kind == KEEP:
+                if self._ctx.checkpoints is not None:
+                    self._ctx.checkpoints.save(number, self._table.state())
+                self._queue.send((ANSWER, number, None))
             elif kind == END:
                 return
             else:
-                self._queue.send((ANSWER, number, self._requests[kind](*arguments)))
+                self._queue.send((ANSWER, number, self._answer(kind, arguments)))
+
+    def _answer(self, kind: str, arguments: Sequence[Any]) -> Any:
+        """Return the answer to a request; a pickled exception if it fails."""
+        try:
+            return self._requests[kind](*arguments)
+        except AttemptEndedError:
+            raise
+        except Exception as exc:
+            return FailedValue.of(exc, self._ctx.rank).error
 
     def _call(self, number: int, handles: Sequence[int], first: int) -> None:
-        self._table.add(first, self._runner.call(self._table.read(handles)))
         call = first // self._table.results + 1
+        self._table.add(first, self._runner.call(self._table.read(handles), call))
         self._ctx.progress.step = call
         if self._ctx.rank == 0 and call % _DONE_EVERY == 0:
             self._queue.send((DONE, number))
 
     def _fetch(self, handle: int) -> Any:
-        blocks = self._table.handles[handle].items()
-        return [(index, Serialized(*serialize(block))) for index, block in blocks]
+        return self._of_blocks(handle, lambda block: Serialized(*serialize(block)))
 
     def _sizes(self, handle: int) -> Any:
-        blocks = self._table.handles[handle].items()
-        return [(index, sizeof(block)) for index, block in blocks]
+        return self._of_blocks(handle, sizeof)
+
+    def _of_blocks(self, handle: int, function: Callable[[Any], Any]) -> Any:
+        """Return the index of each block with a value; for a failed block its pickled exception."""
+        blocks = self._table.handles[handle]
+        failed = [each.error for each in blocks.values() if type(each) is FailedValue]
+        if failed:
+            return failed[0]
+        return [(index, function(block)) for index, block in blocks.items()]
 
     def _publish(self, handle: int, name: str) -> None:
         data = {(name, *index): block for index, block in self._table.handles[handle].items()}

@@ -13,18 +13,17 @@ from weakref import finalize
 from dask.array.core import finalize as joined
 from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed.protocol.pickle import loads
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.fusing.assembling import nested
 from dask_p2p.fusing.client_streams import ClientStreams
-from dask_p2p.fusing.command_log import CALL, FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.command_log import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.declared import Declared
-from dask_p2p.geometry import Index
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
 _PREFIX = "p2p-resident"  # of the names of arrays
-_MOST_AHEAD = 64  # calls that have not run
 _ATTEMPTS = 8  # attempts to make an array
 
 
@@ -132,18 +131,21 @@ class ResidentGang:
             )
         read = [self._number_of(number, x) for number, x in enumerate(arguments)]
         first = next(self._calls) * len(results)
-        self._streams.add(CALL, read, first, most_ahead=_MOST_AHEAD)
+        self._streams.call(read, first)
         made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
         return tuple(made) if self._signature.returns_several else made[0]
 
     def fetch(self, handle: Handle) -> Any:
         """Return the values of a handle as a NumPy array, as `compute` would.
 
-        Raises the exception of the call that made the handle, and the errors of calls.
+        Raises the exception of a task that a value of the handle needs, from this call or an
+        earlier one, and the errors of calls.
         """
         self._check_handle(handle)
-        answers = self._streams.request(FETCH, handle._number)
-        return joined(nested(_blocks(answers)))
+        answers = self._request(FETCH, handle)
+        return joined(
+            nested({tuple(index): block for blocks in answers for index, block in blocks})
+        )
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.
@@ -153,11 +155,11 @@ class ResidentGang:
         self._check_handle(handle)
         for _ in range(_ATTEMPTS):
             attempt = self._streams.attempt
-            sizes = self._streams.request(SIZES, handle._number)
+            sizes = self._request(SIZES, handle)
             name, futures = f"{_PREFIX}-{uuid4().hex}", dict[Key, Any]()
             with suppress(KeyError):  # a worker is lost
                 futures = self._streams.register(name, sizes)
-                self._streams.request(PUBLISH, handle._number, name)
+                self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
                 graph = HighLevelGraph({name: MaterializedLayer(futures)}, {name: set()})
                 known = handle._declared
@@ -166,6 +168,17 @@ class ResidentGang:
             f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
             f"run.array again."
         )
+
+    def _request(self, kind: str, handle: Handle, *others: Any) -> list[Any]:
+        """Return the blocks of each rank, as the answers of a request have them.
+
+        Raises the exception of a block that has failed.
+        """
+        answers = self._streams.request(kind, handle._number, *others)
+        for answer in answers:
+            if isinstance(answer, bytes):
+                raise loads(answer)
+        return answers
 
     def _number_of(self, number: int, x: Any) -> int:
         """Return the number of the handle that is an argument of a call."""
@@ -200,8 +213,3 @@ class ResidentGang:
                 "expected a handle of this resident gang, got that of another one. Call other.array"
                 "(handle), and begin a gang from this array."
             )
-
-
-def _blocks(answers: Sequence[Sequence[tuple[Index, Any]]]) -> dict[Index, Any]:
-    """Return the blocks in the answers of all ranks, by index."""
-    return {tuple(index): block for answer in answers for index, block in answer}

@@ -12,7 +12,13 @@ from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import ChunksError, InputError, SectionError, UnsupportedArrayError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    ChunksError,
+    InputError,
+    SectionError,
+    UnsupportedArrayError,
+)
 from dask_p2p.fusing.command_queues import CommandQueues
 from tests.fusing.programs import array, same_bits
 from tests.fusing.support import smooth
@@ -178,6 +184,63 @@ def test_other_work_of_dask_runs_in_between(client):
             assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
             u = run(u)
         assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
+
+
+def positive(block, block_info=None):
+    """Return a block, or raise an error in the last one if it has a negative number."""
+    if block.size and block_info and block_info[0]["chunk-location"][0] == 7 and block.min() < 0:
+        raise ArithmeticError(f"found {block.min()}")
+    return block
+
+
+def test_a_call_that_fails(client):
+    def function(u, v):
+        checked = u.map_blocks(positive, meta=u._meta)
+        turned = dask_p2p.transpose(checked).rechunk(u.chunks)  # of regions
+        return turned - v, checked.sum(), u + 1
+
+    x, v = abs(array()) + 1, array() * 0 + 0.25
+    step = dask_p2p.compile(function, x, v)
+    with step.resident(x, v) as run:
+        good, total, more = run(x, v)
+        low = run(x, more)[0]  # negative numbers
+        bad, bad_total, fine = run(low, v)  # call 3 fails
+        worse, *_ = run(bad, v)
+        again, again_total, _ = run(good, v)
+        for handle in (bad, bad_total, worse):
+            for read in (run.fetch, run.array):
+                with pytest.raises(ArithmeticError, match="found -") as caught:
+                    read(handle)
+                notes = "".join(caught.value.__notes__)
+                assert "In call 3 of a resident gang." in notes
+                assert "In task ('positive" in notes
+                assert "Raised by rank 1" in notes
+        got = [run.fetch(each) for each in (good, total, more, low, fine, again, again_total)]
+        del bad, bad_total, worse, caught
+    first = function(x, v)
+    expected = [*first, function(x, first[2])[0]]
+    expected += [function(expected[3], v)[2], *function(first[0], v)[:2]]
+    for one, other in zip(got, expected, strict=True):
+        assert same_bits(one, other.compute())
+    no_rank_is_left(client)
+
+
+def of_wrong_shape(block, block_info=None):
+    return block if block.min() >= 0 else block[1:]
+
+
+def test_a_block_of_the_wrong_shape(client):
+    def function(u):
+        return dask_p2p.transpose(u.map_blocks(of_wrong_shape, meta=u._meta)).rechunk(u.chunks)
+
+    x = abs(array())
+    step = dask_p2p.compile(lambda u: (function(u), u - 9), x)
+    with step.resident(x) as run:
+        u, low = run(x)
+        bad, _ = run(low)
+        with pytest.raises(BlockMismatchError, match="is declared as"):
+            run.fetch(bad)
+        assert same_bits(run.fetch(run(u)[0]), x.compute())
 
 
 def waits_for(block, path):
