@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Order
 
 WORKERS = ("a", "b", "c")
-SIZES = {"x": 1, "y": 2, "z": 3}
+SIZES = {"resident": 2, "x": 1, "y": 2, "z": 3}
 MOST = 4
 gangs = st.sampled_from(sorted(SIZES))
 whiches = st.integers(0, 5)  # index among the ranks, modulo their number
@@ -79,8 +79,12 @@ class Gangs(RuleBasedStateMachine):
         if task.state != "waiting" or any(other.state == "erred" for other in self.of(gang)):
             return
         task.state, task.worker, task.token = "processing", worker, str(next(self.tokens))
-        again = self.coordinator.join(gang, SIZES[gang], rank, task.token, worker)
-        self.run_again(gang, again)
+        self.run_again(gang, self.join(gang, rank))
+
+    def join(self, gang, rank):
+        task = self.tasks[gang, rank]
+        where = {"worker": task.worker, "is_resident": gang == "resident"}
+        return self.coordinator.join(gang, SIZES[gang], rank, task.token, **where)
 
     def follow(self, gang, rank):
         """Follow the order of a rank, as its thread does; return whether its attempt has ended."""
@@ -115,9 +119,8 @@ class Gangs(RuleBasedStateMachine):
     @rule(which=whiches)
     def a_request_is_repeated(self, which):
         for gang, rank in self.pick(which, "processing"):
-            before, task = self.order(gang, rank), self.tasks[gang, rank]
-            again = self.coordinator.join(gang, SIZES[gang], rank, task.token, task.worker)
-            assert again == []
+            before = self.order(gang, rank)
+            assert self.join(gang, rank) == []
             assert self.order(gang, rank) == before
 
     @rule(which=whiches)
@@ -175,7 +178,10 @@ class Gangs(RuleBasedStateMachine):
             orders = [self.order(gang, rank) for rank in range(SIZES[gang])]
             taking_part = [order for order in orders if order.state == "running"]
             assert len(taking_part) in (0, SIZES[gang]), "some ranks run, others do not"
-            if taking_part:
+            if gang == "resident":
+                waiting = [order for order in orders if order.state == "waiting"]
+                assert len(waiting) < SIZES[gang], "a resident gang waits for another one"
+            elif taking_part:
                 for worker in {task.worker for task in self.of(gang)}:
                     assert busy.setdefault(worker, gang) == gang, "two gangs on a worker"
 
@@ -229,9 +235,10 @@ TestGangs = Gangs.TestCase
 TestGangs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def joined(coordinator, gang, *on, size=None):
+def joined(coordinator, gang, *on, size=None, **options):
     for rank, worker in enumerate(on):
-        coordinator.join(gang, size or len(on), rank, f"{gang}{rank}", worker, f"of {gang}{rank}")
+        token = f"{gang}{rank}"
+        coordinator.join(gang, size or len(on), rank, token, worker, f"of {token}", **options)
 
 
 def states(coordinator, gang):
@@ -263,6 +270,19 @@ def test_a_gang_that_waits_is_not_overtaken():
     for rank in range(2):
         coordinator.leave("wide", rank, f"wide{rank}")
     assert states(coordinator, "narrow") == ["running"]
+
+
+def test_a_resident_gang_shares_its_workers():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "resident", "a", "b", is_resident=True)
+    joined(coordinator, "x", "a", "b")
+    joined(coordinator, "other", "a", "b", is_resident=True)
+    joined(coordinator, "y", "a", "b")
+    assert states(coordinator, "resident") == states(coordinator, "x") == ["running"] * 2
+    assert states(coordinator, "other") == ["running"] * 2
+    assert states(coordinator, "y") == ["waiting"] * 2
+    assert coordinator.wait("y").gangs == ["x"]
+    assert coordinator.running()["resident"] == set()
 
 
 def test_a_failure_ends_the_attempt_for_all():
