@@ -25,6 +25,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.fusing.command_log import CALL, DONE, DROP, END, KEEP, CommandLog
 from dask_p2p.fusing.command_queues import COMMANDS, TOPIC
 from dask_p2p.fusing.command_stream import CommandStream
+from dask_p2p.fusing.handle_memory import HandleMemory
 from dask_p2p.geometry import Index
 from dask_p2p.types import Key
 
@@ -71,8 +72,14 @@ class KeepingRule:
 class ClientStreams:
     """The commands of a client to a resident gang, and the answers."""
 
-    def __init__(self, client: Any, gang: str, size: int) -> None:  # name, number of ranks
-        self._client, self._gang = client, gang
+    def __init__(
+        self,
+        client: Any,
+        gang: str,  # its name
+        size: int,  # number of ranks
+        memory: HandleMemory,
+    ) -> None:
+        self._client, self._gang, self._memory = client, gang, memory
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
@@ -103,13 +110,22 @@ class ClientStreams:
     def call(self, handles: Sequence[int], first: int) -> None:
         """Send a call once few calls are ahead; now and then, also the command for a checkpoint.
 
-        Raises the error of a gang that has ended.
+        Raises `MemoryLimitError` if its results would not fit, and the error of a gang that has
+        ended.
         """
         with self._changed:
             self._wait_until(lambda: self.log.calls_ahead < _MOST_AHEAD)
+            self._add_dropped()  # first, so that ranks have them no longer than the client
+            self._memory.check(self.ranks)
             self._add(CALL, handles, first)
+            self._memory.add_call()
             if self._keeping.is_due(self.log):
                 self._add(KEEP)
+
+    def _add_dropped(self) -> None:
+        if dropped := [self._dropped.popleft() for _ in range(len(self._dropped))]:
+            self.log.add(DROP, dropped)
+            self._memory.drop(dropped)
 
     def _add(self, kind: str, *arguments: Any) -> int:
         """Send a command; return its number."""
@@ -286,8 +302,7 @@ class ClientStreams:
         with self._changed:
             if not self._streams:
                 return
-            if dropped := [self._dropped.popleft() for _ in range(len(self._dropped))]:
-                self.log.add(DROP, dropped)
+            self._add_dropped()
             commands = self.log.take_unsent()
         for stream in self._streams:
             stream.send(*commands)

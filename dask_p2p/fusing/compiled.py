@@ -26,6 +26,7 @@ from dask_p2p.fusing.gang import (
     name_of_output,
     rank_programs,
 )
+from dask_p2p.fusing.handle_memory import HandleMemory
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.resident_rank import RunResident
@@ -216,8 +217,9 @@ class CompiledFunction:
         ]
         gang = gang_of(token, programs, self._options, self._renamed(arrays))
         commit = Delayed(gang.commit, self._graph(gang, arrays), layer=gang.name)
+        memory = HandleMemory(self._outputs, [each.outputs for each in self._programs])
         return ResidentGang(
-            ClientStreams(client, gang.name, self.ranks),
+            ClientStreams(client, gang.name, self.ranks, memory),
             partial(client.compute, commit),
             Signature(self._arguments, self._outputs, self._returns_several),
             [x.name for x in arrays],

@@ -120,6 +120,8 @@ class ResidentGang:
         InputError, ChunksError
             If the arguments differ from the examples of `compile` in number, chunks or dtype, or
             are neither handles of this gang nor arrays that it has begun with.
+        MemoryLimitError
+            If the results would not fit into the memory of a worker, next to other handles.
         SectionError
             If the gang has ended.
         """

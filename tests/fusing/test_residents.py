@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -16,17 +17,19 @@ from dask_p2p.errors import (
     BlockMismatchError,
     ChunksError,
     InputError,
+    MemoryLimitError,
     SectionError,
     UnsupportedArrayError,
 )
 from dask_p2p.fusing.command_queues import CommandQueues
+from dask_p2p.fusing.handle_table import HandleTable
 from tests.fusing.programs import array, same_bits
 from tests.fusing.support import smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
-CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
 def heat(u):
@@ -176,12 +179,17 @@ def test_a_client_that_is_closed_ends_its_gang(cluster, client):
 
 def test_other_work_of_dask_runs_in_between(client):
     x = array()
-    with dask_p2p.compile(heat, x).resident(x) as run:
+    step = dask_p2p.compile(heat, x)
+    with step.resident(x) as run:
         u = run(x)
         for _ in range(3):
             assert client.gather(client.map(lambda k: k + 1, range(20), pure=False))[-1] == 20
             y = run.array(u)
             assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
+            for other in (dask_p2p.fused(heat(y)), step(y)):  # gangs
+                assert same_bits(other.compute(), heat(y).compute())
+            with step.resident(y) as inner:
+                assert same_bits(inner.fetch(inner(y)), heat(y).compute())
             u = run(u)
         assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
 
@@ -272,6 +280,67 @@ def test_few_calls_are_ahead(client, tmp_path):
         calling.join(BOUND_S)
         assert len(made) == 200
         assert same_bits(run.fetch(made[-1]), repeated(lambda u: u + 1, x, 200).compute())
+
+
+def handles_of(dask_worker):
+    """Return the numbers of the handles of the only rank on a worker."""
+    frames = (each for each in sys._current_frames().values())
+    for frame in frames:
+        while frame is not None:
+            if isinstance(table := frame.f_locals.get("table"), HandleTable):
+                return sorted(table.handles)
+            frame = frame.f_back
+    return None
+
+
+def test_dropped_handles_leave_the_ranks(client):
+    x = array()
+    with dask_p2p.compile(lambda u: (u + 1, u.sum()), x).resident(x) as run:
+        u, first = run(x)
+        for _ in range(20):
+            u, total = run(u)
+        run.fetch(u)
+        del total
+        # The argument, the first sum, and the last array; without another call.
+        left = [[-1, 1, 40], [-1, 1, 40]]
+        wait_until(lambda: [*client.run(handles_of).values()] == left)
+        assert same_bits(run.fetch(first), x.sum().compute())
+
+
+def test_few_handles_are_on_the_ranks_at_a_time(client, tmp_path):
+    """Although many calls are sent in one batch."""
+    x, path = array(), tmp_path / "most"
+
+    def counted(block):
+        frame = sys._getframe()
+        while frame is not None and not isinstance(frame.f_locals.get("table"), HandleTable):
+            frame = frame.f_back
+        if frame is not None and (count := len(frame.f_locals["table"].handles)) > 3:
+            path.write_text(str(count))
+        return block + 1
+
+    step = dask_p2p.compile(lambda u: u.map_blocks(counted, meta=u._meta), x)
+    with step.resident(x) as run:
+        u = repeated(run, x, 300)
+        assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 300).compute())
+    assert not path.exists(), path.read_text()
+
+
+def test_handles_that_do_not_fit(client):
+    x = array()
+    step = dask_p2p.compile(lambda u: u + 1, x)
+    with step.resident(x) as run:
+        u = first = run(x)
+        run.fetch(u)
+        streams = run._streams
+        # Room for two arrays on each worker, and a half.
+        streams.ranks = [(*each, int(2.5 * x.nbytes / 2 / 0.8)) for *each, _ in streams.ranks]
+        u = run(u)
+        with pytest.raises(MemoryLimitError, match="Drop handles that are not needed"):
+            run(u)
+        del first
+        u = run(u)
+        assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 3).compute())
 
 
 def test_one_rank(client):
