@@ -89,6 +89,7 @@ class ClientStreams:
         self._answers: dict[int, Mapping[int, Any]] = {}  # by number of the request
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
+        self._has_raised = False  # whether the user has got the error
         self._changed = threading.Condition(threading.RLock())
         self._keeping = KeepingRule(size > 1)
         self.log = CommandLog(size)
@@ -167,13 +168,15 @@ class ClientStreams:
             self._loop.call_soon_threadsafe(self._loop.call_later, _DROP_S, self._send_dropped)
 
     def finish(self) -> None:
-        """Send the last command, and wait until all ranks have returned."""
+        """Send the last command, and wait until all ranks have returned.
+
+        Raises the error of the gang, if no call has raised it before.
+        """
         with self._changed:
-            self._add(END)
-            while not self.is_over:
-                self._check_runs()
-                self._changed.wait(_LOOK_S)
-            if self._error is not None:
+            if not self.is_over:
+                self._add(END)
+                self._wait_until(lambda: self.is_over)
+            if self._error is not None and not self._has_raised:
                 raise self._error
 
     def close(self) -> None:
@@ -192,6 +195,7 @@ class ClientStreams:
 
     def _check_runs(self) -> None:
         if self._error is not None:
+            self._has_raised = True
             raise self._error
         if self.is_over or self._client.status != "running":
             raise SectionError("the resident gang has ended. Begin another one: step.resident(x).")

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 
 from distributed import Worker, get_worker, secede
 from distributed.protocol import Serialized, serialize
+from distributed.protocol.pickle import dumps
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
+from dask_p2p.fusing.assembling import is_plain
 from dask_p2p.fusing.command_log import ANSWER, CALL, DONE, DROP, END, FETCH, KEEP, PUBLISH, SIZES
 from dask_p2p.fusing.command_queues import TOPIC, CommandQueue, queues_on
 from dask_p2p.fusing.failures import FailedValue
@@ -199,7 +201,7 @@ class ResidentRank:
             self._queue.send((DONE, number))
 
     def _fetch(self, handle: int) -> Any:
-        return self._of_blocks(handle, lambda block: Serialized(*serialize(block)))
+        return self._of_blocks(handle, _sendable)
 
     def _sizes(self, handle: int) -> Any:
         return self._of_blocks(handle, sizeof)
@@ -218,3 +220,10 @@ class ResidentRank:
 
     async def _update(self, data: Mapping[Any, Any]) -> None:
         self._worker.update_data(data=data)
+
+
+def _sendable(block: Any) -> Any:
+    """Return a block for a message; as pickled bytes, unless it is a plain array."""
+    if is_plain(block):
+        return Serialized(*serialize(block))
+    return dumps(block)

@@ -66,6 +66,14 @@ class Handle:
     def __del__(self) -> None:
         self._streams.drop(self._number)
 
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("expected an array, got a handle of a resident gang. Call run.fetch.")
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "expected a value for other processes, got a handle of a resident gang. Call run.array."
+        )
+
 
 class ResidentGang:
     """The ranks of a compiled function, which stay on their workers: see `CompiledFunction`.
@@ -97,7 +105,7 @@ class ResidentGang:
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
         try:
-            if kind is None and not self._streams.is_over:
+            if kind is None:
                 self._streams.finish()
         finally:
             self._end()
@@ -145,9 +153,11 @@ class ResidentGang:
         """
         self._check_handle(handle)
         answers = self._request(FETCH, handle)
-        return joined(
-            nested({tuple(index): block for blocks in answers for index, block in blocks})
-        )
+        blocks = {tuple(index): block for answer in answers for index, block in answer}
+        for index, block in blocks.items():
+            if isinstance(block, bytes):
+                blocks[index] = loads(block)
+        return joined(nested(blocks))
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 
 import dask.array as da
 import numpy as np
@@ -14,7 +16,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.fusing import client_streams
 from tests.fusing.programs import array, same_bits
 from tests.fusing.test_kills import killed_once
-from tests.fusing.test_residents import heat, no_rank_is_left, repeated
+from tests.fusing.test_residents import heat, no_rank_is_left, queues_on, repeated
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -128,4 +130,32 @@ def test_one_rank_begins_again(client):
         kill(client, *workers_of(client))
         assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
     del u
+    no_rank_is_left(client)
+
+
+PROGRAM = """
+import sys, time
+import dask.array as da
+import dask_p2p
+from distributed import Client
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client:
+        x = da.ones((16, 16), chunks=(4, 16))
+        with dask_p2p.compile(lambda u: u.T + 1, x).resident(x) as run:
+            print(run.fetch(run(x)).sum(), flush=True)
+            time.sleep(3600)
+"""
+
+
+def test_a_client_is_killed(client, tmp_path):
+    workers_of(client)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, path, client.scheduler.address], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert float(program.stdout.readline()) == 512
+        assert sum(client.run(queues_on).values())
+        program.kill()
     no_rank_is_left(client)

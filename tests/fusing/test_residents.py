@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import time
@@ -138,6 +139,17 @@ def test_other_arguments_than_those_of_compile(client):
         pass
     del u, turned, small, other
     no_rank_is_left(client)
+
+
+def test_a_handle_is_no_array(client):
+    x = array()
+    with dask_p2p.compile(heat, x).resident(x) as run:
+        u = run(x)
+        with pytest.raises(InputError, match=r"run\.fetch"):
+            np.asarray(u)
+        with pytest.raises(InputError, match=r"run\.array"):
+            pickle.dumps(u)
+        assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
 
 
 def test_without_a_cluster():
