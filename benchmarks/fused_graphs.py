@@ -7,6 +7,8 @@ each worker. The kinds are layers, `dask_p2p.fused`, `p2p.fuse: auto` and `dask_
 is called once before. Runs of all kinds alternate. The figures are the processor time of all
 processes, and the time from the call that builds the result until all its blocks are there. All
 kinds must return the same bits.
+
+In addition, programs of at most a few operations run as calls of a resident gang.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = ["PROGRAMS", "main"]
 KINDS = LAYERS, FUSED, AUTO, COMPILED = "layers", "fused", "auto", "compiled"
 _STEPS = 50  # of the stencil
 _GRADIENT_STEPS = 10
+_CALLS = 500  # of a resident gang, before their last result is fetched
 _PAUSE_S = 0.05  # after each run: workers release blocks, and report it
 
 
@@ -94,6 +97,20 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "conjugate gradients": gradients,
     "transpose, x + 1, sum": lambda x: (dask_p2p.transpose(x) + 1).sum(axis=0),
     "transpose": dask_p2p.transpose,
+    "x + 1": lambda x: x + 1,
+}
+
+
+def one_overlap(x: Any) -> Any:
+    """Return the array after one `map_overlap`, which needs one exchange."""
+    return dask_p2p.map_overlap(heat, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
+
+
+#: Programs whose results have the chunks of the argument.
+RESIDENT: dict[str, Callable[[Any], Any]] = {
+    "map_overlap": one_overlap,
+    "transpose": dask_p2p.transpose,
+    "x / norm": lambda x: x / (x * x).sum(),
     "x + 1": lambda x: x + 1,
 }
 
@@ -161,6 +178,50 @@ def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) 
     return found
 
 
+def resident(program: Callable[[Any], Any], x: Any, repeats: int) -> dict[str, Any]:
+    """Return the seconds of a call of a resident gang, of one that is fetched, and of the layers.
+
+    Raises `RuntimeError` for other bits.
+    """
+    from distributed import wait
+
+    found: dict[str, Any] = {"call_s": [], "fetched_s": [], "layers_s": []}
+    with dask_p2p.compile(program, x).resident(x) as run:
+        u = run(x)
+        if run.fetch(u).tobytes() != program(x).compute().tobytes():
+            raise RuntimeError("the resident gang has other values than the layers")
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            for _ in range(_CALLS):
+                u = run(u)
+            run.fetch(u)
+            found["call_s"].append((time.perf_counter() - start_s) / _CALLS)
+            start_s = time.perf_counter()
+            u = run(u)
+            run.fetch(u)
+            found["fetched_s"].append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+            wait(program(x).persist())
+            found["layers_s"].append(time.perf_counter() - start_s)
+    return found
+
+
+def residents(x: Any, repeats: int, **fields: int) -> list[dict[str, Any]]:
+    """Return a row for each program of `RESIDENT`; print it, too."""
+    rows = []
+    for name, program in RESIDENT.items():
+        seconds = resident(program, x, repeats)
+        call_s, fetched_s, layers_s = map(median, seconds.values())
+        row = {"program": name, **fields, "seconds": seconds, "layers / call": layers_s / call_s}
+        rows.append(row)
+        print(
+            f"{fields['kib']:>5} KiB x {fields['blocks']} {name:>24} resident: a call "
+            f"{call_s * 1e3:.3f} ms, fetched {fetched_s * 1e3:.3f} ms, layers {layers_s * 1e3:.1f} "
+            f"ms {layers_s / call_s:.0f} x"
+        )
+    return rows
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--program", "names", multiple=True, type=click.Choice([*PROGRAMS]), default=[*PROGRAMS]
@@ -181,7 +242,7 @@ def main(
     """Compare ordinary programs by layers with the same programs as one gang."""
     from distributed import Client, LocalCluster
 
-    rows = []
+    rows, resident_rows = [], []
     with (
         LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
@@ -200,7 +261,9 @@ def main(
                         times += f", {kind} {other * 1e3:8.1f} ms {ratio:5.2f} x"
                     print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}")
                 rows.append(row)
-    write(path, {**environment(), "workers": workers, "repeats": repeats, "rows": rows})
+            resident_rows += residents(inputs[0], repeats, kib=kib, blocks=count)
+    figures = {"rows": rows, "residents": resident_rows}
+    write(path, {**environment(), "workers": workers, "repeats": repeats, **figures})
 
 
 if __name__ == "__main__":

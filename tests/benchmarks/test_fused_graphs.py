@@ -19,7 +19,8 @@ def test_what_is_compared_and_written(tmp_path):
         fused_graphs.main, [*arguments, "--json", str(path)], catch_exceptions=False
     )
     assert done.exit_code == 0
-    rows = json.loads(path.read_text())["rows"]
+    written = json.loads(path.read_text())
+    rows = written["rows"]
     assert [row["program"] for row in rows] == list(fused_graphs.PROGRAMS)
     for row in rows:
         assert row["cpu_s layers / fused"] > 0
@@ -29,6 +30,10 @@ def test_what_is_compared_and_written(tmp_path):
                 "cpu_s": 2,
                 "wall_s": 2,
             }
+    assert [row["program"] for row in written["residents"]] == list(fused_graphs.RESIDENT)
+    for row in written["residents"]:
+        assert row["layers / call"] > 0
+        assert {len(of) for of in row["seconds"].values()} == {2}
 
 
 def test_other_values_are_an_error(monkeypatch, client):
