@@ -39,10 +39,8 @@ class Signature:
 class Handle:
     """A result of a call of a resident gang. Its blocks stay with the ranks.
 
-    Attributes
-    ----------
-    shape, chunks, dtype
-        As those of a Dask array.
+    The ranks drop the blocks when Python drops the handle. A handle has the attributes ``shape``,
+    ``chunks`` and ``dtype`` of a Dask array.
     """
 
     def __init__(self, streams: ClientStreams, number: int, declared: Declared) -> None:
@@ -76,9 +74,10 @@ class Handle:
 
 
 class ResidentGang:
-    """The ranks of a compiled function, which stay on their workers: see `CompiledFunction`.
+    """The ranks of a compiled function, which stay on their workers between calls.
 
-    A context manager. Inside of it a call takes a fraction of a millisecond.
+    `CompiledFunction.resident` returns one. It is a context manager: the ranks begin when the
+    context is entered, and end with it. Inside of it, call the object as the function.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class ResidentGang:
         self._end = finalize(self, streams.close)
 
     def __enter__(self) -> ResidentGang:
+        """Submit the ranks to the cluster; do not wait for them."""
         if self._has_begun:
             raise InputError(
                 "expected a resident gang that has not begun: it begins once. Call step.resident."
@@ -104,6 +104,7 @@ class ResidentGang:
         return self
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
+        """Wait for all calls, and end the ranks. After an exception end them immediately."""
         try:
             if kind is None:
                 self._streams.finish()
@@ -146,10 +147,27 @@ class ResidentGang:
         return tuple(made) if self._signature.returns_several else made[0]
 
     def fetch(self, handle: Handle) -> Any:
-        """Return the values of a handle as a NumPy array, as `compute` would.
+        """Return the values of a handle as a NumPy array.
 
-        Raises the exception of a task that a value of the handle needs, from this call or an
-        earlier one, and the errors of calls.
+        Parameters
+        ----------
+        handle : Handle
+            A handle of this gang.
+
+        Returns
+        -------
+        numpy.ndarray
+            As `compute` of a Dask array returns it.
+
+        Raises
+        ------
+        InputError
+            If the argument is no handle of this gang.
+        SectionError
+            If the gang has ended.
+        Exception
+            The exception of a task that the values need, in the call that made the handle or in an
+            earlier one. Notes name the task and the call.
         """
         self._check_handle(handle)
         answers = self._request(FETCH, handle)
@@ -162,7 +180,21 @@ class ResidentGang:
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.
 
-        As those of `client.scatter`, they are lost with their worker. Raises the errors of `fetch`.
+        Parameters
+        ----------
+        handle : Handle
+            A handle of this gang.
+
+        Returns
+        -------
+        dask.array.Array
+            Array with the chunks and the dtype of the handle. It is independent of the gang. Dask
+            cannot compute its blocks again if their worker is lost, as with `client.scatter`.
+
+        Raises
+        ------
+        Exception
+            As for `fetch`.
         """
         self._check_handle(handle)
         for _ in range(_ATTEMPTS):
