@@ -18,6 +18,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.command_log import Command
 from dask_p2p.fusing.command_stream import CommandStream
+from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
@@ -116,7 +117,7 @@ class CommandQueues:
 
     async def receive(self, comm: Any, token: Any) -> Status:
         """Receive the commands of one rank until the stream ends."""
-        queue, stream = self._queues.get(token), CommandStream(comm)
+        queue, stream = self._queues.get(checked_text("token", token)), CommandStream(comm)
         if queue is None or not queue.begin(stream):
             stream.close()
             return Status.dont_reply

@@ -70,7 +70,8 @@ class RunResident:
 
     def __call__(self, ctx: ResidentContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         program, worker = unpacked(self.program), get_worker()
-        secede()  # the rank mostly waits, and other tasks run on its worker
+        if ctx.connections.is_alone:
+            secede()  # as ranks of a gang do: the rank mostly waits
         queues = sync(worker.loop, queues_on, worker)
         with (
             ctx.device.running(blocks),

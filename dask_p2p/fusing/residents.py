@@ -92,6 +92,7 @@ class ResidentGang:
         self._calls = count()
         self._has_begun = False
         self._end = finalize(self, streams.close)
+        self._end.atexit = False  # the client ends the gang then
 
     def __enter__(self) -> ResidentGang:
         """Submit the ranks to the cluster; do not wait for them."""

@@ -74,3 +74,16 @@ def test_ranks_with_most_bytes_come_first():
     x = da.ones((15, 3), chunks=((10, 1, 4), 3))
     y = dask_p2p.rechunk(x, (-1, 1))  # each block reads of all ranks
     assert of_blocks(owners(3, y), y) == [0, 2, 1]
+
+
+def test_owners_that_are_decided():
+    x = da.ones((16, 4), chunks=(2, 4))
+    one = da.from_array(np.ones(1), chunks=1)  # a small literal, which has no owner of its own
+    y = (dask_p2p.transpose(x + one) + 1).rechunk((2, 4))
+    pinned = {key: 3 - number // 2 for number, key in enumerate(keys_of(x))}
+    pinned |= dict.fromkeys([*keys_of(one), *keys_of(y)], 2)
+    tasks = read_arrays(y)[1].tasks
+    owned = owners_of(tasks, 4, pinned=pinned)
+    assert {key: owned[key] for key in pinned} == pinned
+    assert set(owned.values()) <= set(range(4))
+    assert set(owners_of(tasks, 1).values()) == {0}

@@ -11,6 +11,8 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, wait
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -25,7 +27,7 @@ from dask_p2p.errors import (
 from dask_p2p.fusing.command_queues import CommandQueues
 from dask_p2p.fusing.handle_table import HandleTable
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import smooth
+from tests.fusing.support import OPERATIONS, smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -73,6 +75,23 @@ def test_a_loop_as_one_writes_it(client):
     assert same_bits((dask_p2p.transpose(field) + 1).compute(), values.T + 1)
     del field, half
     no_rank_is_left(client)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.integers(0, 99))
+def test_random_functions(client, operations, number):
+    """Results have the chunks of the argument, and are on the same ranks."""
+
+    def function(u):
+        for operation in operations:
+            u = operation(u, u[::-1] * 0.5, number)
+        return u.rechunk(x.chunks)
+
+    x = array(24, 5)
+    step = dask_p2p.compile(function, x)
+    with step.resident(x) as run:
+        got = run.fetch(repeated(run, x, 3))
+    assert same_bits(got, repeated(function, x, 3).compute())
 
 
 def test_several_arguments_and_results(client):

@@ -106,6 +106,8 @@ def _run_in_gang(
     ):
         order, result = _order_when_whole(rank_attempt, units, thread), None
         if order.state == "running":
+            if how["is_resident"]:
+                thread.secede()  # its function mostly waits
             connections = rank_attempt.connections
             connections.start(rank, [RankAddress(*peer) for peer in order.peers])
             reads_memory = "cma" in options.order("numpy") and not options.checksum
