@@ -22,7 +22,7 @@ from distributed import Future
 from distributed.comm import connect
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.command_log import CALL, DONE, DROP, END, KEEP, CommandLog
+from dask_p2p.fusing.command_log import CALL, DONE, DROP, END, KEEP, MOST_COMMANDS, CommandLog
 from dask_p2p.fusing.command_queues import COMMANDS, TOPIC
 from dask_p2p.fusing.command_stream import CommandStream
 from dask_p2p.fusing.handle_memory import HandleMemory
@@ -37,7 +37,6 @@ _MOST_AHEAD = 64  # calls that have not run
 # Most time, and most commands, between two checkpoints.
 _KEEP_S, _KEEP_COMMANDS = 30.0, 10_000
 
-_MOST_COMMANDS = 100_000  # of a log without checkpoints
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
 #: Address, token and memory limit of each rank.
@@ -54,16 +53,20 @@ _gangs: WeakKeyDictionary[Any, _Gangs] = WeakKeyDictionary()  # by client
 class KeepingRule:
     """Decides when a checkpoint is due."""
 
-    def __init__(self, has_replicas: bool) -> None:  # whether other ranks keep copies of states
-        self._has_replicas, self._last_s = has_replicas, time.monotonic()
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
 
-    def is_due(self, log: CommandLog) -> bool:
-        """Return whether the next checkpoint is due; called after each call."""
+    def restart(self) -> None:
+        """Make a checkpoint due soon: Dask bounds the losses of workers between two of them."""
+        self._last_s = float("-inf")
+
+    def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
+        """Return whether a checkpoint is due, after a call."""
         if log.is_keeping:
             return False
-        if not self._has_replicas:  # a lost worker loses all
-            return log.length >= _MOST_COMMANDS
-        is_due = log.length >= _KEEP_COMMANDS or time.monotonic() - self._last_s >= _KEEP_S
+        if len({address for address, *_ in ranks}) < 2:  # its loss would take all checkpoints
+            return log.since_kept >= MOST_COMMANDS
+        is_due = log.since_kept >= _KEEP_COMMANDS or time.monotonic() - self._last_s >= _KEEP_S
         if is_due:
             self._last_s = time.monotonic()
         return is_due
@@ -91,7 +94,7 @@ class ClientStreams:
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
         self._changed = threading.Condition(threading.RLock())
-        self._keeping = KeepingRule(size > 1)
+        self._keeping = KeepingRule()
         self.log = CommandLog(size)
         self.attempt = 0  # number of attempts so far
         self.ranks: Ranks = ()  # of the newest attempt
@@ -120,7 +123,7 @@ class ClientStreams:
             self._memory.check(self.ranks)
             self._add(CALL, handles, first)
             self._memory.add_call()
-            if self._keeping.is_due(self.log):
+            if self._keeping.is_due(self.log, self.ranks):
                 self._add(KEEP)
 
     def _add_dropped(self) -> None:
@@ -246,6 +249,8 @@ class ClientStreams:
             await self._connect(ranks, streams)
             with self._changed:
                 self.log.restart(resume)
+                if self.attempt:
+                    self._keeping.restart()
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
             self._send()
             reading += [

@@ -1,7 +1,8 @@
 """The commands that a client sends to the ranks of a resident gang, and their answers.
 
 All ranks receive all commands in the same order. A rank that is lost takes its values with it. So
-the log has all commands since the last checkpoint, and the next attempt repeats them.
+the next attempt repeats the commands since the last checkpoint. If the checkpoint is lost as well,
+it repeats all commands, as long as they are few enough to be in the log.
 
 This is a state machine without Dask, asyncio or a clock.
 """
@@ -41,17 +42,22 @@ ANSWER = "answer"
 Command: TypeAlias = tuple[Any, ...]
 
 
+#: Commands that a log has before it drops those before a checkpoint.
+MOST_COMMANDS = 100_000
+
+
 class CommandLog:
     """The commands that a later attempt needs, and the answers so far."""
 
-    def __init__(self, size: int) -> None:  # number of ranks
-        self._size, self._last = size, 0  # number of the last command
+    def __init__(self, size: int, most: int = MOST_COMMANDS) -> None:  # of ranks, of commands
+        self._size, self._most = size, most
+        self._last = 0  # number of the last command
+        self._forgotten = 0  # number of the last command that the log has dropped
         self._commands: dict[int, Command] = {}  # by number
         self._unsent: deque[Command] = deque()  # not sent in this attempt
         self._running: deque[int] = deque()  # calls that rank 0 has not completed
         self._answers: dict[int, dict[int, Any]] = {}  # by request and rank
-        #: Number of the last complete checkpoint.
-        self.kept = 0
+        self._kept = 0  # number of the last complete checkpoint
         #: True while a checkpoint is under way.
         self.is_keeping = False
 
@@ -61,9 +67,9 @@ class CommandLog:
         return len(self._running)
 
     @property
-    def length(self) -> int:
-        """Number of commands that the next attempt would repeat."""
-        return len(self._commands)
+    def since_kept(self) -> int:
+        """Number of commands after the last complete checkpoint."""
+        return self._last - self._kept
 
     def add(self, kind: str, *arguments: Any) -> int:
         """Add a command; return its number."""
@@ -102,25 +108,31 @@ class CommandLog:
     def restart(self, resume: int) -> None:
         """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
 
-        Raises `SectionError` if that checkpoint is older than the commands of the log.
+        Raises `SectionError` if the log has dropped commands after that checkpoint.
         """
-        if resume < self.kept:
+        if resume < self._forgotten:
             raise SectionError(
                 "the workers that had the checkpoints of the resident gang are lost, so its "
                 "handles are lost, too. Begin again from arrays; run.array(handle) makes them."
             )
-        if resume > self.kept:
-            self._record_kept(resume)
+        self._record_kept(resume)
         self._answers.clear()
-        self._unsent = deque(self._commands.values())
+        self._unsent = deque(
+            command
+            for number, command in self._commands.items()
+            if number > resume or command[1] in REQUESTS  # without an answer
+        )
 
     def _record_kept(self, number: int) -> None:
-        """Drop the commands before a complete checkpoint, except requests without an answer."""
-        self.kept = number
+        """Record the newest complete checkpoint; drop older commands if there are very many."""
+        self._kept = number
+        is_late = len(self._commands) > self._most
+        self._forgotten = number if is_late else self._forgotten
         self._commands = {
             each: command
             for each, command in self._commands.items()
-            if each > number or (command[1] in REQUESTS and command[1] != KEEP)
+            if command[1] in REQUESTS or each > self._forgotten
+            if command[1] != KEEP or each > number
         }
         self.record_done(number)
         self.is_keeping = any(command[1] == KEEP for command in self._commands.values())

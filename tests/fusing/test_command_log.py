@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.command_log import CALL, DROP, FETCH, KEEP, CommandLog
 
-SIZE = 3
+SIZE, MOST = 3, 12
 ranks = st.integers(0, SIZE - 1)
 whiches = st.integers(0, 30)
 
@@ -47,7 +47,7 @@ class Rank:
 class Residents(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.log = CommandLog(SIZE)
+        self.log = CommandLog(SIZE, MOST)
         self.saved = [{} for _ in range(SIZE)]
         self.values = {-1: "argument"}  # of the handles that the user has
         self.numbers = itertools.count()  # of handles
@@ -127,11 +127,21 @@ class Residents(RuleBasedStateMachine):
         self.begin(resume)
         self.log.restart(resume)
 
+    @rule()
+    def all_checkpoints_are_lost(self):
+        if self.log._forgotten:
+            with pytest.raises(SectionError, match="handles are lost"):
+                self.log.restart(0)
+            return
+        self.saved = [{} for _ in range(SIZE)]
+        self.begin(0)
+        self.log.restart(0)
+
     @invariant()
     def the_log_is_bounded(self):
-        """After a checkpoint only unanswered requests stay from before it."""
-        old = [each for each in self.log._commands if each <= self.log.kept]
-        assert set(old) <= set(self.pending)
+        """Commands from before a checkpoint are few, or are requests without an answer."""
+        old = {each for each in self.log._commands if each <= self.log._kept}
+        assert len(old) <= MOST or old <= set(self.pending)
 
     def teardown(self):
         for _ in range(3):
@@ -151,11 +161,16 @@ TestResidents.settings = settings(max_examples=150, stateful_step_count=50, dead
 
 
 def test_lost_checkpoints():
-    log = CommandLog(2)
+    log = CommandLog(2, most=3)
     log.restart(0)
-    kept = log.add(KEEP)
-    for rank in range(2):
-        log.record_answer(rank, kept, None)
+    for count in range(2):
+        calls = [log.add(CALL, [-1], 2 * count + n) for n in range(2)]
+        kept = log.add(KEEP)
+        for rank in range(2):
+            log.record_answer(rank, kept, None)
+        if not count:  # few commands are repeated from the start
+            log.restart(0)
+            assert [number for number, *_ in log.take_unsent()] == calls
     with pytest.raises(SectionError, match="handles are lost"):
         log.restart(0)
     log.restart(kept)
@@ -181,5 +196,5 @@ def test_a_checkpoint_whose_answers_are_lost():
     later = log.add(CALL, [0], 1)
     log.take_unsent()
     log.restart(kept)
-    assert (log.kept, log.is_keeping, log.calls_ahead) == (kept, False, 1)
+    assert (log.since_kept, log.is_keeping, log.calls_ahead) == (1, False, 1)
     assert log.take_unsent() == [(fetch, FETCH, 0), (later, CALL, [0], 1)]

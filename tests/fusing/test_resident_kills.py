@@ -42,12 +42,13 @@ def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
         u = x
         for k in range(90):
             u, total = run(u)
+            if k == 0 or k in kills:
+                run.fetch(total)  # the ranks have begun
             if k in kills:
-                run.fetch(total)
+                assert keep != 20 or run._streams.log._kept > 0
                 kill(client, run._streams.ranks[0][0])
                 run.fetch(u)
         got, again = run.fetch(u), run.fetch(total)
-        assert (run._streams.log.kept > 0) == (keep == 20)
         assert run._streams.attempt > len(kills)
         field = run.array(u)
     expected = repeated(heat, array(), 89)
@@ -89,15 +90,21 @@ def killed_if(block, flags, path):
     return killed_once(block, path) if flags.any() else block
 
 
-def test_all_workers_are_killed(client):
+@pytest.mark.parametrize("keep", [5, 10_000])
+def test_all_workers_are_killed(client, monkeypatch, keep):
+    """All calls are repeated, since no checkpoint is left."""
+    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", keep)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
     with step.resident(x) as run:
-        u = repeated(run, x, 10)
+        u = run(x)
+        run.fetch(u)  # the ranks have begun
+        u = repeated(run, u, 20)
         run.fetch(u)
+        assert (run._streams.log._kept > 0) == (keep == 5)
         kill(client, *workers_of(client))
-        assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
+        assert same_bits(run.fetch(run(u)), repeated(heat, x, 22).compute())
     del u
     no_rank_is_left(client)
 
@@ -108,7 +115,10 @@ def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
     x = array()
     step = dask_p2p.compile(heat, x)
     with step.resident(x) as run:
-        u = repeated(run, x, 20)
+        run._streams.log._most = 10
+        u = run(x)
+        run.fetch(u)  # the ranks have begun
+        u = repeated(run, u, 20)
         run.fetch(u)
         kill(client, *workers_of(client))
         with pytest.raises(SectionError, match="handles are lost"):
