@@ -50,9 +50,11 @@ class CommandLog:
     """The commands that a later attempt needs, and the answers so far."""
 
     def __init__(self, size: int, most: int = MOST_COMMANDS) -> None:  # of ranks, of commands
-        self._size, self._most = size, most
-        self._last = 0  # number of the last command
-        self._forgotten = 0  # number of the last command that the log has dropped
+        self._size, self._most, self._last = size, most, 0  # number of the last command
+
+        # Number of the last command that the log has dropped.
+        self._forgotten = 0
+
         self._commands: dict[int, Command] = {}  # by number
         self._unsent: deque[Command] = deque()  # not sent in this attempt
         self._running: deque[int] = deque()  # calls that rank 0 has not completed

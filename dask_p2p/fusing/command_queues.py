@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -126,7 +125,7 @@ class CommandQueues:
             stream.send("ok")
             while True:
                 queue.put(await stream.read())
-        except (OSError, asyncio.CancelledError):
+        except OSError:
             return Status.dont_reply
         finally:
             self._end(token)

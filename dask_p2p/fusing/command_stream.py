@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 
@@ -39,11 +40,12 @@ class CommandStream:
 
     async def _write(self) -> None:
         try:
-            while True:
-                await self._has_unsent.wait()
-                self._has_unsent.clear()
-                self._is_awake = False  # first: later messages set the event again
-                if batch := [self._unsent.popleft() for _ in range(len(self._unsent))]:
-                    await self._comm.write(batch)
-        except OSError:
-            self._comm.abort()  # wakes the reader
+            with suppress(OSError):
+                while True:
+                    await self._has_unsent.wait()
+                    self._has_unsent.clear()
+                    self._is_awake = False  # first: later messages set the event again
+                    if batch := [self._unsent.popleft() for _ in range(len(self._unsent))]:
+                        await self._comm.write(batch)
+        finally:
+            self._comm.abort()  # wakes the reader, also after a message that cannot be sent

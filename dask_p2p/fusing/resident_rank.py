@@ -205,7 +205,7 @@ class ResidentRank:
         return self._of_blocks(handle, _sendable)
 
     def _sizes(self, handle: int) -> Any:
-        return self._of_blocks(handle, sizeof)
+        return self._of_blocks(handle, lambda block: int(sizeof(block)))
 
     def _of_blocks(self, handle: int, function: Callable[[Any], Any]) -> Any:
         """Return the index of each block with a value; for a failed block its pickled exception."""

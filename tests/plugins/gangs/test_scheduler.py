@@ -215,6 +215,15 @@ def test_states_that_no_rank_has_are_refused(saved):
     running(main)
 
 
+def test_a_resident_gang_that_is_none_is_refused():
+    async def main(scheduler, gangs):
+        answer = await gangs.join(**JOINING | {"is_resident": 1})
+        assert answer["status"] == "error"
+        assert "is_resident: expected a Boolean" in answer["message"]
+
+    running(main)
+
+
 @pytest.mark.parametrize("taken", ["off", "by another"])
 def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
     """It received no events of their tasks before it was added again."""
