@@ -85,9 +85,10 @@ class Assembling:
         block, epilogue = step.block, step.block.epilogue
         plan = self.plan(block)
         sources = {n: self.source(block, n, key, values[key]) for n, key in step.local}
-        if plan.is_copy and sources and epilogue is None:
+        is_shuffle = block.dtype is None  # of Dask, which copies even whole blocks
+        if plan.is_copy and sources and epilogue is None and not is_shuffle:
             return sources[0]
-        if block.dtype is None and self._has_others(block, sources):
+        if is_shuffle and self._has_others(block, sources):
             return self._joined(block, sources)
         dtype = next((source.dtype for source in sources.values()), block.dtype)
         out = self.begun(block, dtype)

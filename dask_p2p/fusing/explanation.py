@@ -53,10 +53,11 @@ def explain(*collections: Any) -> str:
             "p2p.fuse has no effect on these. Call fused(x)."
         )
     try:
-        for each in found:
-            optimizer_for("auto", each if hasattr(each, "_meta") else None)
+        of = [optimizer_for("auto", each if hasattr(each, "_meta") else None) for each in found]
     except InputError as exc:
         return f"by Dask's tasks: {exc}"
+    for obstacle in of[0].obstacles:
+        return f"by Dask's tasks: {obstacle}"
     graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
     keys = [each.__dask_keys__() for each in found]
     cluster = cluster_of(workers_of(current_client()).values())

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pickle import PicklingError
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import dask
 from dask.array.optimization import optimize
@@ -30,6 +31,8 @@ from dask_p2p.versioned import versioned
 
 logger = logging.getLogger(__name__)
 
+#: By thread and options: the function of the present call, as long as its collections have it.
+_present: WeakValueDictionary[Any, Optimizer] = WeakValueDictionary()
 _lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
 _NO_PICKLE = "expected functions that can be pickled. Compute the graph without p2p.fuse"
 _NO_PLUGIN = (
@@ -41,18 +44,24 @@ _GONE = ("released", "forgotten")  # states of tasks without a result, now or so
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The function on the client. One for all arrays of a call, since equal ones count as one."""
+    """The function on the client, one for all arrays of a call.
+
+    Dask returns results in another order than that of the call if its collections differ in this
+    function. So arrays that no gang can run do not get another one: they are recorded here.
+    """
 
     is_auto: bool
     options: Options
     scheduler: str  # its identity
+    obstacles: list[str] = field(default_factory=list, compare=False)  # filled: arrays for Dask
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         """Return the graph for schedulers of this process, and for `dask.optimize`: Dask's own."""
         return optimize(graph, keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AtScheduler, (self.is_auto, self.options, self.scheduler)
+        obstacle = self.obstacles[0] if self.obstacles else ""
+        return AtScheduler, (self.is_auto, self.options, self.scheduler, obstacle)
 
 
 @versioned(strict=True)
@@ -63,12 +72,15 @@ class AtScheduler:
     is_auto: bool
     options: Options
     scheduler: str  # its identity
+    obstacle: str  # the reason why Dask computes the graph; empty: none
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         """Return the graph for the cluster. Raises `FuseError` if it has to be fused, and cannot.
 
         Runs in another thread than the scheduler.
         """
+        if self.obstacle:
+            return self._refused(graph, keys, UnsupportedArrayError(self.obstacle))
         scheduler = _scheduler(self.scheduler)
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
             return self._refused(graph, keys, FuseError(_NO_PLUGIN))
@@ -107,7 +119,8 @@ def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
 def optimizer_for(mode: str, instance: Any) -> Optimizer:
     """Return the function for arrays of the current client, at least of one `instance`.
 
-    Raises `FuseError`, `UnsupportedArrayError` or `RegistrationError` if no gang can run them.
+    Raises `FuseError`, `UnsupportedArrayError` or `RegistrationError` if no gang can run them. With
+    `auto` the function has the obstacle of the instance.
     """
     client = current_client()
     if client is None or client.asynchronous or connection_of(client) in _lacking:
@@ -115,8 +128,9 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
             "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
             "one, distributed.Client(...), or set the option to auto."
         )
-    if instance is not None:
-        _check_blocks(mode, instance)
+    obstacle = "" if instance is None else _obstacle(mode, instance)
+    if obstacle and mode == "on":
+        raise UnsupportedArrayError(obstacle)
     annotations = [each for each in dask.get_annotations() if each in ANNOTATIONS]
     if mode == "auto" and annotations:
         raise FuseError(
@@ -129,22 +143,25 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
         _lacking.add(connection_of(client))
         raise
     # Private: the public method asks the scheduler.
-    return Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
+    made = Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
+    call = threading.get_ident(), made.is_auto, made.options, made.scheduler
+    present = _present.setdefault(call, made)
+    if obstacle:
+        present.obstacles.append(obstacle)
+    return present
 
 
-def _check_blocks(mode: str, x: Any) -> None:
-    """Refuse blocks on GPUs; where Dask is as good, all but NumPy's: `UnsupportedArrayError`."""
+def _obstacle(mode: str, x: Any) -> str:
+    """Return an error for blocks on GPUs; where Dask is as good, for all but NumPy's."""
     try:
         kind = backend_for(x._meta).name
-    except UnsupportedArrayError:  # masked, sparse or other blocks, which ranks send as pickles
-        if mode == "auto":
-            raise
-        return
-    if kind != "numpy":
-        raise UnsupportedArrayError(
-            f"array {x.name}: expected NumPy blocks in a fused graph, got {kind}. Set p2p.fuse to "
-            f"auto."
-        )
+    except UnsupportedArrayError as exc:  # masked or other blocks, which ranks send as pickles
+        return str(exc) if mode == "auto" else ""
+    if kind == "numpy":
+        return ""
+    return (
+        f"array {x.name}: expected NumPy blocks in a fused graph, got {kind}. Set p2p.fuse to auto."
+    )
 
 
 def _scheduler(identity: str) -> Any:

@@ -96,6 +96,16 @@ def test_one_function_for_all_arrays(client):
     assert sent.options == first.options
 
 
+def test_an_obstacle_counts_for_one_call(client):
+    masked = da.ma.masked_less(da.ones(3), 0)
+    first, second = optimizer_for("auto", masked), optimizer_for("auto", da.ones(3))
+    assert first is second
+    assert "MaskedArray" in pickle.loads(pickle.dumps(second)).obstacle
+    del first, second
+    assert not pickle.loads(pickle.dumps(optimizer_for("auto", da.ones(3)))).obstacle
+    assert not optimizer_for("on", masked).obstacles
+
+
 def test_a_scheduler_without_the_plugin(client):
     y = stencils(made())
     optimizer_for("auto", None)  # registers

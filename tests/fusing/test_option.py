@@ -216,6 +216,35 @@ def test_masked_blocks(client, mode):
     assert same_bits(got[2], x.sum().compute(scheduler="sync"))
 
 
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_results_of_several_classes_of_blocks_keep_their_order(client, mode):
+    x = array()
+    y = da.ma.masked_less(x, 0)
+    with dask.config.set({"p2p.fuse": mode}):
+        got = dask.compute(y.sum(axis=0), x.sum(), y, x + 1)
+    for one, other in zip(got, (y.sum(axis=0), x.sum(), y, x + 1), strict=True):
+        expected = other.compute()
+        assert type(one) is type(expected)
+        assert same_bits(np.ma.filled(one, 0), np.ma.filled(expected, 0))
+
+
+def overwritten(block):
+    block += 1
+    return block
+
+
+def test_functions_that_overwrite_blocks_of_a_rechunk_of_dask(client, gangs):
+    """Dask's peer-to-peer rechunks copy even whole blocks, so that inputs keep their values."""
+    x = client.persist(array().rechunk((6, 16), method="tasks"))
+    expected = x.compute()
+    y = x.rechunk((6, (16, 8, 8, 16)), method="p2p").map_blocks(overwritten, dtype=float)
+    with dask.config.set({"p2p.fuse": "on"}):
+        got = y.compute()
+    assert len(gangs) == 1
+    assert same_bits(got, expected + 1)
+    assert same_bits(x.compute(), expected)
+
+
 def test_functions_that_cannot_be_pickled(client, monkeypatch):
     def failing(*_):
         raise TypeError("no pickle")
