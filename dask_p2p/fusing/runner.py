@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from dask_p2p.fusing.assembling import Assembling, in_task
+from dask_p2p.fusing.functions import Functions
 from dask_p2p.fusing.messages import Messages
 from dask_p2p.fusing.program import AssembleStep, Program, Superstep
+from dask_p2p.fusing.values import Values
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
-from dask_p2p.types import Key
 
 
 class ProgramContext:
@@ -38,8 +39,8 @@ class Runner:
 
     def __init__(self, ctx: ProgramContext, program: Program) -> None:
         self._progress, self._program = ctx.progress, program
-        self._uses = dict(program.uses)
-        self._values: dict[Key, Any] = {}
+        self._values = Values(program.uses)
+        self._functions = Functions()
         self._assembling = Assembling()
         reads = None
         if program.reads_memory and not ctx.connections.is_alone:
@@ -50,8 +51,9 @@ class Runner:
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
-        values.update(zip(program.inputs, blocks, strict=True))
-        values.update(program.literals)
+        values.add_inputs(zip(program.inputs, blocks, strict=True))
+        for key, value in program.literals.items():
+            values[key] = value
         program.literals.clear()  # freed after the last use, as all values
         self._progress.steps = len(program.supersteps)
         for number, superstep in enumerate(program.supersteps):
@@ -66,24 +68,29 @@ class Runner:
         self._messages.exchange(number, superstep, self._values)
         for items in superstep.sends.values():
             for item in items:
-                self._use(item.key)
+                self._values.use(item.key)
 
     def _run(self, step: Any) -> None:
-        values = self._values
         if isinstance(step, AssembleStep):
-            with in_task(step.block.key):
-                values[step.block.key] = self._assembling.finish(step, values)
-            for _, key in step.local:
-                self._use(key)
+            self._assemble(step)
             return
-        read = {key: values[key] for key in step.dependencies}
+        values, read = self._values, step.dependencies
+        if self._functions.is_of_user(step):
+            step = self._functions.fresh(step)
+            arguments = {key: values.to_overwrite(key) for key in read}
+        else:
+            arguments = {key: values[key] for key in read}
         with in_task(step.key):
-            values[step.key] = step(read)
+            values[step.key] = step(arguments)
         for key in read:
-            self._use(key)
+            values.use(key)
 
-    def _use(self, key: Key) -> None:
-        """Count one use of a value, and drop the value after its last one."""
-        left = self._uses[key] = self._uses[key] - 1
-        if not left:
-            del self._values[key]
+    def _assemble(self, step: AssembleStep) -> None:
+        block = step.block
+        if block.epilogue is not None and self._functions.is_of_user(block.epilogue):
+            block = block._replace(epilogue=self._functions.fresh(block.epilogue))
+        with in_task(block.key):
+            made = self._assembling.finish(step._replace(block=block), self._values)
+            self._values[block.key] = made
+        for _, key in step.local:
+            self._values.use(key)

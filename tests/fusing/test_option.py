@@ -233,6 +233,64 @@ def overwritten(block):
     return block
 
 
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, block):
+        self.count += 1
+        return block * self.count
+
+
+def with_noise(block, rng):
+    return block + rng.normal(size=block.shape)
+
+
+def in_buffer(block, buffer):
+    buffer[...] = block * 2
+    return buffer
+
+
+def seen_by_closure(x):
+    seen = []
+    return dask_p2p.map_overlap(lambda block: block + (seen.append(1), len(seen))[1], x, depth=1)
+
+
+STATES = (
+    lambda x: x.map_blocks(with_noise, rng=np.random.default_rng(0), dtype=float),
+    lambda x: x.map_blocks(in_buffer, np.empty((6, 48)), dtype=float),
+    lambda x: x.map_blocks(Counter(), dtype=float),
+    seen_by_closure,
+)
+
+
+@pytest.mark.parametrize("program", STATES)
+def test_functions_that_keep_a_state(client, program, gangs):
+    """Each task of Dask has a copy of its own."""
+    y = dask_p2p.transpose(program(array()))
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": "on"}):
+        assert same_bits(y.compute(), expected)
+    assert len(gangs) == 1
+
+
+def test_functions_that_overwrite_blocks_in_use(client, gangs):
+    x = client.persist(array())
+    values = array().compute()
+    y = (x.T + 1).T
+    with dask.config.set({"p2p.fuse": "on"}):
+        changed, views, kept, total = dask.compute(
+            y.map_blocks(overwritten, dtype=float), x.T.map_blocks(overwritten, dtype=float),
+            y, y.sum(axis=0),
+        )  # fmt: skip
+    assert len(gangs) == 1
+    for got, expected in (
+        (changed, values + 1 + 1), (views, values.T + 1), (kept, values + 1), (x.compute(), values),
+    ):  # fmt: skip
+        assert same_bits(got, expected)
+    assert same_bits(total, y.sum(axis=0).compute())
+
+
 def test_functions_that_overwrite_blocks_of_a_rechunk_of_dask(client, gangs):
     """Dask's peer-to-peer rechunks copy even whole blocks, so that inputs keep their values."""
     x = client.persist(array().rechunk((6, 16), method="tasks"))

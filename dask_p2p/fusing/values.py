@@ -1,0 +1,74 @@
+"""The values of one rank, and the memory that they share.
+
+With Dask's tasks a function that overwrites its argument may change the values of other tasks, or
+not: that depends on their order and their workers. A rank would always change them, and an attempt
+that follows would find changed inputs. So functions of users get copies of arrays in use elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from dask_p2p.types import Array, Key
+
+
+class Values(dict[Key, Any]):
+    """Values by key, each until its last use."""
+
+    def __init__(self, uses: Mapping[Key, int]) -> None:
+        super().__init__()
+        self._uses = dict(uses)
+        self._inputs: set[int] = set()  # memory of blocks that Dask has
+        self._live: Counter[int] = Counter()  # by memory: number of values in it
+
+    def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
+        """Add blocks that Dask has, too."""
+        for key, block in blocks:
+            self[key] = block
+            self._inputs.add(_memory(block))
+
+    def __setitem__(self, key: Key, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._live[_memory(value)] += 1
+
+    def use(self, key: Key) -> None:
+        """Count one use of a value, and drop the value after its last one."""
+        left = self._uses[key] = self._uses[key] - 1
+        if not left:
+            self._live[_memory(self[key])] -= 1
+            del self[key]
+
+    def to_overwrite(self, key: Key) -> Any:
+        """Return a value, or a copy with the same strides if its memory is used elsewhere."""
+        value = self[key]
+        if not isinstance(value, np.ndarray) or not value.flags.writeable:
+            return value
+        memory = _memory(value)
+        is_own = self._uses[key] == 1 and self._live[memory] == 1 and memory not in self._inputs
+        return value if is_own else _copy(value)
+
+
+def _memory(value: Any) -> int:
+    """Return a number for the memory of an array, the same for all views of it; 0 for others."""
+    if not isinstance(value, np.ndarray):
+        return 0
+    while isinstance(value.base, np.ndarray):
+        value = value.base
+    return id(value if value.base is None else value.base)
+
+
+def _copy(array: Array) -> Array:
+    """Return a copy of an array whose sums are rounded alike: with the same strides."""
+    if type(array) is not np.ndarray or array.dtype.hasobject:
+        return array.copy(order="K")
+    low, high = byte_bounds(array)
+    start = array.__array_interface__["data"][0] - low
+    memory = np.empty(high - low, np.uint8)
+    made: Array = np.ndarray(array.shape, array.dtype, memory, start, array.strides)
+    made[...] = array
+    return made
