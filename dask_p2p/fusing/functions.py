@@ -24,10 +24,10 @@ _KNOWN = (
     *("_operator", "builtins", "cytoolz", "dask", "dask_array", "dask_p2p", "functools", "math"),
     *("numpy", "operator", "scipy", "tlz", "toolz"),
 )
-_CONSTANT: tuple[type, ...] = (
+_CONSTANT = {
     *(int, float, complex, str, bytes, bool, slice, range, type(None), type(Ellipsis)),
-    *(np.generic, np.dtype, TaskRef, Alias, ModuleType),
-)
+    *(TaskRef, Alias, ModuleType),
+}
 
 
 class Functions:
@@ -39,10 +39,11 @@ class Functions:
 
     def is_of_user(self, task: Any) -> bool:
         """Return whether a task, or a function, calls a function of an unknown package."""
-        if isinstance(task, _CONSTANT):
+        kind = type(task)
+        if kind in _CONSTANT:
             return False
-        if isinstance(task, (tuple, list, set, dict, GraphNode)):
-            return any(map(self.is_of_user, _parts(task)))
+        if kind is Task or isinstance(task, (tuple, list, set, dict, GraphNode)):
+            return any(type(p) not in _CONSTANT and self.is_of_user(p) for p in _parts(task))
         found = self._of_user.get(id(task))
         if found is None:
             self._of_user[id(task)] = False  # for functions that refer to themselves
@@ -57,17 +58,18 @@ class Functions:
 
     def _is_constant(self, task: Any) -> bool:
         """Return whether no call can change an object, apart from those of its module."""
-        if isinstance(task, _CONSTANT) or _is_importable(task):
+        if type(task) in _CONSTANT:
             return True
         if isinstance(task, (tuple, frozenset, GraphNode)):
             return all(map(self._is_constant, _parts(task)))
-        if not (isinstance(task, (FunctionType, functools.partial)) or _is_own(task)):
-            return False
         found = self._constant.get(id(task))
         if found is None:
             self._constant[id(task)] = True
-            parts = [*_parts(task), *_globals(task)]
-            found = self._constant[id(task)] = all(map(self._is_constant, parts))
+            found = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
+            if isinstance(task, (FunctionType, functools.partial)) or _is_own(task):
+                parts = (*_parts(task), *_globals(task))
+                found = found or all(map(self._is_constant, parts))
+            self._constant[id(task)] = found
         return found
 
 

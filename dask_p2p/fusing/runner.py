@@ -86,11 +86,12 @@ class Runner:
             values.use(key)
 
     def _assemble(self, step: AssembleStep) -> None:
-        block = step.block
-        if block.epilogue is not None and self._functions.is_of_user(block.epilogue):
-            block = block._replace(epilogue=self._functions.fresh(block.epilogue))
-        with in_task(block.key):
-            made = self._assembling.finish(step._replace(block=block), self._values)
-            self._values[block.key] = made
-        for _, key in step.local:
-            self._values.use(key)
+        key, epilogue = step.block.key, step.block.epilogue
+        if epilogue is not None and self._functions.is_of_user(epilogue):
+            own = self._functions.fresh(epilogue)
+            if own is not epilogue:
+                step = step._replace(block=step.block._replace(epilogue=own))
+        with in_task(key):
+            self._values[key] = self._assembling.finish(step, self._values)
+        for _, each in step.local:
+            self._values.use(each)

@@ -7,7 +7,7 @@ that follows would find changed inputs. So functions of users get copies of arra
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +24,7 @@ class Values(dict[Key, Any]):
         super().__init__()
         self._uses = dict(uses)
         self._inputs: set[int] = set()  # memory of blocks that Dask has
-        self._live: Counter[int] = Counter()  # by memory: number of values in it
+        self._live = defaultdict[int, int](int)  # by memory: number of values in it
 
     def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
         """Add blocks that Dask has, too."""
@@ -57,6 +57,8 @@ def _memory(value: Any) -> int:
     """Return a number for the memory of an array, the same for all views of it; 0 for others."""
     if not isinstance(value, np.ndarray):
         return 0
+    if value.base is None:  # as most
+        return id(value)
     while isinstance(value.base, np.ndarray):
         value = value.base
     return id(value if value.base is None else value.base)
