@@ -160,6 +160,22 @@ def test_an_exception_arrives_as_itself(client):
     nothing_is_left(client)
 
 
+class OwnError(Exception):
+    """An exception that pickle does not make again from its text."""
+
+    def __init__(self, place, number):
+        super().__init__(f"{place}: {number}")
+
+
+def test_an_exception_with_arguments_of_its_own(client):
+    def failing(block):
+        raise OwnError("here", 3)
+
+    y = dask_p2p.transpose(array().map_blocks(failing, dtype=float))
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(OwnError, match="here: 3"):
+        y.compute()
+
+
 def inner(block):
     with dask.config.set({"p2p.fuse": "on"}):
         x = stencils(da.from_array(block, chunks=2))

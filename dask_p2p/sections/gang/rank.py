@@ -244,7 +244,9 @@ def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
     large, become a `SectionError`.
     """
     from distributed.protocol.pickle import dumps, loads
+    from tblib import pickling_support  # of Dask, for exceptions with arguments of their own
 
+    pickling_support.install(exc)
     frames = traceback.format_tb((exc.__cause__ or exc).__traceback__)
     note = f"Raised by rank {rank}:\n" + "".join(frames)
     with suppress(Exception):
