@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -20,13 +20,19 @@ from dask_p2p.fusing.program import (
     Superstep,
     WholeValue,
 )
-from dask_p2p.fusing.sizes import item_bytes_of
-from dask_p2p.fusing.supersteps import supersteps_of
+from dask_p2p.fusing.sizes import item_bytes_of, peak_bytes, sizes_of
+from dask_p2p.fusing.supersteps import late_supersteps_of, supersteps_of
 from dask_p2p.fusing.tasks import FusedTasks
 from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.sections.exchange.regions import LEAST_BYTES
 from dask_p2p.types import Key
+
+#: Smallest memory of a rank that is worth a second plan.
+_LARGE_BYTES = 2**25
+#: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
+_FEW_EXCHANGES = 16
+_WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
 def programs_of(
@@ -36,8 +42,23 @@ def programs_of(
     pinned: Mapping[Key, int] = {},
 ) -> list[Program]:
     """Return the program of each rank, by rank; for `sizes_bytes` and `pinned` see `owners_of`."""
+    if sizes_bytes is None:
+        sizes_bytes = sizes_of(tasks)
     owners = owners_of(tasks, size, sizes_bytes, pinned)
-    writer = _Writer(tasks, size, owners, supersteps_of(tasks, owners))
+    programs = _written(tasks, size, owners, supersteps_of(tasks, owners))
+    if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
+        return programs
+    most_bytes = _most_bytes(programs, sizes_bytes)
+    if most_bytes < _LARGE_BYTES:
+        return programs
+    late = _written(tasks, size, owners, late_supersteps_of(tasks, owners))
+    return late if _most_bytes(late, sizes_bytes) < _WORTHWHILE * most_bytes else programs
+
+
+def _written(
+    tasks: FusedTasks, size: int, owners: Mapping[Key, int], supersteps: Mapping[Key, int]
+) -> list[Program]:
+    writer = _Writer(tasks, size, owners, supersteps)
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):
             writer.add_assembly(key, node)
@@ -45,6 +66,10 @@ def programs_of(
             writer.add(key, node)
     writer.add_wholes()
     return writer.programs()
+
+
+def _most_bytes(programs: Iterable[Program], sizes_bytes: Mapping[Key, int]) -> int:
+    return max(peak_bytes(each, sizes_bytes) for each in programs)
 
 
 class _Writer:

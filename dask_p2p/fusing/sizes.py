@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from dask_p2p.geometry import block_shape
 from dask_p2p.types import Key
 
 _ITEM_BYTES = 8  # of arrays whose dtype is unknown
+_REDUCED = 16  # least elements along the axes of a reduction, as a guess
 
 
 def sizes_of(tasks: FusedTasks, inputs_bytes: Mapping[Key, int] = {}) -> dict[Key, int]:
@@ -36,7 +38,8 @@ def _size_of(node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[
         return int(getattr(node.value, "nbytes", 1))
     if not tasks.reads[key]:
         return _created_bytes(node)
-    return max(sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    largest = max(sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    return max(1, largest // _REDUCED) if "keepdims" in _keywords(node) else largest
 
 
 def item_bytes_of(node: AssembleTask) -> int:
@@ -89,6 +92,14 @@ def _created_bytes(node: GraphNode) -> int:
         return 1
     shapes = [each for each in _values(node) if _is_shape(each)]
     return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=1)
+
+
+def _keywords(node: GraphNode) -> Mapping[str, Any]:
+    """Return the keyword arguments of a task's function, as far as they are known."""
+    if not isinstance(node, Task):
+        return {}
+    bound = node.func.keywords if isinstance(node.func, partial) else {}
+    return {**bound, **node.kwargs}
 
 
 def _values(node: Task) -> list[Any]:

@@ -39,6 +39,29 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
     return supersteps
 
 
+def late_supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the superstep of each task, as late as its readers allow.
+
+    The last readers have the earliest superstep that they can have. So stencils that are reduced
+    first compute the blocks that other ranks need. The others follow one by one after the last
+    exchange, up to the reduction. They take little memory if exchanges are few.
+    """
+    supersteps: dict[Key, int] = {}
+    for key in tasks.nodes:
+        if key in owners:
+            read = [each for each in tasks.reads[key] if each in owners]
+            after = [supersteps.get(each, 0) + (owners[each] != owners[key]) for each in read]
+            supersteps[key] = max(after, default=0)
+    latest: dict[Key, int] = {}
+    for key in reversed(supersteps):
+        latest[key] = superstep = latest.get(key, supersteps[key])
+        for each in tasks.reads[key]:
+            if each in supersteps:
+                late = superstep - (owners[each] != owners[key])
+                latest[each] = min(late, latest.get(each, late))
+    return latest
+
+
 def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
     """Return the keys of all tasks, layer after layer, depth first.
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import dask.array as da
 import numpy as np
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
+from dask_p2p.fusing import planner
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.program import AssembleStep
-from tests.fusing.support import graphs, read_arrays, smooth
+from dask_p2p.fusing.sizes import peak_bytes, sizes_of
+from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
 
 
 def keys_of_step(step):
@@ -116,3 +119,26 @@ def test_large_blocks_are_read_in_place():
     for n, expected in ((64, False), (1024, True)):
         programs = programs_of(read_arrays(chain(1, n))[1].tasks, 2)
         assert [program.reads_memory for program in programs] == [expected] * 2
+
+
+def stencils_on_the_fly(count):
+    """Return a sum, of 16 blocks of 4 MiB a rank if there are four."""
+    x = da.random.default_rng(0).random((8192, 4096), chunks=(128, 4096))
+    for _ in range(count):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)
+    return x.sum()
+
+
+@pytest.mark.parametrize(("count", "most_mib"), [(1, 32), (3, 64), (10, 104)])
+def test_stencils_that_are_reduced_hold_few_blocks(count, most_mib):
+    tasks = read_arrays(stencils_on_the_fly(count))[1].tasks
+    sizes = sizes_of(tasks)
+    for program in programs_of(tasks, 4):
+        assert peak_bytes(program, sizes) <= most_mib * 2**20
+
+
+@given(graphs(), st.integers(2, 4))
+def test_late_tasks_have_the_same_values(arrays, size):
+    always = {"_LARGE_BYTES": 0, "_FEW_EXCHANGES": 1000, "_WORTHWHILE": float("inf")}
+    with mock.patch.multiple(planner, **always):
+        check_blocks(arrays, run_programs(arrays, size))

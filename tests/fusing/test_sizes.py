@@ -69,3 +69,10 @@ def test_the_peak_of_an_exchange():
     sizes = sizes_of(tasks)
     (program,) = programs_of(tasks, 1, sizes)
     assert peak_bytes(program, sizes) >= 8 * 8 * 64 * 8
+
+
+def test_reductions_are_smaller_than_their_inputs():
+    x = da.ones((64, 64), chunks=16)
+    sizes = sizes_of(read_arrays(x.sum(axis=0))[1].tasks)
+    of_sums = [size for key, size in sizes.items() if "sum" in key[0]]
+    assert max(of_sums) < 16 * 16 * 8 / 8
