@@ -14,6 +14,7 @@ import threading
 import time
 from itertools import pairwise
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from distributed import wait
 
 import dask_p2p
 from tests.faults.support import BOUND_S, cluster_of
+from tests.fusing.support import OPERATIONS
 from tests.support import bits
 
 RUNS = 200
@@ -95,13 +97,16 @@ def equal(got, expected):
     assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-@pytest.mark.parametrize(
+SEEDS = pytest.mark.parametrize(
     "seed",
     [
         pytest.param(seed, marks=[pytest.mark.slow] if seed >= RUNS_BY_DEFAULT else [])
         for seed in range(RUNS)
     ],
 )
+
+
+@SEEDS
 def test_a_run_with_kills(seed):
     choose = random.Random(seed)
     dtype = np.dtype(choose.choice(DTYPES))
@@ -138,3 +143,46 @@ def test_a_run_with_kills(seed):
             equal(client.compute(z).result(timeout=BOUND_S), expected)
             equal(client.compute(y).result(timeout=BOUND_S), expected.transpose(axes))
         assert time.monotonic() - started_s < BOUND_S
+
+
+def slowly(block, pause_s):
+    """Return a block later, so that kills hit ranks that run."""
+    time.sleep(pause_s)
+    return block
+
+
+def fused_program(choose, x):
+    """Return two arrays of a random graph, the result of some operations and its sum."""
+    have = [x, x + 1]
+    for _ in range(choose.randint(3, 10)):
+        operation = choose.choice(OPERATIONS)
+        made = operation(choose.choice(have), choose.choice(have), choose.randint(0, 99))
+        if choose.random() < 0.5:
+            made = made.map_blocks(slowly, choose.random() / 20, dtype=made.dtype)
+        have.append(made)
+    return have[-1], have[-1].sum(axis=0)
+
+
+@SEEDS
+def test_a_fused_graph_with_kills(seed):
+    choose = random.Random(f"fused {seed}")
+    n = choose.choice([12, 64, 256])
+    values = np.random.default_rng(seed).normal(size=(n, n))
+    chunks = tuple(choose.randint(max(1, n // 6), n) for _ in range(2))
+    expected = dask.compute(
+        *fused_program(random.Random(seed), da.from_array(values, chunks=chunks)),
+        scheduler="sync",
+    )
+    n_workers = choose.randint(2, 4)
+    with cluster_of(n_workers, threads_per_worker=choose.randint(1, 2)) as client:
+        x = client.persist(da.from_array(values, chunks=chunks))
+        if choose.random() < 0.7:
+            wait(x)
+        mode = choose.choice(["on", "auto", "fused"])
+        arrays = fused_program(random.Random(seed), x)
+        arrays = dask_p2p.fused(*arrays) if mode == "fused" else arrays
+        trouble = FaultInjector(choose, list(client.run(os.getpid).values()))
+        with trouble, dask.config.set({"p2p.fuse": "off" if mode == "fused" else mode}):
+            futures = client.compute([*arrays])
+            for future, each in zip(futures, expected, strict=True):
+                equal(future.result(timeout=BOUND_S), each)

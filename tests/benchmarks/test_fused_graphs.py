@@ -25,7 +25,10 @@ def test_what_is_compared_and_written(tmp_path):
     for row in rows:
         assert row["cpu_s layers / fused"] > 0
         assert row["wall_s layers / auto"] > 0
-        for kind in fused_graphs.KINDS:
+        is_by_hand = fused_graphs.PROGRAMS[row["program"]] in fused_graphs.BY_HAND
+        kinds = [*fused_graphs.KINDS, *[fused_graphs.HAND] * is_by_hand]
+        assert [*row["seconds"]] == kinds
+        for kind in kinds:
             assert {name: len(of) for name, of in row["seconds"][kind].items()} == {
                 "cpu_s": 2,
                 "wall_s": 2,
