@@ -9,7 +9,7 @@ from dask_p2p.fusing.assembling import Assembling, in_task
 from dask_p2p.fusing.functions import Functions
 from dask_p2p.fusing.messages import Messages
 from dask_p2p.fusing.program import AssembleStep, Program, Superstep
-from dask_p2p.fusing.values import Values
+from dask_p2p.fusing.values import LiveValues
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.progress import Progress
@@ -39,7 +39,7 @@ class Runner:
 
     def __init__(self, ctx: ProgramContext, program: Program) -> None:
         self._progress, self._program = ctx.progress, program
-        self._values = Values(program.uses)
+        self._values = LiveValues(program.uses)
         self._functions = Functions()
         self._assembling = Assembling()
         reads = None

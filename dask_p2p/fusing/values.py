@@ -17,7 +17,7 @@ from numpy.lib.array_utils import byte_bounds
 from dask_p2p.types import Array, Key
 
 
-class Values(dict[Key, Any]):
+class LiveValues(dict[Key, Any]):
     """Values by key, each until its last use."""
 
     def __init__(self, uses: Mapping[Key, int]) -> None:

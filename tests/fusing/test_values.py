@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.fusing.values import Values
+from dask_p2p.fusing.values import LiveValues
 
 
 def values(**uses):
-    return Values(uses)
+    return LiveValues(uses)
 
 
 def test_values_are_dropped_after_their_last_use():
