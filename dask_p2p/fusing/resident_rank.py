@@ -25,7 +25,7 @@ from dask_p2p.fusing.gang import unpacked
 from dask_p2p.fusing.handle_table import HandleTable
 from dask_p2p.fusing.program import AssembleStep, Program
 from dask_p2p.fusing.runner import ProgramContext, Runner
-from dask_p2p.fusing.values import Values
+from dask_p2p.fusing.values import LiveValues
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -120,7 +120,7 @@ class ResidentRunner(Runner):
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._program = replace(self._whole, literals=dict(self._whole.literals))
-        self._values = Values(self._whole.uses)
+        self._values = LiveValues(self._whole.uses)
         try:
             return self.run(blocks)
         finally:
