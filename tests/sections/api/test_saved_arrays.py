@@ -10,8 +10,7 @@ import pytest
 from dask_p2p.errors import InputError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from tests.sections.gangs import run_gang
+from tests.sections.api.resuming import first_step_again
 
 STEPS = 12
 
@@ -314,67 +313,4 @@ def deep_inside(ctx, x):
 @pytest.mark.parametrize("function", [*RIGHT, copy_worked_on, another_name, rows, deep_inside])
 def test_ranks_that_begin_again_make_the_same(function):
     """An unchanged state is no reason to leave out steps, whichever state was kept."""
-    ranks = RankGrid(((3, 3),), (2,))
-    kept = [SavedStates(), SavedStates()]
-
-    class FoundError(Exception):
-        pass
-
-    def attempt(resume, last=None):
-        def checkpoints(rank, connections, device):
-            own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            made = Checkpoints(rank, ["a", "b"], connections, own, device)
-            save = made.save
-
-            def saved(step, arrays):
-                save(step, arrays)
-                if step == last:
-                    connections.gather("the state of both is there", b"")
-                    raise FoundError
-
-            made.save = saved
-            return made
-
-        return run_gang(ranks, lambda ctx: function(ctx, np.arange(3.0)), checkpoints=checkpoints)
-
-    wanted = [[12, 13, 14]] * 2
-    assert [found.tolist() for found in attempt(None)] == wanted
-    if not kept[0].gangs:
-        return
-    for each in kept:
-        each.drop("x")
-    with pytest.raises(FoundError):
-        attempt(None, last=7)
-    assert [found.tolist() for found in attempt(7)] == wanted
-
-
-def test_a_state_that_changes_at_one_rank_is_brought_back():
-    """A wave that has not come to the others yet."""
-    ranks = RankGrid(((3, 3),), (2,))
-    kept = [SavedStates(), SavedStates()]
-
-    def attempt(resume, function):
-        def checkpoints(rank, connections, device):
-            own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            return Checkpoints(rank, ["a", "b"], connections, own, device)
-
-        return run_gang(ranks, function, checkpoints=checkpoints)
-
-    def saves(ctx):
-        ctx.checkpoint(3, np.full(3, float(ctx.rank)), np.ones(ctx.rank))
-
-    def restores(ctx):
-        x, few = np.zeros(3), np.zeros(ctx.rank)
-        return ctx.restore(x, few), x.tolist(), few.tolist()
-
-    attempt(None, saves)
-    assert attempt(3, restores) == [(3, [0] * 3, []), (3, [1] * 3, [1])]
-
-
-def test_restore_and_checkpoint_take_the_same_arrays(alone):
-    """Not as many bytes of others."""
-    u, n = np.zeros(2), np.zeros(2, int)
-    alone.restore(u, n)
-    with pytest.raises(InputError, match=r"shapes and dtypes that ctx\.restore filled"):
-        alone.checkpoint(1, n, u)
-    alone.checkpoint(1, u + 1, n + 1)
+    first_step_again(function)

@@ -9,6 +9,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from tests.sections.api.resuming import first_step_again
 from tests.sections.gangs import run_gang
 
 STEPS = 12
@@ -306,45 +307,8 @@ AT_THE_START = [constants, copy_worked_on, argument_worked_on, number_not_used]
 @pytest.mark.parametrize("function", [*RIGHT, *AT_THE_START[1:]])
 def test_ranks_that_begin_again_make_the_same(function):
     """An unchanged state is no reason to leave out steps, whichever state was kept."""
-    ranks = RankGrid(((3, 3),), (2,))
-    kept = [SavedStates(), SavedStates()]
-
-    class FoundError(Exception):
-        pass
-
-    def attempt(resume, last=None):
-        def checkpoints(rank, connections, device):
-            own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            made = Checkpoints(rank, ["a", "b"], connections, own, device)
-            save = made.save
-
-            def saved(step, arrays):
-                save(step, arrays)
-                if step == last:
-                    connections.gather("the state of both is there", b"")
-                    raise FoundError
-
-            made.save = saved
-            return made
-
-        def call(ctx):
-            made = function(ctx, np.arange(3.0))
-            firsts.append(ctx.progress.first)
-            return made
-
-        return run_gang(ranks, call, checkpoints=checkpoints)
-
-    firsts = []
-    wanted = [[12, 13, 14]] * 2
-    assert [found.tolist() for found in attempt(None)] == wanted
-    if not kept[0].gangs:
-        return
-    for each in kept:
-        each.drop("x")
-    with pytest.raises(FoundError):
-        attempt(None, last=7)
-    assert [found.tolist() for found in attempt(7)] == wanted
-    assert firsts[-1] == (0 if function in AT_THE_START else 7)
+    first = first_step_again(function)
+    assert first in (None, 0 if function in AT_THE_START else 7)
 
 
 def test_a_state_that_changes_at_one_rank_is_brought_back():
