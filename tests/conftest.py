@@ -189,7 +189,7 @@ def _light_clusters():
     import dask
     from distributed import Nanny, SpecCluster
 
-    from tests.support import FORKED, PATIENT, UNWATCHED, prepare_to_fork
+    from tests.support import FORKED, PATIENT, UNWATCHED, prepare_to_fork, tune
 
     close, init = Nanny.close, SpecCluster.__init__
 
@@ -206,7 +206,7 @@ def _light_clusters():
         patch.setattr(Nanny, "close", close_patiently)
         patch.setattr(SpecCluster, "__init__", init_if_marked)
         # On a busy machine, workers that have just started answer late, which is a warning.
-        patch.setattr("dask_p2p.plugins.scheduler.ANSWER_S", 30.0)
+        tune(patch, worker_answer_s=30.0)
         yield
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 import dask
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.runs import fetch_records, runs_of
 from dask_p2p.plugins.registration import workers_of
@@ -40,6 +41,16 @@ def prepare_to_fork():
     with dask.config.set(FORKED):
         context = get_mp_context()  # which sets Dask's own preloads, once
     context.set_forkserver_preload(["tests.forked"])
+
+
+def tune(patch, **numbers):
+    """Replace numbers of the package, until the patch is undone."""
+    patch.setattr(tuning, "current", replace(tuning.current, **numbers))
+
+
+def tune_here(**numbers):
+    """Replace numbers of this process, such as a worker, until its end."""
+    tuning.current = replace(tuning.current, **numbers)
 
 
 def loaded_anew(name):

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, RUN_BYTES, SLOTS, Backend, Queue, Timer, order_of
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer, order_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import UnsupportedArrayError
@@ -36,7 +36,6 @@ from dask_p2p.types import Array
 __all__ = [
     "BACKENDS",
     "MOST_UNREAD",
-    "RUN_BYTES",
     "SLOTS",
     "Backend",
     "Queue",

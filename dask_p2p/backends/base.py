@@ -21,8 +21,6 @@ from dask_p2p.config import Options
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
-#: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8 bytes.
-RUN_BYTES = 512
 SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
 MOST_UNREAD = 2  # received arrays that are kept for queued kernels
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from dask.utils import format_bytes
 
+from dask_p2p import tuning
 from dask_p2p.errors import P2PError
 from dask_p2p.types import DType
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CPU_WORKERS = 4
-_CONNECT_S = 10
-_WORKERS_WAIT_S = 10
 # Room for the array, its transpose, and the data in transfer between them.
 _MEMORY_FACTOR = 2.5
 _CPU_SIDE, _GPU_SIDE = 6000, 32768  # rows of the default matrix
@@ -165,7 +164,7 @@ def connect(scheduler: str) -> Any:
     try:
         # With an address that it cannot parse, Client hangs on closing.
         resolve_address(scheduler)
-        return Client(scheduler, timeout=_CONNECT_S, set_as_default=False)
+        return Client(scheduler, timeout=tuning.current.connect_s, set_as_default=False)
     except (OSError, ValueError) as exc:
         raise P2PError(
             f"no scheduler answers at {scheduler}: {exc}; pass the address that `dask scheduler` "
@@ -181,7 +180,7 @@ def worker_count(client: Any) -> int:
     from dask_p2p.plugins.registration import workers_of
 
     try:
-        client.wait_for_workers(1, timeout=_WORKERS_WAIT_S)
+        client.wait_for_workers(1, timeout=tuning.current.workers_wait_s)
     except TimeoutError as exc:
         raise P2PError(
             f"the scheduler at {client.scheduler.address} has no workers; start some with "

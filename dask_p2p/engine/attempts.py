@@ -2,7 +2,7 @@
 
 "Failure" in docs/design.md describes it. `worst_case_s` bounds the total time for one task or for
 many. The worker's event loop enforces the deadlines. While the loop itself is blocked, each wait
-takes `EVENT_LOOP_GRACE_S` longer.
+takes `Tuning.event_loop_grace_s` longer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import threading
 from collections import OrderedDict, deque
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.config import Options
 from dask_p2p.transports.silence import LONGEST_PAUSE_S, PROBE_TIMEOUT_S
 from dask_p2p.types import Key
 
 _KEPT_CAUSES = 8  # causes kept per task: the last distinct ones
 _CAUSE_CHARS = 500  # length of a cause
-_COUNTED_TASKS = 10_000  # tasks in the log
 
 
 def pause_s(options: Options, attempt: int) -> float:
@@ -59,7 +59,7 @@ class AttemptLog:
                 first, *_ = causes.pop()
             causes.append((first, count, cause))
             self.failed[key] = causes
-            while len(self.failed) > _COUNTED_TASKS:
+            while len(self.failed) > tuning.current.counted_tasks:
                 self.failed.popitem(last=False)
             return count, "; ".join(
                 f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
 
+from dask_p2p import tuning
 from dask_p2p.backends import Timer
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
-from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region
@@ -136,7 +136,7 @@ class Fetch:
         holder, transport = self.route.holder, self.route.transport.name
         if not region.is_here():
             self.silences.check(holder, transport, self.start_s, self.options)
-        limit_s = self.options.request_timeout_s + EVENT_LOOP_GRACE_S
+        limit_s = self.options.request_timeout_s + tuning.current.event_loop_grace_s
         try:
             return self._timed(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed

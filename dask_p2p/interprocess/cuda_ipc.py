@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.driver import allocation, buffer_id, close_ipc, is_shareable, uuid
 from dask_p2p.backends.host.repeating import RepeatingTimer
@@ -183,7 +184,7 @@ class Mappings:
 
     - after its last user, if the allocation is little more than the block: its owner frees it with
       the block (in CuPy's own pool; allocations of RMM's pool hold many blocks),
-    - after `UNUSED_S` without users,
+    - after `Tuning.unused_mapping_s` without users,
     - if the unused mappings of a process have more bytes than a GPU,
     - when its process has ended, or its worker has left,
     - when the process has another allocation at its addresses, and must have freed this one.
@@ -193,14 +194,11 @@ class Mappings:
     have nearly equal handles, and a new allocation may get the handle of an old one.
     """
 
-    #: Time for which an unused mapping is kept.
-    UNUSED_S = 60.0
-
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], MappedAllocation] = {}
         self._lock = threading.Lock()  # not held during driver calls
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by process
-        self._timer = RepeatingTimer(self.UNUSED_S, self.close_unused)
+        self._timer = RepeatingTimer(tuning.current.unused_mapping_s, self.close_unused)
 
     def __len__(self) -> int:
         """Return the number of open mappings."""
@@ -302,7 +300,7 @@ class Mappings:
 
         Return true if any mapping is left. The call may block: make it from a thread.
         """
-        oldest_s = time.monotonic() - self.UNUSED_S
+        oldest_s = time.monotonic() - tuning.current.unused_mapping_s
 
         def is_due(mapping: MappedAllocation) -> bool:
             is_unwanted = mapping.process == process or not mapping.is_kept

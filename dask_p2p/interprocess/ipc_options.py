@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dask_p2p import tuning
 from dask_p2p.backends import SLOTS
 from dask_p2p.config import Options, TransportOptions, option, section, size_bytes
-
-_SMALLEST_SLOT_BYTES = 2**16  # for less, a kernel reads faster than a copy engine starts
 
 
 @section("transports.ipc")
@@ -19,4 +18,5 @@ def ipc_part_bytes(options: Options) -> int | None:
     """Return the limit of a part that a copy engine brings at a time; None: kernels read."""
     # At most half of the limit: the rest is for parts from other hosts.
     slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
-    return slots_bytes // SLOTS if slots_bytes // SLOTS >= _SMALLEST_SLOT_BYTES else None
+    slot_bytes = slots_bytes // SLOTS
+    return slot_bytes if slot_bytes >= tuning.current.copy_engine_bytes else None

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends.device import relax_capture
 from dask_p2p.errors import Obstacle, SilentError, TransferError, install_command
 from dask_p2p.types import Array
@@ -30,7 +31,6 @@ NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
-_PATIENCE = 10  # delay before an endpoint is closed, as a multiple of a message's timeout
 _MOST_BEHIND = 1000  # most endpoints of the other process that this one lacks
 
 
@@ -185,7 +185,7 @@ class Messenger:
             if not message.done:
                 self.forget(address)
 
-        timer = threading.Timer(_PATIENCE * timeout_s, look)
+        timer = threading.Timer(tuning.current.ucx_close_timeouts * timeout_s, look)
         timer.daemon = True
         with self._lock:
             if not self._closed:

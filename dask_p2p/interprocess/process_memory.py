@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.errors import Obstacle
 from dask_p2p.geometry import gapless_from
 from dask_p2p.types import Array, DType
 
 TOKEN_BYTES = 16
-MOST_RUNS = 1024  # most runs of one system call: IOV_MAX
-_SHORT_RUN_BYTES = 256  # NumPy copies shorter runs faster than the kernel
 _LET_READ = (
     "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
     "forbids it"
@@ -139,7 +138,8 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
     elif len(there) == 1:
         there, run_bytes_there = _cut(int(there[0]), local)
     shortest, longest = sorted((run_bytes_here, run_bytes_there))
-    if not _SHORT_RUN_BYTES <= shortest <= longest <= MOST_RUNS * shortest:
+    least_bytes, ratio = tuning.current.process_run_bytes, tuning.current.runs_per_call
+    if not least_bytes <= shortest <= longest <= ratio * shortest:
         return False
     _read_runs(pid, there, run_bytes_there, here, run_bytes_here)
     return True
@@ -147,7 +147,7 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
 
 def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous memory for all runs as runs of its own, one for each system call."""
-    run_bytes = MOST_RUNS * runs.run_bytes
+    run_bytes = tuning.current.runs_per_call * runs.run_bytes
     end = address + len(runs.addresses) * runs.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
 
@@ -155,7 +155,8 @@ def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int
 def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
-    at_once = next(n for n in range(min(count, MOST_RUNS), 0, -1) if count % n == 0)
+    most = min(count, tuning.current.runs_per_call)
+    at_once = next(n for n in range(most, 0, -1) if count % n == 0)
     run_bytes = at_once * local.run_bytes
     end = address + count * local.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
@@ -171,7 +172,7 @@ def _read_runs(
     """Copy runs of another process to local runs. One length divides the other."""
     remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
-    step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
+    step_bytes = tuning.current.runs_per_call * min(run_bytes, local_run_bytes) // longest * longest
     steps = step_bytes // run_bytes, step_bytes // local_run_bytes
     for number in range(-(-len(remote) // steps[0])):
         src, dst = (

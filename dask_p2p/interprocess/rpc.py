@@ -14,6 +14,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Protocol
 
+from dask_p2p import tuning
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
@@ -29,8 +30,6 @@ from dask_p2p.interprocess.requests import reject_unknown
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
-#: Additional wait after a call's own deadline. Then this worker's event loop does not respond.
-EVENT_LOOP_GRACE_S = 10.0
 
 #: Errors of a holder by the status of its reply. For all other errors it is "error".
 _STATUSES: dict[str, tuple[type[Exception], ...]] = {
@@ -87,7 +86,7 @@ def ask_and_wait(
     asking = ask(worker, holder, op, timeout_s, about, **kwargs)
     try:
         return asyncio.run_coroutine_threadsafe(asking, worker.loop).result(
-            timeout_s + EVENT_LOOP_GRACE_S
+            timeout_s + tuning.current.event_loop_grace_s
         )
     except TimeoutError:
         raise TransferError("the worker's event loop did not respond") from None

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from dask.utils import key_split
 
+from dask_p2p import tuning
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_version, own_version
 
@@ -27,7 +28,6 @@ RECORDS_OP = "p2p_records"
 REASON_CHARS = 500
 
 _SCHEDULER_RECORDS = 40_000  # records and stages that a scheduler keeps: at most 30 MB
-_MOST_ARRAYS, _MOST_RUNS = 10_000, 1_000  # most arrays with separate runs, and most runs of each
 
 
 class Stage(NamedTuple):
@@ -269,8 +269,8 @@ class RunStarts:
         if name not in self._open:
             self._open.add(name)
             starts = self._starts.setdefault(name, [])
-            starts[:] = [*starts[1 - _MOST_RUNS :], number]
-            if len(self._starts) > _MOST_ARRAYS:
+            starts[:] = [*starts[1 - tuning.current.counted_runs :], number]
+            if len(self._starts) > tuning.current.counted_arrays:
                 del self._starts[next(iter(self._starts))]
 
     def is_open(self, name: str) -> bool:

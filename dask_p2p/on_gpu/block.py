@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from dask.utils import funcname
 
+from dask_p2p import tuning
 from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.declared import checked_block
@@ -36,10 +37,6 @@ from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
 from dask_p2p.types import Array, Key, Kind
 from dask_p2p.versioned import check_readable, versioned
-
-# Starting another task takes the host 1 ms. On an H200, this made layers of blocks of 32 and
-# 128 MiB slower (50 ms against 40, 53 against 48), and those of 256 MiB and more faster.
-_ON_ISSUED_FROM_BYTES = 2**28
 
 
 @versioned()
@@ -100,7 +97,7 @@ def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssue
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
     tasks, which continue after the call: too many tasks would run concurrently.
     """
-    if worker is None or block.up_bytes < _ON_ISSUED_FROM_BYTES:
+    if worker is None or block.up_bytes < tuning.current.task_ahead_bytes:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
     return context.only_waiting if isinstance(getattr(spec, "func", None), GpuMapFunction) else None

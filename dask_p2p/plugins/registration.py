@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, overload
 from weakref import WeakSet
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import current_worker, plugin_context
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
@@ -234,7 +235,7 @@ async def give_plugin(scheduler: Any) -> None:
 
 def _report(answer: dict[str, Any]) -> None:
     """Raise `RegistrationError` for failed workers, and warn of silent ones."""
-    from dask_p2p.plugins.scheduler import ANSWER_S, cannot_take_part
+    from dask_p2p.plugins.scheduler import cannot_take_part
 
     if answer["failed"]:
         raise RegistrationError(cannot_take_part(answer["failed"]))
@@ -243,8 +244,8 @@ def _report(answer: dict[str, Any]) -> None:
         named = ", ".join(silent[:_MOST_NAMED]) + (", ..." if len(silent) > _MOST_NAMED else "")
         text = (
             f"{len(silent)} of {answer['workers']} workers have not answered the registration for "
-            f"{ANSWER_S:g} s: they are busy or suspended ({named}). Tasks sent there wait until "
-            f"they answer. Close workers that are dead."
+            f"{tuning.current.worker_answer_s:g} s: they are busy or suspended ({named}). Tasks "
+            f"sent there wait until they answer. Close workers that are dead."
         )
         warnings.warn(text, P2PWarning, stacklevel=_level_of_user())
 

@@ -19,6 +19,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol import deserialize
 from distributed.protocol.pickle import dumps
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
 from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.requests import checked_integer
@@ -44,8 +45,6 @@ from dask_p2p.versioned import check_dask, this_version, versioned
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait of a registration for a worker.
-ANSWER_S = 10.0
 _RETRY_S = 1.0
 _MOST_RUNS = 2**62
 _LEFT = ("waiting", "no-worker", "queued", "processing")  # states of unfinished tasks
@@ -154,15 +153,15 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @answering
     async def register(self) -> dict[str, Any]:
-        """Install the plugin on all workers; return when all have it, or after `ANSWER_S`.
+        """Install the plugin on all workers; return when all have it, or after a limit.
 
         In the answer, ``failed`` has the cause of each failed installation, by address.
         ``silent`` lists the workers without an answer. ``workers`` is the number of workers.
         """
         self._set_up_all()
-        now_s = time.monotonic()
+        began_s = time.monotonic() - tuning.current.worker_answer_s
         waiting = [
-            asyncio.wait([each.task], timeout=max(0.0, each.since_s + ANSWER_S - now_s))
+            asyncio.wait([each.task], timeout=max(0.0, each.since_s - began_s))
             for each in self._set_ups.values()
         ]
         await asyncio.gather(*waiting)
@@ -209,9 +208,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _fetch(self, worker: str) -> list[TaskRecord] | None:
         """Fetch a worker's new records; return those of running tasks, None without an answer."""
-        call = getattr(self.scheduler.rpc(worker), RECORDS_OP)
+        asking = getattr(self.scheduler.rpc(worker), RECORDS_OP)(since=self._records.next(worker))
         try:
-            answer = await asyncio.wait_for(call(since=self._records.next(worker)), ANSWER_S)
+            answer = await asyncio.wait_for(asking, tuning.current.worker_answer_s)
         except (OSError, TimeoutError):
             # A worker that has left has no records.
             return None if worker in self.scheduler.workers else []

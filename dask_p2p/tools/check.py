@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+from dask_p2p import tuning
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.host.hardware import versions
 from dask_p2p.backends.host.pinned import CANNOT_PIN, REMEDY
@@ -37,12 +38,9 @@ from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
 from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
-FAR = 2  #: Least speed-up of another transport that the report names.
-
 # Workers on different hosts cannot read each other's memory.
 _NO_PROBLEM = (*EXPECTED, "other-host")
 _LATENCY_BYTES = 1024
-REPEATS = 5
 _FEW_REPEATS = 2  # repeats for other transports, which are reported only if much faster
 
 
@@ -120,7 +118,8 @@ def find_problems(
             text = f"no transport brings blocks from {link.holder}: {link.error}"
             causes[text, "Check that the two workers can connect to each other"].append(link.reader)
         if link.quicker is not None:
-            text = f"{link.quicker} is more than {FAR} times as fast as {link.transport}"
+            times = f"{tuning.current.check_speed_up:g} times"
+            text = f"{link.quicker} is more than {times} as fast as {link.transport}"
             causes[text, "Put it first in p2p.transports.order"].append(link.reader)
         for transport, obstacle in link.obstacles.items():
             if obstacle.code not in _NO_PROBLEM:
@@ -213,8 +212,8 @@ class _WorkerPair:
         try:
             # Probe the routes before any timing.
             context.router.routes([holder], self.kind, PROBE_DTYPE, order)
-            latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(REPEATS)
-            time_s, transport = self._time(REPEATS)
+            latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(tuning.current.check_repeats)
+            time_s, transport = self._time(tuning.current.check_repeats)
             quicker = self._quicker(time_s, transport)
         except P2PError as exc:
             error = f"{type(exc).__name__}: {exc}"
@@ -241,7 +240,9 @@ class _WorkerPair:
                 with contextlib.suppress(P2PError):
                     times_s[name], _ = alone._time(_FEW_REPEATS)
         best = min(times_s, key=lambda name: times_s[name], default=None)
-        return best if best is not None and FAR * times_s[best] < time_s else None
+        if best is None or tuning.current.check_speed_up * times_s[best] >= time_s:
+            return None
+        return best
 
     def _time(self, repeats: int) -> tuple[float, str]:
         """Return the least time of a probe block, and its transport."""

@@ -37,12 +37,13 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
-from dask_p2p.backends import RUN_BYTES, backend_named
+from dask_p2p import tuning
+from dask_p2p.backends import backend_named
 from dask_p2p.config import Options, TransportOptions
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.interprocess.buffers import Buffers
-from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S, Handler, answering
+from dask_p2p.interprocess.rpc import Handler, answering
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import ByteBudget, Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key
@@ -78,7 +79,7 @@ class Request:
         if self.kind != "cupy" or self.fast_axis is None:
             return None
         partial = (a for a, shape in enumerate(self.shape) if box[a][1] - box[a][0] < shape)
-        least = RUN_BYTES // max(1, self.dtype.itemsize)
+        least = tuning.current.gpu_row_bytes // max(1, self.dtype.itemsize)
         return ContiguousRuns(self.fast_axis, least, max(partial, default=0))
 
 
@@ -235,13 +236,14 @@ class Transport(ABC):
         Connections and mappings opened by the probe stay open.
         """
         timeouts = replace(self.options, request_timeout_s=PROBE_TIMEOUT_S)
+        limit_s = PROBE_TIMEOUT_S + tuning.current.event_loop_grace_s
         whole = ((0, PROBE_BYTES),)
         request = Request(probe_key(kind), holder, (PROBE_BYTES,), PROBE_DTYPE, kind, [whole])
         with closing(self.read([request], timeouts)) as reading:
             try:
                 for region in reading:
                     start, _ = region.box[0]
-                    check_probe(region.result(PROBE_TIMEOUT_S + EVENT_LOOP_GRACE_S), start)
+                    check_probe(region.result(limit_s), start)
             except TimeoutError:
                 raise TransferError("the worker's event loop did not respond") from None
 

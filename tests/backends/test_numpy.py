@@ -17,6 +17,7 @@ from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue
 from dask_p2p.config import options
 from dask_p2p.errors import NoDeviceError
+from tests.support import tune
 
 NBYTES = 128  # of an output block of 16 items of f8
 
@@ -36,7 +37,7 @@ def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch)
     assert options().permute_numpy == "auto"
     assert "cupy" in sys.modules, "what is emulated"
     assert type(chosen("auto")) is HostQueue, "a small one"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", NBYTES)
+    tune(monkeypatch, permute_on_gpu_bytes=NBYTES)
     assert type(chosen("auto")) is HostThroughDeviceQueue
     assert type(chosen("auto", "f4")) is HostQueue
     assert type(chosen("cpu")) is HostQueue
@@ -57,7 +58,7 @@ def test_a_worker_without_a_gpu_reports_it(monkeypatch):
     for words in ("on worker b no GPU is visible", "gpus=True", "p2p.permute-numpy to cpu"):
         assert words in str(caught.value)
     assert type(chosen("gpu", "O")) is HostQueue, "it is left to the CPU anyway"
-    monkeypatch.setattr(host_through_device, "AUTO_FROM_BYTES", 0)
+    tune(monkeypatch, permute_on_gpu_bytes=0)
     monkeypatch.setattr(host_through_device, "on_gpu", lambda: True)
     assert type(chosen("auto")) is HostQueue
 

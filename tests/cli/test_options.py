@@ -3,9 +3,9 @@ from __future__ import annotations
 import dask
 import pytest
 
-from dask_p2p.cli import _options
 from dask_p2p.cli._options import own_cluster, worker_count
 from dask_p2p.errors import P2PError
+from tests.support import tune
 
 
 def fail_when_closed(dask_worker):
@@ -36,7 +36,7 @@ def test_processes_of_an_own_cluster_log_nothing(capfd):
 def test_a_scheduler_without_workers(monkeypatch):
     from distributed import Client, LocalCluster
 
-    monkeypatch.setattr(_options, "_WORKERS_WAIT_S", 0.2)
+    tune(monkeypatch, workers_wait_s=0.2)
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as client,

@@ -32,6 +32,7 @@ from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
+from tests.support import tune
 
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)
@@ -243,7 +244,7 @@ def test_the_own_host_is_read_while_others_are_waited_for(
         return future
 
     monkeypatch.setattr(FakeReading, "request", asked)
-    monkeypatch.setattr("dask_p2p.engine.fetch.EVENT_LOOP_GRACE_S", 0.0)
+    tune(monkeypatch, event_loop_grace_s=0.0)
     timeout_s = 1.0 if mode == "sync" else 60.0
     made = assembly(peers, ("far", "b", "c"), mode=mode, request_timeout_s=timeout_s)
     if mode == "sync":
@@ -391,7 +392,7 @@ def test_an_answer_that_does_not_come_in_time(quick, slow, peers, log, monkeypat
         "request",
         lambda self, *args: Future() if self.transport is quick else request(self, *args),
     )
-    monkeypatch.setattr("dask_p2p.engine.fetch.EVENT_LOOP_GRACE_S", 0.0)
+    tune(monkeypatch, event_loop_grace_s=0.0)
     check(assembly(peers, request_timeout_s=0.05).run())
     assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
     for holder in "ac":

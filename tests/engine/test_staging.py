@@ -28,6 +28,7 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
+from tests.support import tune
 from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
@@ -192,7 +193,7 @@ class InPlaceReading(Reading):
 @pytest.mark.parametrize("limit_bytes", [1, 9, 600, 2000, 10_000])
 def test_ipc(workers, monkeypatch, limit_bytes):
     make, _ = workers
-    monkeypatch.setattr("dask_p2p.interprocess.ipc_options._SMALLEST_SLOT_BYTES", 1)
+    tune(monkeypatch, copy_engine_bytes=1)
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     slots_bytes = []
 

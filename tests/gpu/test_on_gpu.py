@@ -27,7 +27,7 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
-from tests.support import persisted
+from tests.support import persisted, tune_here
 
 pytestmark = [
     pytest.mark.gpu(1),
@@ -250,7 +250,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
 
 
 def hand_on_small_blocks():
-    module._ON_ISSUED_FROM_BYTES = 1
+    tune_here(task_ahead_bytes=1)
 
 
 def records_of(name, dask_worker):

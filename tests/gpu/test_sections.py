@@ -17,13 +17,12 @@ from distributed import wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.sections.api import transforms
 from tests.gpu.support import POOL, on_gpu
 from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
-from tests.support import own_client, persisted, result_of
+from tests.support import own_client, persisted, result_of, tune, tune_here
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
@@ -375,7 +374,7 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
     wanted = theirs(whole.astype("d" if real else "D"), axes=axes)
     given, own = {"axes": axes, "shape": whole.shape}, x.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+        tune(patch, transform_piece_bytes=piece_bytes)
         for _ in range(2):
             y = there(x, partition=(1,), from_partition=(0,), **given)
             z = back(y, partition=(0,), from_partition=(1,), **given)
@@ -420,11 +419,11 @@ def test_redistribute(client, way, char, axes, to, staging):
 
 def pretend(is_far):
     """Put ranks here on a host of their own, with UCX for small messages too; or undo both."""
-    from dask_p2p.sections.wire import connection, endpoint
+    from dask_p2p.sections.wire import endpoint
 
     here = endpoint.kernel_and_namespace()[0]
     be_on_hosts(lambda: f"{here}-{os.getpid()}" if is_far else here)
-    connection.LEAST_BYTES = 64 if is_far else 1 << 16
+    tune_here(ucx_message_bytes=64 if is_far else 1 << 16)
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p import tuning
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.interprocess.peer import Peer
+from tests.support import tune
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -192,7 +194,7 @@ def test_what_nobody_used_for_long_is_closed(runtime, mappings, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
     mappings.release(idle)
-    now_s[0] += Mappings.UNUSED_S
+    now_s[0] += tuning.current.unused_mapping_s
     mappings.release(fresh)
     mappings.close_unused()
     assert opened(runtime) == {"00", "02"}
@@ -200,7 +202,7 @@ def test_what_nobody_used_for_long_is_closed(runtime, mappings, monkeypatch):
 
 
 def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
-    monkeypatch.setattr(Mappings, "UNUSED_S", 0.1)
+    tune(monkeypatch, unused_mapping_s=0.1)
     mappings = Mappings()
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.interprocess import process_memory
 from dask_p2p.interprocess.process_memory import (
-    MOST_RUNS,
     ByteRuns,
     RemoteArray,
     allow_readers,
@@ -24,6 +22,10 @@ from dask_p2p.interprocess.process_memory import (
     read_into,
     runs_of,
 )
+from dask_p2p.tuning import Tuning
+from tests.support import tune
+
+RUNS = Tuning.runs_per_call
 
 
 def read_view(view, pid=None):
@@ -67,8 +69,7 @@ def test_a_region_is_copied_to_where_it_belongs(view, data):
     expected = whole.copy()
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_memory, "_SHORT_RUN_BYTES", 1)
-        patch.setattr(process_memory, "MOST_RUNS", data.draw(st.integers(1, 5)))
+        tune(patch, process_run_bytes=1, runs_per_call=data.draw(st.integers(1, 5)))
         is_done = read_into(os.getpid(), runs, whole[(*inner, ...)])
     if is_done:
         expected[inner] = view
@@ -100,7 +101,7 @@ def test_runs_are_as_long_as_can_be():
     assert len(read_view(array[:, :, 2:4])[0].addresses) == 20
 
 
-@pytest.mark.parametrize("rows", [MOST_RUNS - 1, MOST_RUNS, MOST_RUNS + 1, 3 * MOST_RUNS])
+@pytest.mark.parametrize("rows", [RUNS - 1, RUNS, RUNS + 1, 3 * RUNS])
 def test_more_runs_than_one_call_takes(rows):
     array = np.arange(rows * 3.0).reshape(rows, 3)
     _, found = read_view(array[:, 1:])
@@ -114,6 +115,7 @@ def test_items_without_bytes():
 CHILD = """
 import numpy, sys
 from dask_p2p.interprocess.process_memory import allow_readers
+from tests.support import tune
 allow_readers()
 array = numpy.arange(1000.0)
 print(array.ctypes.data, flush=True)

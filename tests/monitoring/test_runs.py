@@ -12,11 +12,10 @@ import numpy as np
 from distributed import Event, wait
 
 import dask_p2p
-from dask_p2p.monitoring import records as module
 from dask_p2p.monitoring.records import RunStarts
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
-from tests.support import import_path, indexed, own_client, persisted
+from tests.support import import_path, indexed, own_client, persisted, tune
 from tests.transports.loopback import wait_until
 
 X = indexed((64, 64), float)
@@ -119,8 +118,7 @@ def test_starts():
 
 
 def test_starts_are_bounded(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_ARRAYS", 3)
-    monkeypatch.setattr(module, "_MOST_RUNS", 2)
+    tune(monkeypatch, counted_arrays=3, counted_runs=2)
     starts = RunStarts()
     for number in range(1, 10):
         starts.sent(NAME, number)

@@ -18,6 +18,7 @@ from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
 from tests.simulation.streams import HOST
+from tests.support import tune
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
@@ -215,7 +216,7 @@ def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
 ):
     notes = worker.notes
     worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
-    monkeypatch.setattr(module, "_ON_ISSUED_FROM_BYTES", from_bytes)
+    tune(monkeypatch, task_ahead_bytes=from_bytes)
     monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
     task = worker.state.tasks["fused-0123"]
     task.run_spec = SimpleNamespace(func=max)

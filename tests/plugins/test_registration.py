@@ -25,11 +25,10 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.plugins import notices
 from dask_p2p.plugins import registration as module
-from dask_p2p.plugins import scheduler as scheduler_module
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed.ucx import UcxOptions
-from tests.support import import_path, indexed, result_of, worker_process
+from tests.support import import_path, indexed, result_of, tune, worker_process
 from tests.transports.loopback import true_later, wait_until
 
 SHAPE = (40, 12)
@@ -144,7 +143,7 @@ def test_a_plugin_that_is_there_stays(bare):
 
 
 def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "ANSWER_S", 5.0)
+    tune(monkeypatch, worker_answer_s=5.0)
     pids = bare.run(os.getpid)
     (still, pid), *_ = pids.items()
     os.kill(pid, signal.SIGSTOP)

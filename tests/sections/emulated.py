@@ -23,10 +23,11 @@ from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import captured
-from dask_p2p.sections.wire import connection, endpoint
+from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, Array, emulated, kernels
+from tests.support import tune
 
 
 def emulated_gpu(monkeypatch):
@@ -136,9 +137,9 @@ def with_ucx(gpu, monkeypatch):
         (endpoint, "_kernel_and_network", lambda: f"host-{next(kernels) // 2}"),
         (gangs, "Reach", partial(gangs.Reach, "127.0.0.1", uses_ucx=True)),
         (gangs, "messenger", lambda: messenger),
-        (connection, "LEAST_BYTES", 64),
     ):
         monkeypatch.setattr(where, name, value)
+    tune(monkeypatch, ucx_message_bytes=64)
     return messenger
 
 

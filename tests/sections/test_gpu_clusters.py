@@ -21,6 +21,7 @@ from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_iterate import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
+from tests.support import tune
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -91,7 +92,7 @@ def fails_once(ctx, x):
 
 
 def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
-    monkeypatch.setattr(gpu_device, "_LINGER_S", 0.05)
+    tune(monkeypatch, window_linger_s=0.05)
     try:
         y = on_host(spmd(fails_once, array()))
     finally:
@@ -128,7 +129,7 @@ def turns(ctx, x):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("order", ["auto", ["comm"]])
 def test_redistributions(gpu, client, monkeypatch, order, fails):
-    monkeypatch.setattr(gpu_device, "_LINGER_S", 0.05)
+    tune(monkeypatch, window_linger_s=0.05)
     left_bytes = []
     for _ in range(3):
         here["to fail"] = fails

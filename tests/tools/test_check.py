@@ -14,10 +14,11 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import check as check_module
-from dask_p2p.tools.check import FAR, Link, Report, Status, find_problems
+from dask_p2p.tools.check import Link, Report, Status, find_problems
 from dask_p2p.transports.probe import most_probe_bytes
+from dask_p2p.tuning import Tuning
 from tests.clock import Clock
-from tests.support import given_up, own_client
+from tests.support import given_up, own_client, tune_here
 
 VERSIONS = {"dask": "1", "cupy": "14", "ucxx": None}
 GOOD = Status(
@@ -174,13 +175,15 @@ def measure_little():
     """Measure small blocks, and find no transport quicker than the first one."""
     from dask_p2p.tools import check
 
-    check.FAR, check.most_probe_bytes = 1e9, lambda *_: 2**20
+    tune_here(check_speed_up=1e9)
+    check.most_probe_bytes = lambda *_: 2**20
 
 
 def measure_well():
     from dask_p2p.tools import check
 
-    check.FAR, check.most_probe_bytes = FAR, most_probe_bytes
+    tune_here(check_speed_up=Tuning.check_speed_up)
+    check.most_probe_bytes = most_probe_bytes
 
 
 @pytest.fixture
@@ -254,7 +257,8 @@ def slow_down():
     from dask_p2p.tools import check
     from dask_p2p.transports.in_place.cma import CmaTransport
 
-    check.REPEATS, check.most_probe_bytes = 1, lambda *_: 2**20
+    tune_here(check_repeats=1)
+    check.most_probe_bytes = lambda *_: 2**20
     check.time = clock = TickingClock()
     opened = CmaTransport.regions
 

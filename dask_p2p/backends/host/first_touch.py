@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends.host.threads import pool, thread_count
 
 _LEAST_BYTES = 2**22  # NumPy requests huge pages from this size on
 _PAGE_BYTES = 2**12
 _STEP_BYTES = 2**22
 _SLOW_S = 4e-3  # a step takes 0.5 to 1 ms with free huge pages, 8 to 30 ms without, 2 with small
-_BYTES_EACH = 2**26  # least for each of several threads
 _NO_HUGE_PAGES = 15  # MADV_NOHUGEPAGE
 _POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
@@ -48,7 +48,7 @@ def first_touch(array: np.ndarray[Any, Any]) -> None:
 
 def touch_by_threads(memory: np.ndarray[Any, Any]) -> None:
     """Touch bytes by several threads: most of the time that new pinned memory takes."""
-    step_bytes = max(_BYTES_EACH, -(-memory.nbytes // thread_count()))
+    step_bytes = max(tuning.current.first_touch_bytes, -(-memory.nbytes // thread_count()))
     parts = (memory[at:][:step_bytes] for at in range(0, memory.nbytes, step_bytes))
     for _ in pool().map(first_touch, parts):
         pass

@@ -27,28 +27,11 @@ from functools import lru_cache
 from itertools import product
 from math import gcd, prod
 
+from dask_p2p import tuning
 from dask_p2p.backends.base import transposed
 from dask_p2p.types import Array
 
-# The sizes below were the fastest, or within 5 % of it, for matrices from 100 x 100 to
-# 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py` repeats the comparison.
-
-# For smaller arrays, the computation of a block shape takes as long as it saves.
-SMALL_ITEMS = 1 << 15
-# A block has at least `BLOCK_ITEMS` items, to hide the interpreter's overhead, and is extended over
-# further axes up to `GROWN_ITEMS`.
-BLOCK_ITEMS = 1 << 13
-GROWN_ITEMS = 1 << 15
-BLOCK_COLUMNS = 512
-MAX_BLOCK_ROWS = 256
-MIN_BLOCK_ROWS = 32
-# With up to this many rows, plain copies hit the second-level cache and the translation cache. Then
-# blocks have no advantage, unless rows compete (see below).
-UNBLOCKED_ROWS = 1024
-# A first-level cache: addresses that are equal modulo `CACHE_WAY_BYTES` compete for `CACHE_WAYS`
-# lines. Rows at a distance of a power of two all compete, so fewer of them fit.
-CACHE_WAY_BYTES = 4096
-CACHE_WAYS = 8
+_CACHE_WAY_BYTES = 4096  # addresses that are equal modulo this size compete for cache lines
 
 
 def permute_into(dst: Array, src: Array, axes: Sequence[int]) -> None:
@@ -59,7 +42,7 @@ def permute_into(dst: Array, src: Array, axes: Sequence[int]) -> None:
         raw = f"V{dst.dtype.itemsize}"
         dst, view = dst.view(raw), view.view(raw)
     block = None
-    if dst.size >= SMALL_ITEMS:
+    if dst.size >= tuning.current.blocked_items:
         block = block_shape(dst.shape, view.strides, dst.strides)
     if block is None:
         dst[...] = view  # for small arrays twice as fast as np.copyto
@@ -96,27 +79,28 @@ def block_shape(
     column_axis = min(moving, key=lambda a: abs(src_strides[a]))
     # Number of cache lines that are used before the first one is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
-    cached_rows = _cached_rows(src_strides[row_axis])
-    if lines <= (UNBLOCKED_ROWS if cached_rows >= MAX_BLOCK_ROWS else cached_rows):
+    sizes, cached_rows = tuning.current, _cached_rows(src_strides[row_axis])
+    most_rows = sizes.most_block_rows
+    if lines <= (sizes.unblocked_rows if cached_rows >= most_rows else cached_rows):
         return None
-    columns = min(shape[column_axis], BLOCK_COLUMNS)
-    rows = max(min(cached_rows, MAX_BLOCK_ROWS), MIN_BLOCK_ROWS, BLOCK_ITEMS // columns)
+    columns = min(shape[column_axis], sizes.block_columns)
+    rows = max(min(cached_rows, most_rows), sizes.least_block_rows, sizes.block_items // columns)
     return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
 
 
 def _cached_rows(stride_bytes: int) -> int:
     """Return the number of rows at this distance that fit into the first-level cache."""
-    return CACHE_WAYS * (CACHE_WAY_BYTES // gcd(stride_bytes, CACHE_WAY_BYTES))
+    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // gcd(stride_bytes, _CACHE_WAY_BYTES))
 
 
 def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
-    """Extend a two-dimensional tile over the other axes, up to `GROWN_ITEMS` items."""
-    block = [1] * len(shape)
+    """Extend a two-dimensional tile over the other axes."""
+    block, most_items = [1] * len(shape), tuning.current.grown_block_items
     for axis, extent in tile.items():
         block[axis] = min(extent, shape[axis])
     for axis in by_dst:
         if axis not in tile:
-            block[axis] = max(1, min(shape[axis], GROWN_ITEMS // prod(block)))
+            block[axis] = max(1, min(shape[axis], most_items // prod(block)))
     return tuple(block)
 
 

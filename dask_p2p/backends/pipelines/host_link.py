@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dask_p2p import tuning
 from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.backends.kernels.pitch import Pitch
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.slots import Slot
-
-_BYTES = 2**25  # of a copy: less than a millisecond, but much more than its start takes
-_REPEATS = 5
 
 
 class HostLink(NamedTuple):
@@ -31,21 +29,22 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
     If no memory can be pinned, call `warn` with the reason and return None. The call blocks: make
     it from a thread, in `device_work`.
     """
+    half, copies = tuning.current.link_copy_bytes, tuning.current.link_copies
+    whole = 2 * half
     streams = HostStreams(warn)
-    slots = streams.device_slots(1, 2 * _BYTES)
-    host_slots = streams.host_slots(1, 2 * _BYTES)
+    slots = streams.device_slots(1, whole)
+    host_slots = streams.host_slots(1, whole)
     memory, host = slots[0], host_slots[0]
     try:
         if not is_pinned(host.memory):
             return None
-        whole = 2 * _BYTES
         streams.copy_up(memory.memory[:whole], host.memory[:whole], Pitch(1, whole, whole))
         streams.synchronize()
         up_s, down_s, both_s = (
-            min(_seconds(streams, memory, host, directions) for _ in range(_REPEATS))
+            min(_seconds(streams, memory, host, directions) for _ in range(copies))
             for directions in (("up",), ("down",), ("up", "down"))
         )
-        return HostLink(*(n * _BYTES / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
+        return HostLink(*(n * half / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
     finally:
         streams.synchronize()
         streams.keep(slots, host_slots)
@@ -53,16 +52,17 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
 
 def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
-    cuda, pitch = of.cupy.cuda, Pitch(1, _BYTES, _BYTES)
+    half = tuning.current.link_copy_bytes
+    cuda, pitch = of.cupy.cuda, Pitch(1, half, half)
     first, *others = (of.streams[direction] for direction in directions)
     start, stop = cuda.Event(), cuda.Event()
     start.record(first)
     for stream in others:
         stream.wait_event(start)
     if "up" in directions:
-        of.copy_up(memory.memory[:_BYTES], host.memory[:_BYTES], pitch)
+        of.copy_up(memory.memory[:half], host.memory[:half], pitch)
     if "down" in directions:
-        of.copy_down(host.memory[_BYTES:][:_BYTES], memory.memory[_BYTES:][:_BYTES], pitch)
+        of.copy_down(host.memory[half : 2 * half], memory.memory[half : 2 * half], pitch)
     for stream in others:
         first.wait_event(stream.record())
     stop.record(first)

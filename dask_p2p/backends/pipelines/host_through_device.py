@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends.base import SLOTS, Backend, transposed
 from dask_p2p.backends.host.copies import copy_on_host
 from dask_p2p.backends.host.hardware import on_gpu
@@ -31,10 +32,6 @@ from dask_p2p.backends.pipelines.host_streams import HostStreams, array_in, pitc
 from dask_p2p.backends.pipelines.slots import Slot
 from dask_p2p.geometry import box_slices, split_box
 from dask_p2p.types import Array, DType
-
-#: The smallest block that a GPU permutes if the option is "auto". For smaller blocks, one thread on
-#: an H200's host was faster.
-AUTO_FROM_BYTES = 2**24
 
 _PART_BYTES = 2**24
 _ALIGNMENT_BYTES = 512  # alignment of arrays on a GPU
@@ -52,7 +49,8 @@ def is_for_device(where: str, nbytes: int, dtype: DType | None = None) -> bool:
     """
     if dtype is not None and (dtype.hasobject or dtype.names or dtype.itemsize not in _WORDS):
         return False
-    return where == "gpu" or (where == "auto" and nbytes >= AUTO_FROM_BYTES and on_gpu())
+    is_large = nbytes >= tuning.current.permute_on_gpu_bytes
+    return where == "gpu" or (where == "auto" and is_large and on_gpu())
 
 
 def part_bytes(limit_bytes: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dask.utils import format_bytes, natural_sort_key
 
+from dask_p2p import tuning
 from dask_p2p.monitoring.records import Stage, TaskRecord
 from dask_p2p.monitoring.runs import Run
 from dask_p2p.monitoring.trace import in_lanes
@@ -25,7 +26,6 @@ _Stages: TypeAlias = dict[str, list[Stage]]  # by transport
 PARTS = ("task", "waiting", "transfer", "kernel")
 
 _MOST_WORKERS = 64  # workers in a chart: those that move most bytes
-_MOST_BARS = 4000
 _REASONS = 3  # reasons of fallbacks in a cell
 
 
@@ -202,7 +202,8 @@ def _first(records: list[TaskRecord]) -> list[TaskRecord]:
     """Return the first records, up to the maximum number of bars."""
     most = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
     ends = accumulate(1 + most * (len(r.stages) + bool(r.parts)) for r in records)
-    return [r for r, end in zip(records, ends, strict=True) if end <= _MOST_BARS]
+    most_bars = tuning.current.chart_bars
+    return [r for r, end in zip(records, ends, strict=True) if end <= most_bars]
 
 
 def _all_of(record: TaskRecord) -> Stage:

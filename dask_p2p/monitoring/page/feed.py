@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
 
+from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
 from dask_p2p.monitoring.runs import Run, runs_of
@@ -28,7 +29,6 @@ TABLE = (
     "overlap",
 )
 
-_S_PER_WORKER = 2e-3  # interval per worker; a request takes the scheduler a quarter of it
 _FORGET_S = 10.0  # maximum age of the records of running tasks
 _SIZE = 10_000  # number of records and stages in a picture
 _MOST_RUNS = 100
@@ -78,7 +78,7 @@ class Feed:
         """Return the current picture, and request new records. Call it while a page is open."""
         workers = [*self._workers()]
         since_s = self._clock() - self.last_round_s
-        if since_s >= max(INTERVAL_S, _S_PER_WORKER * len(workers)):
+        if since_s >= max(INTERVAL_S, tuning.current.page_s_per_worker * len(workers)):
             if since_s > _FORGET_S:
                 self._under_way.clear()
             self.last_round_s += since_s

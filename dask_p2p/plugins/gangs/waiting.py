@@ -6,13 +6,13 @@ import asyncio
 import logging
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.notices import warn_client
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 60.0
 _MOST_NAMED = 4
 
 
@@ -60,7 +60,7 @@ class Waiting:
             # No warning while the inputs are being computed, which the dashboard shows.
             if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
                 warn_client(self._scheduler, text, P2PWarning)
-            self._look_after(_AGAIN_S, gang, attempt, waited_s)
+            self._look_after(tuning.current.gang_reminder_s, gang, attempt, waited_s)
 
     def _reason(self, gang: str, wait: Wait) -> str:
         if not wait.missing:

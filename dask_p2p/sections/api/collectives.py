@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.messages import Messaging
 from dask_p2p.sections.api.reductions import check_op, combined, is_elementwise, prepared
@@ -16,9 +17,6 @@ from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
 from dask_p2p.sections.wire.mailbox import CALL_TAGS
 from dask_p2p.types import Array
-
-#: Size of arrays that ranks reduce in parts: each rank one part, which it sends to the others.
-LEAST_IN_PARTS_BYTES = 1 << 20
 
 
 class Collectives(Messaging):
@@ -77,7 +75,7 @@ class Collectives(Messaging):
         """Return whether an array is so large that each rank reduces one part."""
         is_here = isinstance(leaf, self.device.module.ndarray) and not np.ma.isMaskedArray(leaf)
         is_possible = is_here and self.size > 1 and self.reduces_in_parts
-        return is_possible and leaf.nbytes >= LEAST_IN_PARTS_BYTES
+        return is_possible and leaf.nbytes >= tuning.current.parted_reduction_bytes
 
     def _reduced(self, leaf: Any, op: str) -> Any:
         if not self._is_in_parts(leaf):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends import order_of
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import block_bounds, split_evenly
@@ -32,7 +33,6 @@ from dask_p2p.types import Array, DType
 
 _Partition = Sequence[int] | None
 _Step = Callable[[Any, bool], tuple[Any, bool]]  # of a local block, and whether it is a temporary
-_PIECE_BYTES = 2**28  # size of a piece, if there are more than two: the host needs 0.1 ms for each
 
 
 class _TransformCall(NamedTuple):
@@ -326,8 +326,9 @@ class _AxesTransform:
         axis = next((axis for axis in order if axis not in done), None)
         if self.device.kind != "cupy" or axis is None:
             return self(local_block, is_own)
-        count = min(MOST_PIECES, max(2, local_block.nbytes // _PIECE_BYTES), self.shape[axis])
-        if count < 2 or local_block.nbytes < _PIECE_BYTES:
+        piece_bytes = tuning.current.transform_piece_bytes
+        count = min(MOST_PIECES, max(2, local_block.nbytes // piece_bytes), self.shape[axis])
+        if count < 2 or local_block.nbytes < piece_bytes:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
         position = axis if self.transform.order is None else order.index(axis)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.packed import Packed, receive_layouts, send_layouts, text_of
 from dask_p2p.sections.exchange.staged import begin_in_order
@@ -15,11 +16,6 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 _LARGE_BYTES = 1 << 16  # size of a message between hosts that a socket may not accept in one call
-# Least elements of a local block for overlap. Overlap calls the function for three or more parts.
-# These calls took 0.02 ms a step more for a five-point stencil in NumPy: a quarter of the step at
-# 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the network, so it is useless
-# between ranks of one host.
-_LEAST_OVERLAPPED = 1 << 18
 
 
 class HaloMessages(HaloMover):
@@ -65,7 +61,8 @@ class HaloMessages(HaloMover):
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether local blocks of this size should be computed during the exchange."""
         is_on_other_host = self._connections.is_on_other_host
-        return elements >= _LEAST_OVERLAPPED and any(map(is_on_other_host, self._receives))
+        is_large = elements >= tuning.current.overlap_elements
+        return is_large and any(map(is_on_other_host, self._receives))
 
 
 def _bytes_of(packed: Packed) -> memoryview:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends import device_of
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
@@ -43,8 +44,6 @@ STEPS_AHEAD = 64  # limit of the host's lead over a GPU
 _SECONDS_AHEAD = 0.5  # the same in time: it delays the release of a dead process's memory
 _SPIN_S = 2e-4  # time of polling a GPU without a pause
 _PAUSE_S = 5e-5
-_LONGEST_S = 30.0  # wait after the end of an attempt, before the GPU counts as lost
-_LINGER_S = 60.0  # lifetime of windows that peers may still read, after an attempt that failed
 _LOOK_S = 0.05  # pause between checks of the processes of these peers
 
 
@@ -146,7 +145,7 @@ class Gpu(Host):
             raise AttemptEndedError("the attempt has ended")
 
     def _drain(self) -> None:
-        runtime = self.module.cuda.runtime
+        runtime, limit_s = self.module.cuda.runtime, tuning.current.lost_gpu_s
         began_s, ended_s = time.monotonic(), inf
         while runtime.streamQuery(self.stream.ptr) == NOT_READY:
             now_s = time.monotonic()
@@ -157,9 +156,9 @@ class Gpu(Host):
                     self.ending.pop()()
                 for peer in self.peers:
                     peer.check_waits()
-            if now_s - ended_s > _LONGEST_S:
+            if now_s - ended_s > limit_s:
                 raise DeviceLostError(
-                    f"the GPU has waited {_LONGEST_S:g} s for a lost rank of its gang. "
+                    f"the GPU has waited {limit_s:g} s for a lost rank of its gang. "
                     f"Restart the worker."
                 )
             time.sleep(0 if now_s - began_s < _SPIN_S else _PAUSE_S)
@@ -252,7 +251,7 @@ class _RankStreams:
 
 def _drop_later(exported: list[Any], readers: Sequence[PeerMemory]) -> None:
     """Drop exported memory when its readers' processes have ended, or must have closed it."""
-    deadline_s = time.monotonic() + _LINGER_S
+    deadline_s = time.monotonic() + tuning.current.window_linger_s
     while time.monotonic() < deadline_s and not (readers and all(r.has_ended for r in readers)):
         time.sleep(_LOOK_S)
     _drop(exported)

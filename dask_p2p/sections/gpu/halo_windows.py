@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
 from dask_p2p.geometry import box_shape
@@ -54,11 +55,6 @@ from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
-
-# Least size of a local block for overlap. On two H200, a 25-point step in float32 took 0.70 ms with
-# overlap and 0.71 ms without at 512 MiB. At 64 MiB it took 0.36 and 0.15 ms: the host's calls
-# limit it there.
-_LEAST_HIDING_BYTES = 2**28
 
 
 class _ByteRun(NamedTuple):
@@ -97,7 +93,8 @@ class HaloWindows(HaloMover):
 
     def is_worth_hiding(self, elements: int) -> bool:
         """Return whether a step takes a GPU longer than the host's three calls with overlap."""
-        return bool(self._received) and elements * self._item_bytes >= _LEAST_HIDING_BYTES
+        size_bytes = elements * self._item_bytes
+        return bool(self._received) and size_bytes >= tuning.current.gpu_overlap_bytes
 
     def begin(self, arrays: Sequence[Array], in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""

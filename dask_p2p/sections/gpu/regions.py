@@ -30,7 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from dask_p2p.backends import RUN_BYTES, order_of
+from dask_p2p import tuning
+from dask_p2p.backends import order_of
 from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
@@ -46,9 +47,6 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
 
-#: Limit of the last part of a read. A kernel puts it into place in 50 µs: the host needs as long
-#: for one more part.
-_LAST_PART_BYTES = 2**26
 #: Limit of a local block with pending acknowledgements: memory may be short, and the host is ahead
 #: anyway.
 _MOST_UNSETTLED_BYTES = 2**30
@@ -272,9 +270,10 @@ def _parts(
     order = order_of(strides)
     lies, steps = ([of[axis] for axis in order] for of in (shape, strides))
     others_from = gapless_from(lies, steps, item_bytes)
-    runs = ContiguousRuns(order.index(axes[-1]), RUN_BYTES // item_bytes, others_from)
+    least = tuning.current.gpu_row_bytes // item_bytes
+    runs = ContiguousRuns(order.index(axes[-1]), least, others_from)
     in_memory = tuple(whole[axis] for axis in order)
     parts = split_box(in_memory, max(1, part_bytes // item_bytes), runs)
     if is_last:
-        parts = taper_last(parts, max(1, _LAST_PART_BYTES // item_bytes), runs)
+        parts = taper_last(parts, max(1, tuning.current.last_part_bytes // item_bytes), runs)
     return tuple(tuple(part[order.index(axis)] for axis in range(len(shape))) for part in parts)

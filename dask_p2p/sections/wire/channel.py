@@ -18,12 +18,10 @@ from collections import deque
 from itertools import count
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.errors import SilentError
 from dask_p2p.interprocess.messenger import Message, Messenger
 
-#: Size of the smallest message by UCX. Smaller ones are faster in the socket, with their header.
-LEAST_BYTES = 1 << 16
-_PART_BYTES = 1 << 25
 # The tags of the worker's transport are below: see `Mailboxes`.
 _FIRST_TAG = 1 << 62
 _OFFER = struct.Struct("<QQ")  # first tag, number of endpoints closed so far
@@ -92,7 +90,8 @@ class Channel:
 
 
 def _parts(payload: Any) -> list[Any]:
-    return [payload[at : at + _PART_BYTES] for at in range(0, len(payload), _PART_BYTES)]
+    size_bytes = tuning.current.ucx_part_bytes
+    return [payload[at : at + size_bytes] for at in range(0, len(payload), size_bytes)]
 
 
 def _drop_done(messages: deque[Message]) -> bool:

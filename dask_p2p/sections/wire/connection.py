@@ -8,8 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dask_p2p import tuning
 from dask_p2p.errors import P2PError, SectionError
-from dask_p2p.sections.wire.channel import LEAST_BYTES, Channel
+from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.mailbox import (
     HEADER,
@@ -87,7 +88,7 @@ class Connection:
 
     def carries(self, size_bytes: int) -> bool:
         """Return whether a message of this size goes by UCX."""
-        return self.channel is not None and size_bytes >= LEAST_BYTES
+        return self.channel is not None and size_bytes >= tuning.current.ucx_message_bytes
 
     def channel_for(self, payload: Any) -> Channel | None:
         """Return the UCX channel for a message; None if it goes through the socket."""

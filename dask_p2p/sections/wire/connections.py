@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.plans.orders import branch
@@ -35,9 +36,6 @@ from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.polling import Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 
-# How long a rank polls for messages before it blocks: waking up takes about as long. It polls only
-# where each rank of the host has a core. Otherwise it would take a core from the others.
-_SPIN_S = 50e-6
 _FINALIZE = "finalize() at the return of its function"
 
 
@@ -70,7 +68,7 @@ class Connections(PointToPoint):
         self.hosts = [host_of(peer.endpoint) for peer in peers]
         has_cores = self.hosts.count(self.hosts[rank]) <= len(os.sched_getaffinity(0))
         # Ranks of one process share Python's lock, and a rank that polls does not release it.
-        self._spin_s = _SPIN_S if has_cores and not self._setup.has_company else 0.0
+        self._spin_s = tuning.current.spin_s if has_cores and not self._setup.has_company else 0.0
 
     def reserve_files(self) -> None:
         """Raise the limit of open files so that each connection fits, or raise `SectionError`."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from dask_p2p.errors import SectionError
 
-PROBE_S = 1.0  # time that a rank waits before it sends a probe
 _FIELDS = struct.Struct("<QQQ")
 
 

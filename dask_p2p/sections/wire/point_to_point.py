@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any
 
+from dask_p2p import tuning
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.deadlocks import PROBE_S, Probe, unpacked
+from dask_p2p.sections.wire.deadlocks import Probe, unpacked
 from dask_p2p.sections.wire.mailbox import Receive, SentMessage, sent_probe
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
@@ -159,7 +160,7 @@ class PointToPoint(ABC):
                 if time.perf_counter() >= until_s:
                     self._pass_on_probes()
                     has_probed = has_probed or self._probes(since_s)
-                    self._sleep(rank, inf if has_probed else PROBE_S)
+                    self._sleep(rank, inf if has_probed else tuning.current.deadlock_probe_s)
         self._connections[rank].waited_s += time.perf_counter() - since_s
 
     def _move_some(self, ranks: Collection[int]) -> None:
@@ -185,7 +186,7 @@ class PointToPoint(ABC):
 
     def _probes(self, since_s: float) -> bool:
         """Send a probe after a long wait for a message; return whether one was sent."""
-        if self._awaited is None or time.perf_counter() < since_s + PROBE_S:
+        if self._awaited is None or time.perf_counter() < since_s + tuning.current.deadlock_probe_s:
             return False
         rank, call = self._awaited
         path = f"rank {self._rank} in {call}"

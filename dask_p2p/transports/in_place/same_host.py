@@ -21,6 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
+from dask_p2p import tuning
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.declared import dtype_text
 from dask_p2p.backends.host.hardware import kernel_and_namespace
@@ -43,8 +44,6 @@ from dask_p2p.types import Array, Key
 
 logger = logging.getLogger(__name__)
 
-_EXPIRE_S = 0.1
-_CLOSE_S = 5.0  # longest wait of `close` for readers
 _MOST_FROM_DISK = 2  # spilled blocks that are published at a time
 
 
@@ -170,7 +169,7 @@ class SameHostTransport(Transport):
         self.is_closed = True
         if self.expiring is not None:
             self.expiring.cancel()
-        deadline_s = time.monotonic() + _CLOSE_S
+        deadline_s = time.monotonic() + tuning.current.close_s
         while self.directory.close():
             if time.monotonic() > deadline_s:
                 self.directory.linger()
@@ -227,7 +226,8 @@ class SameHostTransport(Transport):
 
     def _expire_later(self) -> None:
         if self.expiring is None and not self.is_closed:
-            self.expiring = self.worker.loop.call_later(_EXPIRE_S, self._expire)
+            after_s = tuning.current.descriptor_expiry_s
+            self.expiring = self.worker.loop.call_later(after_s, self._expire)
 
     def _expire(self) -> None:
         self.expiring = None

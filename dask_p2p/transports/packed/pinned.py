@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from dask_p2p import tuning
 from dask_p2p.backends import BACKENDS, Backend, backend_named
 from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
@@ -44,8 +45,6 @@ from dask_p2p.types import Array, Kind
 # with 3 parts ahead).
 _IN_FLIGHT = 6
 _IDLE_PARTS = _IN_FLIGHT + 2
-# Readers' segments that stay mapped, each with a file descriptor. A task has 7 of them.
-_MOST_MAPPED = 256
 _THREADS = 4  # each waits for a copy from or to a GPU
 
 
@@ -172,7 +171,7 @@ class PinnedTransport(PackedTransport):
                     del self.mapped[other]
                 self.mapped[name] = Segment.open(name)
             self.mapped.move_to_end(name)
-            while len(self.mapped) > _MOST_MAPPED:
+            while len(self.mapped) > tuning.current.mapped_segments:
                 self.mapped.popitem(last=False)
             return self.mapped[name]
 

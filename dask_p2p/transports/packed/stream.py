@@ -24,11 +24,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Message, Messenger
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
-from dask_p2p.interprocess.rpc import EVENT_LOOP_GRACE_S, check_reply
+from dask_p2p.interprocess.rpc import check_reply
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.packed.base import MemoryTarget
 from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, answered
@@ -164,7 +165,8 @@ class StreamedReading(PackedReading):
         """Request a part on its own, since its row ended before it. Return the region."""
         self.expected.discard(landing)
         landing.abandon()
-        return answered(self._call(landing.parts), 0, self.timeout_s + EVENT_LOOP_GRACE_S)
+        limit_s = self.timeout_s + tuning.current.event_loop_grace_s
+        return answered(self._call(landing.parts), 0, limit_s)
 
     def close(self) -> None:
         super().close()

@@ -25,6 +25,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any, ClassVar
 
+from dask_p2p import tuning
 from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import (
@@ -54,7 +55,6 @@ from dask_p2p.types import Kind
 _PEER_OP = "p2p_ucx_peer"
 _LONGEST_ADDRESS_BYTES = 2**16
 _IDLE_PARTS = 5
-_REST_S = 1.0  # time without messages until UCX's progress thread stops
 # Threads that send messages. They wait most of the time, and no reader should wait for another.
 _THREADS = 32
 
@@ -129,8 +129,8 @@ class UcxTransport(PackedTransport):
     async def _rest(self, messenger: Messenger) -> None:
         """Stop UCX's progress thread whenever no message is in transfer."""
         while True:
-            await asyncio.sleep(_REST_S)
-            await self.worker.offload(messenger.rest, _REST_S)
+            await asyncio.sleep(tuning.current.ucx_rest_s)
+            await self.worker.offload(messenger.rest, tuning.current.ucx_rest_s)
 
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)

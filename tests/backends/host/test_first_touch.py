@@ -7,6 +7,7 @@ import pytest
 
 from dask_p2p.backends.host import first_touch as module
 from dask_p2p.backends.host.first_touch import first_touch, touch_by_threads
+from tests.support import tune
 
 MIB = 2**20
 SMALL, POPULATE = 15, 23
@@ -69,7 +70,7 @@ def test_an_old_system_is_asked_once(monkeypatch):
 
 def test_each_page_is_touched_by_one_thread(monkeypatch):
     monkeypatch.setattr(module, "thread_count", lambda: 3)
-    monkeypatch.setattr(module, "_BYTES_EACH", 2**12)
+    tune(monkeypatch, first_touch_bytes=2**12)
     touched = []
     monkeypatch.setattr(module, "first_touch", touched.append)
     for size, count in ((1, 1), (2**12, 1), (2**14, 3), (2**14 + 1, 3)):

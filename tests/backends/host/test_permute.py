@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends.host import permute as module
 from dask_p2p.backends.host.permute import block_shape, permute_into
 from dask_p2p.errors import AxesError, BlockMismatchError
 from tests.backends.support import DTYPES, bits, boxes, permutations, random_bits
+from tests.support import tune
 
 
 @pytest.fixture(params=["in one piece", "in blocks"], autouse=True)
@@ -16,12 +16,17 @@ def block_sizes(request):
     """Everything also with blocks so small that all code runs on small arrays."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in blocks":
-            for name, value in [
-                ("SMALL_ITEMS", 0), ("BLOCK_ITEMS", 4), ("GROWN_ITEMS", 8), ("BLOCK_COLUMNS", 3),
-                ("MAX_BLOCK_ROWS", 2), ("MIN_BLOCK_ROWS", 2), ("UNBLOCKED_ROWS", 1),
-                ("CACHE_WAYS", 1),
-            ]:  # fmt: skip
-                patch.setattr(module, name, value)
+            tune(
+                patch,
+                blocked_items=0,
+                block_items=4,
+                grown_block_items=8,
+                block_columns=3,
+                most_block_rows=2,
+                least_block_rows=2,
+                unblocked_rows=1,
+                cache_ways=1,
+            )
         block_shape.cache_clear()
         yield request.param
     block_shape.cache_clear()

@@ -6,10 +6,10 @@ import pytest
 
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines import host_link as module
 from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
+from tests.support import tune
 
 BYTES = 2**12
 REPEATS = 3  # of each measurement
@@ -17,8 +17,7 @@ REPEATS = 3  # of each measurement
 
 @pytest.fixture
 def gpu(gpu, monkeypatch):
-    monkeypatch.setattr(module, "_BYTES", BYTES)
-    monkeypatch.setattr(module, "_REPEATS", REPEATS)
+    tune(monkeypatch, link_copy_bytes=BYTES, link_copies=REPEATS)
     gpu.copies = []
     do = gpu.do
 

@@ -12,11 +12,10 @@ import pytest
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plugins.gangs import waiting as module
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
-from tests.support import in_process
+from tests.support import in_process, tune
 from tests.transports.loopback import true_later
 
 AFTER_S = 1.0
@@ -130,7 +129,7 @@ def test_the_first_ones_are_named():
 
 
 def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
-    monkeypatch.setattr(module, "_AGAIN_S", AFTER_S)
+    tune(monkeypatch, gang_reminder_s=AFTER_S)
     scheduler = Scheduler([task("processing"), task("queued")])
 
     async def main():

@@ -5,10 +5,10 @@ import pytest
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api import collectives
 from dask_p2p.sections.gpu.device import Gpu
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import Array
+from tests.support import tune
 
 SIZES = pytest.mark.parametrize("ranks", [1, 2, 3])
 
@@ -108,7 +108,7 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
         own = np.random.default_rng(ctx.rank).normal(size=(401, 331))
         before = own.copy()
         found = ctx.allreduce(own, op)
-        monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", 1 << 30)
+        tune(monkeypatch, parted_reduction_bytes=1 << 30)
         wanted = ctx.allreduce(own, op)
         assert found.dtype == wanted.dtype
         assert found.tobytes() == wanted.tobytes()
@@ -116,7 +116,7 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
         found[:] = 0
         return True
 
-    monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", 1 << 20)
+    tune(monkeypatch, parted_reduction_bytes=1 << 20)
     assert all(run(ranks, reduced))
 
 
@@ -133,7 +133,7 @@ def test_each_rank_reduces_a_part_of_large_arrays():
 
 @pytest.mark.parametrize("least_bytes", [1 << 20, 0])
 def test_arrays_of_gpus(gpu, monkeypatch, least_bytes):
-    monkeypatch.setattr(collectives, "LEAST_IN_PARTS_BYTES", least_bytes)
+    tune(monkeypatch, parted_reduction_bytes=least_bytes)
 
     def reduced(ctx):
         with ctx.device.running([]):

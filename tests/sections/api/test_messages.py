@@ -11,13 +11,13 @@ from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.wire import endpoint, point_to_point
+from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere
 from tests.sections.wire.support import TCP
 from tests.simulation.streams import Array
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 LARGE = 700_000  # elements: more than sockets buffer
@@ -128,7 +128,7 @@ def test_a_call_of_all_ranks_may_be_ahead_of_a_message_of_another_rank(path):
 
 def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
     """Rank 3 has that of rank 2 before it makes the call, and rank 0 connects after that."""
-    monkeypatch.setattr(point_to_point, "PROBE_S", BOUND_S)  # a probe would wake rank 3
+    tune(monkeypatch, deadlock_probe_s=BOUND_S)  # a probe would wake rank 3
     connections = {}
 
     def late(ctx):
@@ -291,7 +291,7 @@ def test_ranks_that_wait_for_each_other_get_an_error(path, ranks):
 
 def test_ranks_that_wait_for_a_message_in_transit_get_it(monkeypatch):
     """Also if they have sent probes."""
-    monkeypatch.setattr(point_to_point, "PROBE_S", 0.0)
+    tune(monkeypatch, deadlock_probe_s=0.0)
 
     def slow(ctx):
         right, left = ring(ctx)

@@ -24,6 +24,7 @@ from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
 from tests.sections.gpu.test_regions import filled, overwritten
+from tests.support import tune
 
 
 @st.composite
@@ -142,7 +143,7 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
         gpu = emulated_gpu(patch)
         library = fake_cufft()
         patch.setattr(local_fft, "_fft_module", lambda names: library)
-        patch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+        tune(patch, transform_piece_bytes=piece_bytes)
         run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
@@ -185,7 +186,7 @@ def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_by
 
     gpu, library = emulated_gpu(monkeypatch), fake_cufft()
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
-    monkeypatch.setattr(transforms, "_PIECE_BYTES", piece_bytes)
+    tune(monkeypatch, transform_piece_bytes=piece_bytes)
     monkeypatch.setattr(transforms, "Pieces", pieces)
     run_gang(RankGrid(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
     assert counts == [count] * 2 * (count > 0)

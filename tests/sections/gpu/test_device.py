@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from dask.array.utils import meta_from_array
 
-from dask_p2p import estimate, iterate, spmd
+from dask_p2p import estimate, iterate, spmd, tuning
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.config import options
 from dask_p2p.errors import (
@@ -29,7 +29,6 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import device as gpu_device
-from dask_p2p.sections.gpu import halo_windows
 from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
@@ -39,6 +38,7 @@ from tests.sections.gangs import run_gang
 from tests.sections.iterate.test_iterate import X as LARGE
 from tests.sections.iterate.test_iterate import reference, star, wave
 from tests.simulation.streams import Array
+from tests.support import tune
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(8, 6))
@@ -131,7 +131,7 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
         out[:] = u[1:-1, 1:-1]
 
     for ranks, least_bytes, count in ((1, 0, 3), (2, LARGE.nbytes, 6), (2, 0, 2 * (1 + 2 * 3))):
-        monkeypatch.setattr(halo_windows, "_LEAST_HIDING_BYTES", least_bytes)
+        tune(monkeypatch, gpu_overlap_bytes=least_bytes)
         calls.clear()
         y = iterate(kernel(gpu, counted), array(gpu, LARGE, (12, 30)), 1, 3, ranks=ranks)
         run_section(gpu, y, [LARGE])
@@ -348,7 +348,7 @@ def test_options_for_reading(staging, order, part_bytes, has_windows):
 
 def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
     """Its wait cannot be cancelled: the process has to end."""
-    monkeypatch.setattr(gpu_device, "_LONGEST_S", 0.05)
+    tune(monkeypatch, lost_gpu_s=0.05)
     connections = SimpleNamespace(has_ended=False)
     device = Gpu(connections)
     found, waited = iter([600, 600, 0]), []
@@ -390,7 +390,9 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     assert gpu.live_bytes == used
     (run,) = later
     run()
-    assert clock.now_s - START_S == pytest.approx(gpu_device._LINGER_S, abs=2 * gpu_device._LOOK_S)
+    assert clock.now_s - START_S == pytest.approx(
+        tuning.current.window_linger_s, abs=2 * gpu_device._LOOK_S
+    )
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)

@@ -30,18 +30,16 @@ from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.exchange.repartition import Redistribution
-from dask_p2p.sections.gpu import regions as gpu_regions
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
-from dask_p2p.sections.wire import connection
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_repartition import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
-from tests.support import BOUND_S, pairwise
+from tests.support import BOUND_S, pairwise, tune
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
@@ -284,7 +282,7 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
 @pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
 def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
     """Regions of two other ranks, ten rows each. No copy overlaps the last part."""
-    monkeypatch.setattr(gpu_regions, "_LAST_PART_BYTES", 160)
+    tune(monkeypatch, last_part_bytes=160)
     found, original = {}, DeviceQueue.prefetch
 
     def noted(queue, src, slot_bytes):
@@ -313,7 +311,7 @@ def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, sh
 
 def test_parts_of_rows_with_gaps_suit_copy_engines(gpu, monkeypatch):
     """Parts hold rows of one plane: rows of several planes have no constant distance."""
-    monkeypatch.setattr(gpu_regions, "RUN_BYTES", 128)
+    tune(monkeypatch, gpu_row_bytes=128)
     given = (24, 128, 10), (2, 0, 1), (0, 1, 2), 12 * 22 * 10
     assert shapes_of_parts(gpu, monkeypatch, *given) == {(12, 22, 10), (12, 20, 10)}
 
@@ -394,7 +392,7 @@ def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
 def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
     """Regions of 12 x 14 or 10 x 12 elements, and less: some by UCX, the rest through the host."""
     messenger = with_ucx(gpu, monkeypatch)
-    monkeypatch.setattr(connection, "LEAST_BYTES", 110 * 8)
+    tune(monkeypatch, ucx_message_bytes=110 * 8)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     sent = sum(len(sends) for _, sends, _ in through_host)
     assert 0 < sent < 2 * 4 * 2

@@ -17,10 +17,10 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.sections.api.rank_body import InputSpec, LocalBlocks
-from dask_p2p.sections.exchange import halo_messages
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gangs import run_gang
 from tests.sections.support import nothing_is_left
+from tests.support import tune
 
 X = np.random.default_rng(0).normal(size=(24, 30))
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -319,7 +319,7 @@ def test_by_default_large_local_blocks_are_done_in_parts_where_halos_come_from_o
     monkeypatch, is_far, least, parts
 ):
     monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
-    monkeypatch.setattr(halo_messages, "_LEAST_OVERLAPPED", least)
+    tune(monkeypatch, overlap_elements=least)
     x, seen = np.arange(120.0).reshape(24, 5), []
 
     def counting(u, out):

@@ -12,15 +12,16 @@ from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections.wire import channel as module
 from dask_p2p.sections.wire import polling
-from dask_p2p.sections.wire.channel import LEAST_BYTES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.tuning import Tuning
 from tests.sections.gangs import connection_to
 from tests.sections.wire.support import Gang
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0
+LEAST_BYTES = Tuning.ucx_message_bytes
 LARGE = bytes(range(256)) * (2**22 // 256)
 
 
@@ -75,7 +76,7 @@ def in_transit(messengers):
 @pytest.mark.parametrize("part_bytes", [2**25, 100_000])
 @pytest.mark.parametrize("has_buffer", [False, True])
 def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, has_buffer):
-    monkeypatch.setattr(module, "_PART_BYTES", part_bytes)
+    tune(monkeypatch, ucx_part_bytes=part_bytes)
     before = [received_bytes(connections) for connections in pair.connections]
     for _ in range(3):
         into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if has_buffer else None
@@ -199,7 +200,7 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
 @pytest.mark.parametrize("sends", [True, False])
 def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):
     """A rank's call differs: no peer sends a matching message, or receives one."""
-    monkeypatch.setattr("dask_p2p.interprocess.messenger._PATIENCE", 1)
+    tune(monkeypatch, ucx_close_timeouts=1)
 
     def exchange(rank, connections):
         if rank:

@@ -25,7 +25,7 @@ from dask_p2p.sections.wire.connection import HEADER, AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.sections.gangs import disconnect, has_come, stop_listening
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 #: Ranks that have exchanged nothing yet.
@@ -285,7 +285,7 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
         return received(made, *args)
 
     monkeypatch.setattr(endpoint.TlsSocket, "recv_into", late)
-    monkeypatch.setattr(module, "_SPIN_S", 0)
+    tune(monkeypatch, spin_s=0)
     with Gang(2, tls()) as gang:
         exchanged = gang.run(
             lambda rank, connections: connections.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
@@ -440,7 +440,7 @@ def test_ranks_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
     looks = []
     poll = select.poll
     monkeypatch.setattr(select, "poll", lambda: looks.append(1) or poll())
-    monkeypatch.setattr(module, "_SPIN_S", BOUND_S)
+    tune(monkeypatch, spin_s=BOUND_S)
 
     def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})

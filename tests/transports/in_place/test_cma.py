@@ -25,7 +25,7 @@ from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.probe import PROBE_BYTES
-from tests.support import with_section
+from tests.support import tune, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
@@ -95,7 +95,7 @@ def described(setup, monkeypatch, **changes):
 @pytest.fixture
 def _no_sweep(monkeypatch):
     """On a busy machine, published blocks would expire in the middle of a test."""
-    monkeypatch.setattr(same_host, "_EXPIRE_S", 3600.0)
+    tune(monkeypatch, descriptor_expiry_s=3600.0)
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -383,7 +383,7 @@ class TestCma(Conformance):
         self, setup, block, monkeypatch
     ):
         """A reader may stand still for longer than a worker's plugin can wait for it."""
-        monkeypatch.setattr(same_host, "_CLOSE_S", 0.0)
+        tune(monkeypatch, close_s=0.0)
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()

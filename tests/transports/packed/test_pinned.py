@@ -26,9 +26,8 @@ from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.interprocess import buffers, segments
 from dask_p2p.interprocess.segments import Segment, Segments
 from dask_p2p.transports.packed import base
-from dask_p2p.transports.packed import pinned as module
 from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
-from tests.support import with_section
+from tests.support import tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
@@ -402,7 +401,7 @@ def test_memory_is_not_mapped_for_what_cannot_be_packed(setup, loop):
 def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
     """What is used is kept, whoever asks for it; of what nobody uses for long, nothing."""
     setup.put(("x-1", 0, 0), np.ones((6, 10)))
-    monkeypatch.setattr(module, "_MOST_MAPPED", 4)
+    tune(monkeypatch, mapped_segments=4)
     opened, original = [], Segment.open
     monkeypatch.setattr(Segment, "open", lambda name: opened.append(name) or original(name))
     used = Segment.make(4096)

@@ -24,7 +24,7 @@ from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
-from tests.support import with_section
+from tests.support import tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
@@ -83,7 +83,7 @@ class TestUcx(PackedConformance):
         self.read(setup, "block", np.ones((2, 2), equal), ((0, 1), (0, 1)))
 
     def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
-        monkeypatch.setattr(ucx_module, "_REST_S", 0.05)
+        tune(monkeypatch, ucx_rest_s=0.05)
         key, array = block
         for _ in range(2):
             self.read(setup, key, array, ((0, 1), (0, 1)))

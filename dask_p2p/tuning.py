@@ -1,0 +1,129 @@
+"""Thresholds, sizes and times that measurements or experience chose, and that tests replace.
+
+A number belongs here if a test needs another value: one that lets small arrays or short waits reach
+all code. All other constants are in the modules that use them. Code reads `tuning.current` at each
+use, but not in inner loops, so that a replaced number counts at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The numbers, by the package that uses them, from the bottom up."""
+
+    # backends: permutations in host memory. These sizes were the fastest, or within 5 % of it, for
+    # matrices from 100 x 100 to 10000 x 10000 with items of 1 to 16 bytes. `benchmarks/kernels.py`
+    # repeats the comparison.
+    #: Least items for copies in blocks. For smaller arrays, the computation of a block shape takes
+    #: as long as it saves.
+    blocked_items: int = 1 << 15
+    #: Least items of a block, which hide the interpreter's overhead.
+    block_items: int = 1 << 13
+    #: Most items of a block that is extended over further axes.
+    grown_block_items: int = 1 << 15
+    block_columns: int = 512
+    most_block_rows: int = 256
+    least_block_rows: int = 32
+    #: Most rows of a plain copy: they hit the second-level cache and the translation cache. Blocks
+    #: have no advantage then, unless rows compete for lines of the first-level cache.
+    unblocked_rows: int = 1024
+    #: Lines of a first-level cache for addresses that compete. Rows at a distance of a power of two
+    #: all compete, so fewer of them fit.
+    cache_ways: int = 8
+    first_touch_bytes: int = 2**26  # least for each of several threads
+
+    # backends: GPUs.
+    #: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8
+    #: bytes.
+    gpu_row_bytes: int = 512
+    #: Smallest block that a GPU permutes if ``p2p.permute-numpy`` is "auto". One thread on the host
+    #: of an H200 permuted smaller blocks faster.
+    permute_on_gpu_bytes: int = 2**24
+    #: Size of a copy that measures the link of a GPU to its host: less than a millisecond, but much
+    #: more than its start takes.
+    link_copy_bytes: int = 2**25
+    link_copies: int = 5
+
+    # monitoring.
+    counted_arrays: int = 10_000  # most arrays with separate runs
+    counted_runs: int = 1_000  # most runs of one array
+    chart_bars: int = 4000  # most bars of a chart
+    page_s_per_worker: float = 2e-3  # interval; a request takes the scheduler a quarter of it
+
+    # interprocess.
+    #: Shortest run that a system call copies between processes. NumPy copies shorter ones faster.
+    process_run_bytes: int = 256
+    runs_per_call: int = 1024  # most runs of one system call: IOV_MAX
+    unused_mapping_s: float = 60.0  # time for which an unused mapping is kept
+    #: Smallest slot for copy engines. A kernel reads fewer bytes faster than a copy engine starts.
+    copy_engine_bytes: int = 2**16
+    #: Delay before an endpoint of UCX to another host is closed, as a multiple of a message's
+    #: timeout.
+    ucx_close_timeouts: int = 10
+    #: Additional wait after a call's own deadline. Then this worker's event loop does not respond.
+    event_loop_grace_s: float = 10.0
+
+    # transports.
+    descriptor_expiry_s: float = 0.1  # interval of checks for descriptors that have expired
+    close_s: float = 5.0  # longest wait of a closing transport for readers
+    #: Most readers' segments that stay mapped, each with a file descriptor. A task has 7 of them.
+    mapped_segments: int = 256
+    ucx_rest_s: float = 1.0  # time without messages until UCX's progress thread stops
+
+    # engine and plugins.
+    counted_tasks: int = 10_000  # most tasks in the log of failed attempts
+    worker_answer_s: float = 10.0  # longest wait of the scheduler for a worker
+    gang_reminder_s: float = 60.0  # interval of warnings about a gang that waits
+
+    # on_gpu.
+    #: Smallest block of a layer that starts another task ahead, which takes the host 1 ms. On an
+    #: H200, this made layers of blocks of 32 and 128 MiB slower (50 ms against 40, 53 against 48),
+    #: and those of 256 MiB and more faster.
+    task_ahead_bytes: int = 2**28
+
+    # sections.wire.
+    #: Time of polling for messages before a rank blocks: waking up takes about as long. A rank
+    #: polls only where each rank of the host has a core. Otherwise it would take a core from the
+    #: others.
+    spin_s: float = 50e-6
+    deadlock_probe_s: float = 1.0  # time that a rank waits before it sends a probe
+    #: Smallest message by UCX. Smaller ones are faster in the socket, with their header.
+    ucx_message_bytes: int = 1 << 16
+    ucx_part_bytes: int = 1 << 25  # size of a large message's parts
+
+    # sections.exchange and sections.gpu.
+    #: Least elements of a local block in host memory for overlap. Overlap calls the function for
+    #: three or more parts. For a five-point stencil in NumPy these calls took 0.02 ms a step more:
+    #: a quarter of the step at 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the
+    #: network, so it is useless between ranks of one host.
+    overlap_elements: int = 1 << 18
+    #: Least size of a local block on a GPU for overlap. On two H200, a 25-point step in float32 of
+    #: 512 MiB took 0.70 ms with overlap and 0.71 ms without. At 64 MiB it took 0.36 and 0.15 ms:
+    #: the host's calls limit it there.
+    gpu_overlap_bytes: int = 2**28
+    #: Limit of the last part of a read from another GPU. A kernel puts it into place in 50 µs: the
+    #: host needs as long for one more part.
+    last_part_bytes: int = 2**26
+    lost_gpu_s: float = 30.0  # wait after the end of an attempt, before the GPU counts as lost
+    #: Lifetime of windows that peers may still read, after an attempt that failed.
+    window_linger_s: float = 60.0
+
+    # sections.api.
+    #: Size of arrays that ranks reduce in parts: each rank one part, which it sends to the others.
+    parted_reduction_bytes: int = 1 << 20
+    #: Size of a transform's piece, if there are more than two: the host needs 0.1 ms for each.
+    transform_piece_bytes: int = 2**28
+
+    # tools and cli.
+    check_repeats: int = 5  # measurements of a transport by `check`
+    check_speed_up: float = 2  # least speed-up of another transport that `check` names
+    npy_block_bytes: int = 16 << 20  # block size of an .npy file: small enough for many workers
+    connect_s: float = 10  # longest wait of a command for its scheduler
+    workers_wait_s: float = 10  # longest wait of a command for the first worker
+
+
+#: The numbers in use in this process.
+current = Tuning()
