@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -55,79 +56,104 @@ def run_rank(
     """
     check_readable(ranks, options)
     _, context = current_worker()
-    key = (gang, rank)
+    run = _RankRun(gang, rank, ranks, body, options, arrays)
     try:
-        if ranks.size == 1:
-            ctx = body.context(ranks, device=device_for(body.kind, options))
-            watch = Watch(key, ranks, rank, body.dtype, ctx.progress, context)
-            with watch.recorded() as fields:
-                with _shown_to_users(rank):
-                    result = body(ctx, *arrays)
-                fields["nbytes"] = _size_bytes(result)
-            return result
-        return _run_in_gang(gang, rank, ranks, body, options, arrays)
+        return run.alone(context) if ranks.size == 1 else run.in_gang()
     except DeviceLostError as exc:
         go_elsewhere(context, exc)
 
 
-def _run_in_gang(
-    gang: str,
-    rank: int,
-    ranks: RankGrid,
-    body: Any,
-    options: Options,
-    arrays: Sequence[Sequence[Any]],
-) -> Any:
-    """Wait for the other ranks of the gang, and run the function together with them."""
-    worker, _ = current_worker()
-    if worker is None:
-        raise InputError(
-            f"expected a cluster for {ranks.size} ranks that run at the same time, got another "
-            f"scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
-        )
-    from distributed.utils import sync
+@dataclass(frozen=True)
+class _RankRun:
+    """The run of one rank's function. Fields are the arguments of `run_rank`."""
 
-    from dask_p2p.plugins.gangs.threads import PoolThread
-    from dask_p2p.sections.gang.worker import ranks_on
+    gang: str
+    rank: int
+    ranks: RankGrid
+    body: Any
+    options: Options
+    arrays: Sequence[Sequence[Any]]
 
-    worker_ranks = sync(worker.loop, ranks_on, worker)
-    _, context = current_worker()  # with the plugin, if it was missing
-    ucx = _ucx(context, options, body.kind)
-    how = {
-        "is_resident": getattr(body, "is_resident", False),
-        "timeout_s": options.request_timeout_s,
-        "uses_ucx": ucx is not None,
-    }
-    units, thread = Units(worker, (gang, rank)), PoolThread(worker)
-    with (
-        closing(thread),
-        worker_ranks.rank_attempt(gang, rank, ranks.size, **how) as rank_attempt,
-        closing(units),
-    ):
-        order, result = _order_when_whole(rank_attempt, units, thread), None
-        if order.state == "running":
-            if how["is_resident"]:
-                thread.secede()  # its function mostly waits
-            connections = rank_attempt.connections
-            connections.start(rank, [RankAddress(*peer) for peer in order.peers])
-            reads_memory = "cma" in options.order("numpy") and not options.checksum
-            device = device_for(body.kind, options, connections)
-            checkpoints = rank_attempt.checkpoints(order, device)
-            ctx = body.context(ranks, rank, connections, checkpoints, reads_memory, device)
-            of_gang = connections, [worker for worker, *_ in order.peers], order.attempt
-            key, progress = (gang, rank), ctx.progress
-            rank_attempt.progress = progress
-            watch = Watch(key, ranks, rank, body.dtype, progress, context, *of_gang)
-            with watch.recorded() as fields:
-                call = partial(body, ctx, *arrays)
-                result, order = _attempt(rank_attempt, ctx, call, thread, fields, ucx)
-                if order.state == "committed":
-                    fields["nbytes"] = _size_bytes(result)
-                else:
-                    fields.setdefault("error", order.reason or "ended by another rank")
-    if order.state != "committed":
-        _raise_end(order, options)
-    return result
+    def alone(self, context: TaskContext) -> Any:
+        """Run the function of the only rank."""
+        ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
+        with self._watch(ctx, context).recorded() as fields:
+            with _shown_to_users(self.rank):
+                result = self.body(ctx, *self.arrays)
+            fields["nbytes"] = _size_bytes(result)
+        return result
+
+    def in_gang(self) -> Any:
+        """Wait for the other ranks of the gang, and run the function together with them."""
+        worker, _ = current_worker()
+        if worker is None:
+            raise InputError(
+                f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
+                f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
+            )
+        from distributed.utils import sync
+
+        from dask_p2p.plugins.gangs.threads import PoolThread
+        from dask_p2p.sections.gang.worker import ranks_on
+
+        worker_ranks = sync(worker.loop, ranks_on, worker)
+        _, context = current_worker()  # with the plugin, if it was missing
+        ucx = _ucx(context, self.options, self.body.kind)
+        of_gang = self.gang, self.rank, self.ranks.size
+        how = {
+            "is_resident": self._is_resident,
+            "timeout_s": self.options.request_timeout_s,
+            "uses_ucx": ucx is not None,
+        }
+        units, thread = Units(worker, (self.gang, self.rank)), PoolThread(worker)
+        with (
+            closing(thread),
+            worker_ranks.rank_attempt(*of_gang, **how) as rank_attempt,
+            closing(units),
+        ):
+            order, result = _order_when_whole(rank_attempt, units, thread), None
+            if order.state == "running":
+                result, order = self._together(rank_attempt, order, thread, context, ucx)
+        if order.state != "committed":
+            _raise_end(order, self.options)
+        return result
+
+    def _together(
+        self,
+        rank_attempt: RankAttempt,
+        order: Order,
+        thread: PoolThread,
+        context: TaskContext,
+        ucx: UcxTransport | None,
+    ) -> tuple[Any, Order]:
+        """Run the function while all other ranks run; return its result and the next order."""
+        if self._is_resident:
+            thread.secede()  # its function mostly waits
+        connections = rank_attempt.connections
+        connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
+        reads_memory = "cma" in self.options.order("numpy") and not self.options.checksum
+        device = device_for(self.body.kind, self.options, connections)
+        checkpoints = rank_attempt.checkpoints(order, device)
+        ranks = self.ranks, self.rank
+        ctx = self.body.context(*ranks, connections, checkpoints, reads_memory, device)
+        rank_attempt.progress = ctx.progress
+        workers = [worker for worker, *_ in order.peers]
+        with self._watch(ctx, context, connections, workers, order.attempt).recorded() as fields:
+            call = partial(self.body, ctx, *self.arrays)
+            result, order = _attempt(rank_attempt, ctx, call, thread, fields, ucx)
+            if order.state == "committed":
+                fields["nbytes"] = _size_bytes(result)
+            else:
+                fields.setdefault("error", order.reason or "ended by another rank")
+        return result, order
+
+    @property
+    def _is_resident(self) -> bool:
+        return getattr(self.body, "is_resident", False)
+
+    def _watch(self, ctx: Any, context: TaskContext, *attempt: Any) -> Watch:
+        key, dtype = (self.gang, self.rank), self.body.dtype
+        return Watch(key, self.ranks, self.rank, dtype, ctx.progress, context, *attempt)
 
 
 def _order_when_whole(rank_attempt: RankAttempt, units: Units, thread: PoolThread) -> Order:
