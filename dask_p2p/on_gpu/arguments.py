@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from operator import index as as_int
 from typing import Any
@@ -13,13 +14,14 @@ from dask.utils import funcname
 
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.config import positive_bytes
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.ops.overlap import aligned
-from dask_p2p.types import DaskArray, DType
+from dask_p2p.ops.rechunk import aligned
+from dask_p2p.types import DaskArray, DType, Kind
 
 
 def check_functions(func: Any, reduce: Any) -> None:
@@ -156,7 +158,43 @@ def _sizes_of_blocks(given: Any, count: int) -> tuple[int, ...]:
     return tuple(map(as_int, each))
 
 
-def found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
+def checked_fallback(fallback: Any) -> Kind | None:
+    """Return the kind of arrays for the function on a worker without a GPU."""
+    if fallback not in (None, "numpy"):
+        raise InputError(
+            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
+            f"without a GPU, got {fallback!r}."
+        )
+    return None if fallback is None else "numpy"
+
+
+def checked_part_bytes(part_bytes: Any) -> int:
+    """Return the largest size of a part."""
+    try:
+        return positive_bytes(part_bytes)
+    except ValueError as exc:
+        raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
+
+
+def checked_dtype(
+    func: Callable[..., Any],
+    inputs: list[DaskArray],
+    meta: Any,
+    dtype: Any,
+    keywords: Mapping[str, Any],  # of the function
+) -> DType:
+    """Return the dtype of the function's result: a given one, or that of a call."""
+    if meta is not None:
+        if not hasattr(meta, "dtype") or not hasattr(meta, "shape"):
+            raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
+        dtype = meta.dtype
+    elif dtype is None:
+        return _found_dtype(partial(func, **keywords), inputs)
+    checked: DType = np.dtype(dtype)
+    return checked
+
+
+def _found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
     """Return the dtype of the function's result, found by calls with small arrays.
 
     The calls pass empty arrays first, then arrays of one element. Raises `InputError` if all fail.

@@ -49,13 +49,42 @@ class GpuMapFunction:
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the output block of this index."""
-        of = self.mapped
-        check_readable(self, of, *of.arguments)
+        check_readable(self, self.mapped, *self.mapped.arguments)
+        arrays, kind = self._checked(block_id, blocks)
+        if self.mapped.has_block_id:
+            keywords = {**keywords, "block_id": block_id}
+        worker, context = current_worker()
+        block_of = partial(GpuMapBlock, self.mapped, arrays, block_id, keywords)
+        if backend_named(kind).on_device:  # no copies to and from the GPU
+            block = block_of(kind, sys.maxsize)
+            run: Callable[[], Any] = partial(block.run, context)
+        elif (obstacle := gpu_obstacle()) is None:
+            block = block_of(CUPY.name)
+            on_issued = _on_issued(worker, context, block)
+            run = partial(block.through_gpu, context, where_is(context), on_issued)
+        elif self.mapped.fallback is not None:
+            block = block_of(kind)
+            run = partial(block.run, context)
+        else:
+            raise NoDeviceError(
+                f"expected a GPU for map_on_gpu({funcname(self.mapped.function)}, ...), got none: "
+                f"on {where_is(context)} {obstacle}. Compute on workers with GPUs, such as those "
+                f"of dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to call the "
+                f"function on NumPy arrays."
+            )
+        try:
+            with _recorded(worker, context, block), device_work(), device_of(*arrays):
+                return run()
+        except DeviceLostError as exc:
+            go_elsewhere(context, exc)
+
+    def _checked(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
+        """Return the input blocks as arrays, and their kind."""
         arrays = [
             checked_block(
                 as_array(block), each.own_index(block_id), each.shape(block_id), each.dtype
             )
-            for block, each in zip(blocks, of.arguments, strict=True)
+            for block, each in zip(blocks, self.mapped.arguments, strict=True)
         ]
         kinds = {backend_for(array).name for array in arrays}
         if len(kinds) > 1:
@@ -64,31 +93,7 @@ class GpuMapFunction:
                 f"for block {block_id}. Convert them where they are made, such as by "
                 f"map_blocks(cupy.asarray)."
             )
-        context_kwargs = {**keywords, **({"block_id": block_id} if of.has_block_id else {})}
-        worker, context = current_worker()
-        where = where_is(context)
-        (kind,) = kinds
-        if backend_named(kind).on_device:  # no copies to and from the GPU
-            block = GpuMapBlock(of, arrays, block_id, context_kwargs, kind, sys.maxsize)
-            run: Callable[[], Any] = partial(block.run, context)
-        elif (obstacle := gpu_obstacle()) is None:
-            block = GpuMapBlock(of, arrays, block_id, context_kwargs, CUPY.name)
-            run = partial(block.through_gpu, context, where, _on_issued(worker, context, block))
-        elif of.fallback is not None:
-            block = GpuMapBlock(of, arrays, block_id, context_kwargs, kind)
-            run = partial(block.run, context)
-        else:
-            raise NoDeviceError(
-                f"expected a GPU for map_on_gpu({funcname(of.function)}, ...), got none: on "
-                f"{where} {obstacle}. Compute on workers with GPUs, such as those of "
-                f"dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to call the function "
-                f"on NumPy arrays."
-            )
-        try:
-            with _recorded(worker, context, block), device_work(), device_of(*arrays):
-                return run()
-        except DeviceLostError as exc:
-            go_elsewhere(context, exc)
+        return arrays, kinds.pop()
 
 
 def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from dask.array.utils import meta_from_array
 from dask.layers import ArrayBlockIdDep
 from dask.utils import has_keyword
 
-from dask_p2p.config import checked_options, positive_bytes
+from dask_p2p.config import checked_options
 from dask_p2p.engine.task import FUSABLE
-from dask_p2p.errors import InputError
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.libraries import functions_of, with_fixed_blocks
 from dask_p2p.on_gpu.arguments import (
     check_functions,
     checked_arrays,
     checked_axis,
+    checked_dtype,
+    checked_fallback,
     checked_halo,
     checked_output,
+    checked_part_bytes,
     common_chunks,
-    found_dtype,
     portable,
 )
 from dask_p2p.on_gpu.block import GpuMapFunction
 from dask_p2p.on_gpu.gpu_map import Argument, GpuMap
 from dask_p2p.ops.arguments import check_names
-from dask_p2p.plans import halo_plan
+from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, ChunksLike, DaskArray, DepthLike, DTypeLike
@@ -134,63 +133,58 @@ def map_on_gpu(
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))
     depths, beyond = checked_halo(inputs, sizes, depth, boundary)
-    if fallback not in (None, "numpy"):
-        raise InputError(
-            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
-            f"without a GPU, got {fallback!r}."
-        )
-    try:
-        most_bytes = positive_bytes(part_bytes)
-    except ValueError as exc:
-        raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
-    if meta is not None:
-        if not hasattr(meta, "dtype") or not hasattr(meta, "shape"):
-            raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
-        dtype = meta.dtype
-    elif dtype is None:
-        context_kwargs = {"block_id": (0,) * len(sizes)} if has_block_id else {}
-        dtype = found_dtype(partial(func, **kwargs, **context_kwargs), inputs)
+    block_ids = {"block_id": (0,) * len(sizes)} if has_block_id else {}
     plans = [
         halo_plan(x.chunks, widths, kinds)
         for x, widths, kinds in zip(inputs, depths, beyond, strict=True)
     ]
     mapped = GpuMap(
-        func,
-        tuple(
+        function=func,
+        arguments=tuple(
             Argument(x.chunks, x.dtype, widths, halo_widths_of(plan))
             for x, widths, plan in zip(inputs, depths, plans, strict=True)
         ),
-        along,
-        sizes,
-        checked_output(chunks, sizes, along, reduce is not None),
-        np.dtype(dtype),
-        most_bytes,
-        reduce,
-        fallback,
-        has_block_id,
-        options,
+        axis=along,
+        sizes=sizes,
+        fallback=checked_fallback(fallback),
+        part_bytes=checked_part_bytes(part_bytes),
+        dtype=checked_dtype(func, inputs, meta, dtype, {**kwargs, **block_ids}),
+        chunks=checked_output(chunks, sizes, along, reduce is not None),
+        reduce=reduce,
+        has_block_id=has_block_id,
+        options=options,
     )
     register_if_possible()
+    return _mapped_by_dask(mapped, inputs, plans, kwargs)
+
+
+def _mapped_by_dask(
+    mapped: GpuMap,
+    inputs: Sequence[DaskArray],
+    plans: Sequence[GridPlan],  # of the inputs' halos
+    kwargs: Mapping[str, Any],
+) -> DaskArray:
+    """Return the array whose tasks call the function for blocks with halos."""
     with_halo = [
         with_fixed_blocks(x)
         if plan.chunks == x.chunks
-        else planned_array("p2p-overlap", x, plan, options)
+        else planned_array("p2p-overlap", x, plan, mapped.options)
         for x, plan in zip(inputs, plans, strict=True)
     ]
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
-    axes = tuple(range(len(sizes)))
+    axes = tuple(range(len(mapped.sizes)))
     made: DaskArray = functions_of(inputs[0]).blockwise(
         GpuMapFunction(mapped),
         axes,
         ArrayBlockIdDep(mapped.chunks),
         axes,
-        *chain(*((x, axes[len(sizes) - x.ndim :]) for x in with_halo)),
+        *chain(*((x, axes[len(axes) - x.ndim :]) for x in with_halo)),
         token=FUSABLE,
         adjust_chunks=dict(zip(axes, mapped.chunks, strict=True)),
         align_arrays=False,
         concatenate=True,
-        meta=meta_from_array(inputs[0]._meta, len(sizes), mapped.dtype),
+        meta=meta_from_array(inputs[0]._meta, len(axes), mapped.dtype),
         keywords=kwargs,
     )
     return made

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from dask.array.core import broadcast_chunks, broadcast_dimensions, common_blockdim
+from dask.array.core import broadcast_chunks
 from dask.array.overlap import ensure_minimum_chunksize
 from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
@@ -37,7 +37,7 @@ from dask_p2p.ops.arguments import (
     check_names,
 )
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.ops.rechunk import rechunk
+from dask_p2p.ops.rechunk import aligned, rechunk
 from dask_p2p.ops.stencil import OwnBlocks, SkipsEmpty, Stencil, Trim
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of
@@ -219,25 +219,6 @@ def _checked_arguments(
     return arrays, depth, boundary
 
 
-def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
-    """Return the arrays, rechunked to common chunks along shared axes, counted from the last."""
-    shapes = [x.shape for x in arrays]
-    try:
-        np.broadcast_shapes(*shapes)
-    except ValueError:
-        raise InputError(
-            f"expected arrays that broadcast, got the shapes {shapes}. Insert missing axes by "
-            f"indexing with None."
-        ) from None
-    axes = [tuple(range(x.ndim))[::-1] for x in arrays]
-    chunks = {i: x.chunks for i, x in enumerate(arrays)}
-    common = broadcast_dimensions(list(enumerate(axes)), chunks, consolidate=common_blockdim)
-    return [
-        rechunk(x, tuple(common[a] if n > 1 else (n,) for a, n in zip(along, x.shape, strict=True)))
-        for x, along in zip(arrays, axes, strict=True)
-    ]
-
-
 def _assembled_and_mapped(
     func: Callable[..., Any],
     x: DaskArray,
@@ -290,15 +271,19 @@ def _mapped_by_dask(
     y = map_blocks(OwnBlocks(func), *with_halo, **kwargs)
     if not has_halo or not trim:
         return y
-    # Trim the halo of the array with the most axes, the first of several.
+    # The halo of the array with the most axes, the first of several.
     most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
-    halo = _result_halo(
-        halo_widths_of(plans[most]), y, kwargs.get("drop_axis"), kwargs.get("new_axis")
-    )
+    halo = halo_widths_of(plans[most])
+    return _trimmed(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
+
+
+def _trimmed(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
+    """Return an array without the halo of its blocks."""
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)
     )
+    map_blocks = functions_of(y).map_blocks
     return map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
 
 

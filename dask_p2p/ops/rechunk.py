@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+from dask.array.core import broadcast_dimensions, common_blockdim
+
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
@@ -127,6 +130,25 @@ def _rechunk_unknown(
             f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave out these "
             f"axes."
         ) from exc
+
+
+def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
+    """Return the arrays, rechunked to common chunks along shared axes, counted from the last."""
+    shapes = [x.shape for x in arrays]
+    try:
+        np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise InputError(
+            f"expected arrays that broadcast, got the shapes {shapes}. Insert missing axes by "
+            f"indexing with None."
+        ) from None
+    axes = [tuple(range(x.ndim))[::-1] for x in arrays]
+    chunks = {i: x.chunks for i, x in enumerate(arrays)}
+    common = broadcast_dimensions(list(enumerate(axes)), chunks, consolidate=common_blockdim)
+    return [
+        rechunk(x, tuple(common[a] if n > 1 else (n,) for a, n in zip(along, x.shape, strict=True)))
+        for x, along in zip(arrays, axes, strict=True)
+    ]
 
 
 def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
