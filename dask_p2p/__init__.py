@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from dask_p2p.sections.api.outputs import Same as Same
     from dask_p2p.sections.api.points import Points as Points
     from dask_p2p.sections.api.spmd import spmd as spmd
+    from dask_p2p.sections.iterate.constants import Whole as Whole
     from dask_p2p.sections.iterate.fields import Field as Field
-    from dask_p2p.sections.iterate.fields import Whole as Whole
     from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.sections.iterate.series import Record as Record
     from dask_p2p.sections.iterate.stores import Checkpoint as Checkpoint
@@ -70,7 +70,7 @@ _FUNCTIONS = {
     "Rows": "dask_p2p.sections.api.outputs",
     "Same": "dask_p2p.sections.api.outputs",
     "Save": "dask_p2p.sections.iterate.stores",
-    "Whole": "dask_p2p.sections.iterate.fields",
+    "Whole": "dask_p2p.sections.iterate.constants",
     "check": "dask_p2p.tools.check",
     "compile": "dask_p2p.fusing.compiled",
     "estimate": "dask_p2p.ops.estimate",

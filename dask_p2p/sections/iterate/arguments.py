@@ -7,20 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import InputError
+from dask_p2p.ops.arguments import check_function, check_names
+from dask_p2p.sections.api.arguments import check_computed
 from dask_p2p.sections.iterate.binding import (
     UNNAMED,
     Binding,
     bound_by_name,
     bound_by_position,
 )
-from dask_p2p.sections.iterate.fields import (
+from dask_p2p.sections.iterate.constants import (
     ConstantSpec,
+    constants_by_position,
+    named_constants,
+)
+from dask_p2p.sections.iterate.fields import (
     Field,
     FieldSpec,
     check_name,
-    constants_by_position,
     field_spec,
-    named_constants,
     named_fields,
 )
 from dask_p2p.sections.iterate.phase import Phase
@@ -65,12 +69,52 @@ class Arguments:
         return {name: found[name] for name in dict.fromkeys((*self.names, *names))}
 
 
-def phases_of(func: Any) -> list[Any]:
+def check_functions(
+    func: Any,
+    fields: Any,
+    constants: Any,
+    iterate: Callable[..., Any],
+    given: Mapping[str, Any],  # arguments of `iterate`, by name
+) -> None:
+    """Raise `InputError` for functions that cannot be called, or have a keyword of `iterate`."""
+    count = 0  # of the function's leading parameters, which receive fields and constants
+    if not isinstance(fields, Mapping):
+        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
+    for each in _phases_of(func):
+        function = each[0] if isinstance(each, tuple) and each else each
+        check_function(function, "fields with a halo", "iterate(func, fields, depth, steps)")
+        check_names(function, count, iterate, given)
+
+
+def checked_arguments(
+    func: Any,
+    field: Field,  # with the options of all fields
+    constants: Any,
+    kwargs: Mapping[str, Any],
+    until: Any,
+    record: Any,
+    stores: tuple[Any, Any],  # save and checkpoint
+) -> Arguments:
+    """Return the arguments, in either form, or raise an error."""
+    if until is not None and not callable(until):
+        raise InputError(f"until: expected a function of numbers, got {until!r}.")
+    if field.depth is None:
+        raise InputError(
+            "depth: expected the number of elements around a point that the function reads, got "
+            "None. Give 0 if it reads none."
+        )
+    checked = _named if isinstance(field.value, Mapping) else _unnamed
+    arguments = checked(func, field, constants, kwargs, until, record, stores)
+    check_computed(*(each.value for each in arguments.constants), *kwargs.values())
+    return arguments
+
+
+def _phases_of(func: Any) -> list[Any]:
     """Return the functions of a step, or pairs of a function and its fields."""
     return list(func) if isinstance(func, list) else [func]
 
 
-def unnamed(
+def _unnamed(
     func: Any,
     field: Field,  # of one array, or of its time levels
     constants: Any,
@@ -98,7 +142,7 @@ def unnamed(
     return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
 
 
-def named(
+def _named(
     func: Any,
     field: Field,  # of a mapping of fields, with the options of all
     constants: Any,
@@ -161,7 +205,7 @@ def _phases(
     numbers: Sequence[str] = (),  # names of the fields that are numbers
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
-    given, found = phases_of(func), []
+    given, found = _phases_of(func), []
     if not given:
         raise InputError("expected at least one function, got an empty list.")
     for number, each in enumerate(given):

@@ -1,4 +1,4 @@
-"""Fields and constants of `iterate`: checks of the user's arguments."""
+"""Fields of `iterate`: checks of the user's arguments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Index
-from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
-from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.api.outputs import LocalBlock, Output
-from dask_p2p.sections.api.points import Points, checked_points
 from dask_p2p.sections.iterate.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
@@ -52,19 +49,6 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A constant of `iterate` that each rank receives as a whole.
-
-    Parameters
-    ----------
-    value : object
-        Any computed value, such as a NumPy array with a table of coefficients.
-    """
-
-    value: Any
-
-
-@dataclass(frozen=True)
 class FieldSpec:
     """One field: its halo, and its number of time levels."""
 
@@ -82,16 +66,6 @@ class FieldSpec:
         """Width of all halos: a level gets its halo when it is the newest, and keeps it."""
         by_axis = zip(*self.depths, strict=True)
         return tuple((max(b for b, _ in sides), max(a for _, a in sides)) for sides in by_axis)
-
-
-@dataclass(frozen=True)
-class ConstantSpec:
-    """One constant: a value, or an array that is divided between ranks like the fields."""
-
-    name: str
-    value: Any = None  # unless it is divided
-    #: Number of dimensions of a divided array. It has the last axes of the fields.
-    ndim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -253,117 +227,3 @@ def _check_other_names(title: str, given: Any, fields: Mapping[str, Any]) -> Non
             f"{title}: expected names of fields, {[*fields]}, or {_OTHERS!r} for all others, got "
             f"{others[0]!r}. Rename it."
         )
-
-
-# --- constants
-
-
-def constants_by_position(
-    constants: Any, field: DaskArray
-) -> tuple[list[ConstantSpec], list[DaskArray]]:
-    """Return the specs of constants, and the arrays of those that are divided."""
-    if not isinstance(constants, (list, tuple)):
-        raise InputError(
-            f"constants: expected a tuple of arguments for the function, got "
-            f"{type(constants).__name__}. Give one as (constant,)."
-        )
-    specs, arrays = [], []
-    for number, constant in enumerate(constants):
-        check_kind_of(constant, field)
-        name = f"constants[{number}]"
-        if not is_dask_array(constant):
-            specs.append(ConstantSpec(name, constant))
-            continue
-        if constant.shape != field.shape:
-            raise ChunksError(
-                f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
-                f"shape {constant.shape}. Compute it first if each rank needs the whole array."
-            )
-        specs.append(ConstantSpec(name, ndim=constant.ndim))
-        arrays.append(_aligned(constant, field))
-    return specs, arrays
-
-
-def named_constants(
-    constants: Any, field: DaskArray
-) -> tuple[list[ConstantSpec], list[DaskArray], list[FieldSpec], list[DaskArray]]:
-    """Return the specs of constants without a halo, their divided arrays; the same with a halo.
-
-    NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
-    """
-    if not isinstance(constants, Mapping) and constants != ():
-        raise InputError(
-            f"constants: expected a mapping of names, as the fields have, got "
-            f"{type(constants).__name__}. Give {{'name': value}}."
-        )
-    specs: list[ConstantSpec] = []
-    with_halo: list[FieldSpec] = []
-    arrays: list[DaskArray] = []
-    halo_arrays: list[DaskArray] = []
-    for name, given in dict(constants).items():
-        check_name(name, "a constant")
-        if isinstance(given, Points):
-            specs.append(ConstantSpec(name, Points(checked_points(given.xy, field.shape))))
-            continue
-        own = given if isinstance(given, Field) else Field(given)
-        check_kind_of(own.value, field)
-        if isinstance(own.value, Whole) or not len(getattr(own.value, "shape", ())):
-            value = own.value.value if isinstance(own.value, Whole) else own.value
-            specs.append(ConstantSpec(name, value))
-            continue
-        array = _divided(name, own.value, field)
-        if own is given:
-            own = replace(own, value=_whole_array(name, array, field))
-            boundary = "none" if own.boundary is None else own.boundary
-            own = replace(own, depth=own.depth or 0, boundary=boundary)
-            spec, levels = field_spec(name, replace(own, corners=own.corners is not False))
-            with_halo.append(replace(spec, is_constant=True))
-            halo_arrays += levels
-        else:
-            specs.append(ConstantSpec(name, ndim=array.ndim))
-            arrays.append(array[(None,) * (field.ndim - array.ndim)])
-    return specs, arrays, with_halo, halo_arrays
-
-
-def check_kind_of(constant: Any, field: DaskArray) -> None:
-    """Refuse a constant of another array library than the fields': `UnsupportedArrayError`."""
-    value = constant.value if isinstance(constant, Whole) else constant
-    check_one_library([field, value])
-    check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
-
-
-def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
-    """Return a constant as a Dask array with the chunks of the field's last axes."""
-    array = given
-    if not is_dask_array(given):
-        array = functions_of(field).from_array(given, chunks=-1, asarray=False)
-    check_array(array)
-    lengths = field.shape[field.ndim - array.ndim :] if array.ndim <= field.ndim else ()
-    if len(lengths) != array.ndim or any(
-        own not in (1, length) for own, length in zip(array.shape, lengths, strict=True)
-    ):
-        raise ChunksError(
-            f"constants: expected arrays whose shape broadcasts to that of the fields, "
-            f"{field.shape}, got {name!r} of shape {array.shape}. Give each rank the whole array "
-            f"by dask_p2p.Whole(...)."
-        )
-    chunks = field.chunks[field.ndim - array.ndim :]
-    wanted = tuple(
-        (1,) if own == 1 else sizes for own, sizes in zip(array.shape, chunks, strict=True)
-    )
-    return array if array.chunks == wanted else rechunk(array, wanted)
-
-
-def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
-    if array.shape != field.shape:
-        raise ChunksError(
-            f"constants: expected an array of the fields' shape, {field.shape}, for a constant "
-            f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
-        )
-    return array
-
-
-def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
-    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
-    check_decompositions([aligned])
-    return aligned

@@ -9,13 +9,17 @@ from typing import Any, Literal, overload
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_flag
-from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.arguments import check_computed, chosen_ranks
+from dask_p2p.sections.api.arguments import chosen_ranks
 from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.arguments import named, no_names, phases_of, unnamed
+from dask_p2p.sections.iterate.arguments import (
+    Arguments,
+    check_functions,
+    checked_arguments,
+    no_names,
+)
 from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.stores import Checkpoint, Save
@@ -285,36 +289,13 @@ def iterate(
     >>> made["v"].compute(scheduler="sync")
     array([ 0., -1., -2., -3., -4., -5.])
     """
-    if until is not None and not callable(until):
-        raise InputError(f"until: expected a function of numbers, got {until!r}.")
-    if depth is None:
-        raise InputError(
-            "depth: expected the number of elements around a point that the function reads, got "
-            "None. Give 0 if it reads none."
-        )
+    check_functions(func, fields, constants, iterate, locals())
+    field = Field(fields, depth, boundary, dtype, checked_flag("corners", corners))
+    stores = save, checkpoint
+    arguments = checked_arguments(func, field, constants, kwargs, until, record, stores)
+    first = arguments.arrays[0]
     if overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
-    corners = checked_flag("corners", corners)
-    functions = [each[0] if isinstance(each, tuple) and each else each for each in phases_of(func)]
-    count = 0  # of the function's leading parameters, which receive fields and constants
-    if not isinstance(fields, Mapping):
-        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
-    for each in functions:
-        check_function(each, "fields with a halo", "iterate(func, fields, depth, steps)")
-        check_names(each, count, iterate, locals())
-    checked = named if isinstance(fields, Mapping) else unnamed
-    field = Field(fields, depth, boundary, dtype, corners)
-    arguments = checked(func, field, constants, kwargs, until, record, (save, checkpoint))
-    check_computed(*(each.value for each in arguments.constants), *kwargs.values())
-    first = arguments.arrays[0]
-    capture = checked_flag("capture", capture)
-    if max_time is not None and not isinstance(fields, Mapping):
-        raise no_names()
-    if capture and arguments.scalars:
-        raise InputError(
-            f"capture: expected fields that are arrays, as all replayed steps have the same "
-            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
-        )
     iteration = Iteration(
         phases=arguments.phases,
         fields=arguments.fields,
@@ -329,8 +310,8 @@ def iterate(
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checked_period(checkpoint_every),
-        max_time=_checked_time(max_time),
-        capture=capture,
+        max_time=_checked_time(max_time, arguments),
+        capture=_checked_capture(capture, arguments),
         kwargs=kwargs,
     )
     options = checked_options()
@@ -347,7 +328,19 @@ def iterate(
     return arguments.sorted(made, iteration.returns_steps)
 
 
-def _checked_time(given: Any) -> str | None:
+def _checked_time(given: Any, arguments: Arguments) -> str | None:
+    if given is not None and not arguments.names:
+        raise no_names()
     if given is None or (isinstance(given, str) and isinstance(checked_period(given), str)):
         return given
     raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
+
+
+def _checked_capture(given: Any, arguments: Arguments) -> bool:
+    capture = checked_flag("capture", given)
+    if capture and arguments.scalars:
+        raise InputError(
+            f"capture: expected fields that are arrays, as all replayed steps have the same "
+            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
+        )
+    return capture

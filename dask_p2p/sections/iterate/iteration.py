@@ -20,7 +20,8 @@ from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import AT, VALUES
-from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec
+from dask_p2p.sections.iterate.constants import ConstantSpec
+from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec

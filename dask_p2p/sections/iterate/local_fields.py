@@ -15,7 +15,8 @@ from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.binding import AT, VALUES
-from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
+from dask_p2p.sections.iterate.constants import ConstantSpec
+from dask_p2p.sections.iterate.fields import FieldSpec
 from dask_p2p.types import Array
 
 

@@ -24,8 +24,7 @@ from functools import partial
 
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.iterate.checkpoint_files import CheckpointFiles
-from dask_p2p.sections.iterate.frame_writer import FrameWriter
-from dask_p2p.sections.iterate.frames import Frames, Values
+from dask_p2p.sections.iterate.frames import Frames, FrameWriter, Values
 from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series

@@ -17,8 +17,7 @@ import zarr
 
 from dask_p2p import Checkpoint, Field, Save, estimate, iterate
 from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
-from dask_p2p.sections.iterate.frame_writer import FrameWriter
-from dask_p2p.sections.iterate.frames import Frames
+from dask_p2p.sections.iterate.frames import Frames, FrameWriter
 from dask_p2p.sections.iterate.stores import part_of_slice
 from tests.sections.iterate.test_coupled import array, inner, react
 from tests.sections.iterate.test_stores import A, B, fields, states
