@@ -2,7 +2,7 @@
 
 A number belongs here if a test needs another value: one that lets small arrays or short waits reach
 all code. All other constants are in the modules that use them. Code reads `tuning.current` at each
-use, but not in inner loops, so that a replaced number counts at once.
+use, but not in inner loops, so that it uses a replaced number.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Tuning:
     counted_arrays: int = 10_000  # most arrays with separate runs
     counted_runs: int = 1_000  # most runs of one array
     chart_bars: int = 4000  # most bars of a chart
-    page_s_per_worker: float = 2e-3  # interval; a request takes the scheduler a quarter of it
+    #: Interval of the page. A request takes the scheduler a quarter of this time.
+    page_s_per_worker: float = 2e-3
 
     # interprocess.
     #: Shortest run that a system call copies between processes. NumPy copies shorter ones faster.
     process_run_bytes: int = 256
     runs_per_call: int = 1024  # most runs of one system call: IOV_MAX
-    unused_mapping_s: float = 60.0  # time for which an unused mapping is kept
+    unused_mapping_s: float = 60.0  # lifetime of an unused mapping
     #: Smallest slot for copy engines. A kernel reads fewer bytes faster than a copy engine starts.
     copy_engine_bytes: int = 2**16
     #: Delay before an endpoint of UCX to another host is closed, as a multiple of a message's
@@ -119,7 +120,8 @@ class Tuning:
 
     # tools and cli.
     check_repeats: int = 5  # measurements of a transport by `check`
-    check_speed_up: float = 2  # least speed-up of another transport that `check` names
+    #: Least speed-up of another transport that `check` names.
+    check_speed_up: float = 2
     npy_block_bytes: int = 16 << 20  # block size of an .npy file: small enough for many workers
     connect_s: float = 10  # longest wait of a command for its scheduler
     workers_wait_s: float = 10  # longest wait of a command for the first worker
