@@ -36,7 +36,7 @@ def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> i
         for piece in block.pieces:
             size = box_size(piece.src)
             elements += size
-            held.update(dict.fromkeys(holders[x.name, *block.sources[piece.source].block], size))
+            held.update(dict.fromkeys(holders[x.name, *block.sources[piece.source]], size))
         makers = held if readers is None else readers[y.name, *index]
         elements -= max((held[worker] for worker in makers), default=0)
     return elements * int(x.dtype.itemsize)

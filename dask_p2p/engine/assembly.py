@@ -39,7 +39,7 @@ from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
 from dask_p2p.monitoring.ranges import ranges
-from dask_p2p.plans import BlockPlan, Source
+from dask_p2p.plans import BlockPlan
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
 from dask_p2p.types import Array, DType, Kind
@@ -55,8 +55,8 @@ _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # regions in transfer, in the o
 class OutputSpec:
     """The properties that all blocks of one output share."""
 
-    arrays: tuple[str, ...]  # names of the inputs; the keys of their blocks are (name, *index)
-    dtype: DType  # numpy.dtype of the inputs and of the assembled block
+    array: tuple[str]  # name of the input, as the start of its blocks' keys: (name, *index)
+    dtype: DType  # numpy.dtype of the input and of the assembled block
     kind: Kind  # "numpy" or "cupy", from the array's meta
     options: Options
     #: Function of the assembled block, which it may overwrite, and the block's index. It returns
@@ -65,9 +65,9 @@ class OutputSpec:
     epilogue: Callable[[Any, Index], Any] | None = None
     chunks: Chunks | None = None  # chunks of the array after `epilogue`, for records
 
-    def key(self, source: Source) -> tuple[Any, ...]:
+    def key(self, source: Index) -> tuple[Any, ...]:
         """Return the Dask key of an input block."""
-        return (self.arrays[source.array], *source.block)
+        return self.array + source
 
     def need(
         self,

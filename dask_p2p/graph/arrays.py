@@ -24,28 +24,22 @@ from dask_p2p.versioned import check_dask_array, named_fields
 
 def planned_array(
     prefix: str,  # prefix of the new array's name, and so of its tasks
-    arrays: Any,  # one or several inputs, of one dtype and one type of blocks
-    plan: Plan,  # assembly of the output's blocks from the inputs' blocks
+    x: Any,
+    plan: Plan,  # assembly of the output's blocks from those of `x`
     options: Options,  # options that are sent with the tasks
     epilogue: Epilogue | None = None,  # function of the assembled blocks
 ) -> Any:
-    """Return the lazy array of a plan's output, of the library of the inputs."""
-    inputs = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
-    first = inputs[0]
+    """Return the lazy array of a plan's output, of the library of `x`."""
     layer = PlannedLayer(prefix, plan, options, epilogue)
-    if is_expression(first):
-        return expression_array(first, layer, inputs)
-    names = tuple(x.name for x in inputs)
-    name = layer.name(tokenize(names, *map(named_fields, (plan, options, epilogue))))
-    tasks = layer.tasks(name, inputs)
+    if is_expression(x):
+        return expression_array(x, layer, [x])
+    name = layer.name(tokenize(x.name, *map(named_fields, (plan, options, epilogue))))
+    tasks = layer.tasks(name, [x])
     # Dask checks that each dependency is used. Empty output blocks have no input blocks.
-    keys = frozenset[Any]().union(*{task.dependencies for task in tasks.values()})
-    read = {key[0] for key in keys}
-    graph = HighLevelGraph.from_collections(
-        name, tasks, dependencies=[x for x in inputs if x.name in read]
-    )
-    # An input's meta may have other dimensions: Dask adapts it to the chunks of the new array.
-    meta = layer.meta(first)
+    is_read = any(task.dependencies for task in tasks.values())
+    graph = HighLevelGraph.from_collections(name, tasks, dependencies=[x] if is_read else [])
+    # The meta of `x` may have other dimensions: Dask adapts it to the chunks of the new array.
+    meta = layer.meta(x)
     return new_da_object(graph, name, layer.chunks, meta=meta, dtype=meta.dtype)
 
 

@@ -14,7 +14,7 @@ from dask_p2p.config import Options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.geometry import Chunks, Index, block_indices
-from dask_p2p.plans import Plan, Source
+from dask_p2p.plans import Plan
 from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.types import Array
 from dask_p2p.versioned import named_fields
@@ -92,26 +92,20 @@ class PlannedLayer:
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
         """Return the tasks, by key, that assemble the blocks."""
-        names = tuple(x.name for x in inputs)
-        output = output_spec(names, inputs[0], self.options, self.epilogue)
+        (x,) = inputs
+        output = output_spec(x, self.options, self.epilogue)
         return assemble_tasks(name, self.plan, output)
 
 
-def output_spec(
-    arrays: tuple[str, ...], first: Any, options: Options, epilogue: Epilogue | None
-) -> OutputSpec:
-    """Return the properties that all output blocks share.
-
-    `first` is the first input array, or its expression. All inputs have the same dtype and type of
-    blocks.
-    """
+def output_spec(x: Any, options: Options, epilogue: Epilogue | None) -> OutputSpec:
+    """Return the properties that all output blocks share; `x` is the input, or its expression."""
     after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
-    return OutputSpec(arrays, first.dtype, backend_for(first._meta).name, options, *after)
+    return OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options, *after)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
     """Return the tasks, by key, that assemble a plan's output blocks. The output has this name."""
-    shared: dict[Sequence[Source], Blocks] = {}
+    shared: dict[tuple[Index, ...], Blocks] = {}
     tasks = {}
     for index in block_indices(plan.chunks):
         key = (name, *index)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, Source, block_plans, stage_order
+from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, block_plans, stage_order
 from dask_p2p.plans.grid import GridPlan, redistribution, slab_chunks
 from dask_p2p.plans.groups import grid_between, grouped
 from dask_p2p.plans.halo import halo_plan
@@ -17,7 +17,6 @@ __all__ = [
     "GridPlan",
     "Piece",
     "Plan",
-    "Source",
     "block_plans",
     "grid_between",
     "grouped",

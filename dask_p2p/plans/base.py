@@ -36,13 +36,6 @@ from dask_p2p.versioned import versioned
 _T = TypeVar("_T")
 
 
-class Source(NamedTuple):
-    """A block of an input array."""
-
-    array: int  # number of the array among the inputs
-    block: Index  # index in its grid of blocks
-
-
 @versioned()
 class Piece(NamedTuple):  # a tuple, for speed: a plan has one piece for each pair of blocks
     """One region of a source block, and the region of the output block that it fills.
@@ -73,7 +66,7 @@ class BlockPlan:
 
     shape: tuple[int, ...]  # of the output block
     axes: tuple[int, ...]  # output axis i is source axis axes[i]
-    sources: tuple[Source, ...]
+    sources: tuple[Index, ...]  # blocks of the input
     source_shapes: tuple[tuple[int, ...], ...]  # declared shapes of the sources, in order
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = ()
@@ -97,7 +90,7 @@ class BlockPlan:
 
 
 class Plan(Protocol):
-    """The assembly of all output blocks from blocks of one or more inputs.
+    """The assembly of all output blocks from blocks of the input.
 
     Every task carries the plan: a small value (hashable, picklable) of integers only. Each task
     makes the pieces of its own block only.
@@ -111,8 +104,8 @@ class Plan(Protocol):
     def largest_piece(self) -> int:
         """Elements of the largest piece of any block, or an upper bound."""
 
-    def sources(self, index: Index) -> tuple[Source, ...]:
-        """Return the blocks that an output block reads, in the order of its block plan.
+    def sources(self, index: Index) -> tuple[Index, ...]:
+        """Return the input blocks that an output block reads, in the order of its block plan.
 
         Output blocks with the same sources get equal tuples, so that tasks share derived data.
         """

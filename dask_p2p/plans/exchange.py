@@ -78,4 +78,4 @@ def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -
     """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.local_sizes, axes, after.local_sizes)
     block = plan.block(after.indices[rank])
-    return {before.rank(block.sources[piece.source].block): piece for piece in block.pieces}
+    return {before.rank(block.sources[piece.source]): piece for piece in block.pieces}

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
-from dask_p2p.plans.base import BlockPlan, Fill, Piece, Source
+from dask_p2p.plans.base import BlockPlan, Fill, Piece
 from dask_p2p.versioned import versioned
 
 
@@ -162,18 +162,18 @@ class GridPlan:
         )
 
     @cached_property
-    def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Source, ...]]:
+    def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Index, ...]]:
         return {}
 
-    def sources(self, index: Index) -> tuple[Source, ...]:
+    def sources(self, index: Index) -> tuple[Index, ...]:
         return self._all_sources(index) if self.has_corners else self.block(index).sources
 
-    def _all_sources(self, index: Index) -> tuple[Source, ...]:
+    def _all_sources(self, index: Index) -> tuple[Index, ...]:
         blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
         # Blocks of one row of the grid share a list: a transpose of slabs has a single one.
         sources = self._sources.get(blocks)
         if sources is None:
-            sources = tuple(Source(0, numbers) for numbers in self._in_order(product(*blocks)))
+            sources = tuple(self._in_order(product(*blocks)))
             self._sources[blocks] = sources
         return sources
 
@@ -239,7 +239,7 @@ class GridPlan:
         return BlockPlan(
             shape=block_shape(self.chunks, index),
             axes=self.axes,
-            sources=tuple(Source(0, source) for source in numbers),
+            sources=tuple(numbers),
             source_shapes=tuple(block_shape(self.src_chunks, source) for source in numbers),
             pieces=tuple(pieces),
             fills=tuple(fills),

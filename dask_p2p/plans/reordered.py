@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.plans.base import BlockPlan, Source
+from dask_p2p.plans.base import BlockPlan
 from dask_p2p.plans.grid import GridPlan
 from dask_p2p.versioned import versioned
 
@@ -31,7 +31,7 @@ class ReorderedPlan:
     def _plan_index(self, index: Index) -> Index:
         return tuple(index[axis] for axis in self.order)
 
-    def sources(self, index: Index) -> tuple[Source, ...]:
+    def sources(self, index: Index) -> tuple[Index, ...]:
         return self.plan.sources(self._plan_index(index))
 
     def source_elements(self, index: Index) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
 from dask_p2p.interprocess.cuda_ipc import POOL_REMEDY
-from dask_p2p.plans import BlockPlan, Piece, Source
+from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
@@ -259,7 +259,7 @@ class _WorkerPair:
         key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
         name, index = key[0], key[1:]  # as for a block of an array with this name
         shape, whole = (self.nbytes,), ((0, self.nbytes),)
-        plan = BlockPlan(shape, (0,), (Source(0, index),), (shape,), (Piece(0, whole, whole),))
+        plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, whole, whole),))
         output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
         assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
         block = assembly.run()

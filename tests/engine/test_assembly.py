@@ -180,9 +180,9 @@ def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
     plan = PLAN.block(index)
     output = OutputSpec(("x",), X.dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
-        BLOCKS["x", *source.block]
+        BLOCKS["x", *source]
         if holder == here
-        else BlockRef(("x", *source.block), holder if isinstance(holder, tuple) else (holder,))
+        else BlockRef(("x", *source), holder if isinstance(holder, tuple) else (holder,))
         for source, holder in zip(plan.sources, holders, strict=True)
     ]
     return Assembly(plan, output, blocks, peers)
@@ -266,7 +266,7 @@ def test_a_reader_without_blocks(peers, log):
 def test_all_blocks_here():
     plan = PLAN.block((1, 0))
     output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
-    blocks = [BLOCKS["x", *s.block] for s in plan.sources]
+    blocks = [BLOCKS["x", *s] for s in plan.sources]
     check(Assembly(plan, output, blocks, LocalContext()).run())
 
 

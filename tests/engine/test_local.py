@@ -75,7 +75,7 @@ def assembly(store, holders=((HERE,), (HERE,), (HERE,)), plan=None, dtype=X.dtyp
     plan = plan or PLAN.block((1, 0))
     output = OutputSpec(("x",), dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
-        BlockRef(("x", *source.block), of) for source, of in zip(plan.sources, holders, strict=True)
+        BlockRef(("x", *source), of) for source, of in zip(plan.sources, holders, strict=True)
     ]
     return Assembly(plan, output, blocks, store)
 

@@ -44,22 +44,22 @@ def assemble(blocks, missing):
 
 def test_a_thread_scheduler_has_arrays_and_needs_no_plugin():
     missing = []
-    block = assemble([BLOCKS["x", *s.block] for s in PLAN.block(INDEX).sources], missing)
+    block = assemble([BLOCKS["x", *s] for s in PLAN.block(INDEX).sources], missing)
     np.testing.assert_array_equal(block, X.T[3:6])
     assert not missing
 
 
 def test_a_worker_without_the_plugin_has_arrays_and_requests_it(on_worker):
     missing, sources = [], PLAN.block(INDEX).sources
-    block = assemble([BLOCKS["x", *s.block] for s in sources], missing)
+    block = assemble([BLOCKS["x", *s] for s in sources], missing)
     np.testing.assert_array_equal(block, X.T[3:6])
-    assert missing == [(on_worker, [("x", *s.block) for s in sources])]
+    assert missing == [(on_worker, [("x", *s) for s in sources])]
 
 
 @pytest.mark.parametrize("holder", ["tcp://a:1", "tcp://b:1"])
 def test_references_of_a_plugin_that_left(on_worker, holder, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda s: None)
-    refs = [BlockRef(("x", *s.block), (holder,)) for s in PLAN.block(INDEX).sources]
+    refs = [BlockRef(("x", *s), (holder,)) for s in PLAN.block(INDEX).sources]
     for _ in range(OPTIONS.attempts - 1):
         with pytest.raises(Reschedule):
             assemble(refs, [])

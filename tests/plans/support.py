@@ -29,7 +29,7 @@ def assembled(block_plan, sources, dtype):
     out = np.zeros(block_plan.shape, dtype)
     written = np.zeros(block_plan.shape, int)
     for piece in block_plan.pieces:
-        source = sources[block_plan.sources[piece.source].block]
+        source = sources[block_plan.sources[piece.source]]
         assert source.shape == block_plan.source_shapes[piece.source]
         region = source[box_slices(piece.src)]
         assert region.shape == box_shape(piece.src)  # nothing was clipped

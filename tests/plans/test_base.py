@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plans import BlockPlan, Piece, Source, stage_order
+from dask_p2p.plans import BlockPlan, Piece, stage_order
 
 names = st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=9, unique=True)
 
@@ -56,6 +56,6 @@ def test_a_reader_without_blocks_starts_behind_its_index():
 
 def test_a_part_of_a_piece_fills_a_part_of_its_destination():
     piece = Piece(0, ((2, 6), (10, 13)), ((0, 3), (4, 8)))
-    plan = BlockPlan((3, 8), (1, 0), (Source(0, (0, 0)),), ((6, 13),), (piece,))
+    plan = BlockPlan((3, 8), (1, 0), ((0, 0),), ((6, 13),), (piece,))
     assert plan.destination(piece, piece.src) == piece.dst
     assert plan.destination(piece, ((3, 5), (11, 12))) == ((1, 2), (5, 7))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, box_shape, box_size, split_evenly
-from dask_p2p.plans import Source, block_plans, redistribution, slab_chunks
+from dask_p2p.plans import block_plans, redistribution, slab_chunks
 from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 
@@ -83,7 +83,7 @@ def test_no_piece_is_larger_than_the_bound(plan):
 def test_blocks_that_read_the_same_sources_share_their_list():
     plan = redistribution(((2,) * 5, (10,)), (1, 0), ((2,) * 5, (10,)))
     assert len({id(plan.sources((i, 0))) for i in range(5)}) == 1
-    assert plan.sources((0, 0))[1] == Source(0, (1, 0))
+    assert plan.sources((0, 0))[1] == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def with_halo(x, chunks, depth, boundary):
         block = plan.block((number,))
         out = np.zeros(block.shape, int)
         for piece in block.pieces:
-            (source,) = block.sources[piece.source].block
+            (source,) = block.sources[piece.source]
             own = x[bounds[source] : bounds[source + 1]]
             out[box_slices(piece.dst)] = own[box_slices(piece.src)]
         for fill in block.fills:

@@ -46,7 +46,7 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
         block = plan.block(ranks.indices[rank])
         wanted = np.zeros(block.shape, int)
         for piece in block.pieces:
-            source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source].block)))]
+            source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source])))]
             wanted[box_slices(piece.dst)] = source[box_slices(piece.src)]
         for fill in block.fills:
             wanted[box_slices(fill.dst)] = fill.value

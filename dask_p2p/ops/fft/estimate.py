@@ -200,6 +200,6 @@ def _moved_elements(tasks: Iterable[AssembleTask], before: Chunks, workers: int)
         held: defaultdict[int, int] = defaultdict(int)
         sources, elements = task.plan.sources(task.index), task.plan.source_elements(task.index)
         for source, count in zip(sources, elements, strict=True):
-            held[holders[source.block]] += count
+            held[holders[source]] += count
         moved += sum(held.values()) - max(held.values(), default=0)
     return moved

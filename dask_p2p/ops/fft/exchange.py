@@ -55,7 +55,7 @@ def chunks_before(x: DaskArray) -> Chunks | None:
             task = next(iter(layers[name].values()))
             if not isinstance(task, AssembleTask) or not isinstance(task.plan, ReorderedPlan):
                 break
-            found, (name,) = task.plan.plan.src_chunks, task.output.arrays
+            found, (name,) = task.plan.plan.src_chunks, task.output.array
         if found is not None:
             return found
         new = x.dask.dependencies.get(name, set()) - seen if layers else set()
