@@ -124,6 +124,7 @@ class CupyBackend(Backend):
 
     def warm_up(self) -> None:
         _kernels().warm_up()
+        _regions().warm_up()
 
     def device_of(self, block: Array) -> Any:
         return block.device
@@ -155,6 +156,19 @@ def _kernels() -> Any:
     from dask_p2p.backends.kernels import permute as kernels
 
     return kernels
+
+
+@cache
+def _regions() -> Any:
+    _cupy()
+    from dask_p2p.backends.kernels import regions
+
+    return regions
+
+
+def region_batch() -> Any:
+    """Return an object that enqueues copies of many small regions together: a `RegionBatch`."""
+    return _regions().RegionBatch()
 
 
 @cache  # a driver call that each task would repeat

@@ -1,0 +1,94 @@
+"""Plans of `regions.cu`: copies of many small regions in one launch. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends.kernels._geometry import MAX_WORD_BYTES, reduce_copy
+from dask_p2p.plans import Piece
+
+MAX_AXES = 4
+MAX_REGIONS = 38  # of a launch: a kernel takes arguments of 4 KiB
+THREADS = 256
+_MOST_BLOCKS = 128  # thread blocks of a region
+_WORDS_PER_THREAD = 4
+
+_PLACE = Struct("=2q")  # the addresses of the struct `Region` of regions.cu
+_LAYOUT = Struct(f"=2I{MAX_AXES}I{2 * MAX_AXES}q")  # its other members
+REGION_BYTES = _PLACE.size + _LAYOUT.size
+# A dtype without fields: CuPy reads the dtype's description, which is slow with many fields.
+_OPAQUE = np.dtype((np.void, MAX_REGIONS * REGION_BYTES))
+
+
+class RegionLayout(NamedTuple):
+    """The copy of a region, apart from the addresses of its arrays."""
+
+    words: int
+    src_offset_bytes: int
+    dst_offset_bytes: int
+    packed: bytes  # members of the struct `Region` after the addresses
+
+    def at(self, dst: int, src: int) -> bytes:
+        """Return the struct `Region` for addresses of the first items."""
+        return _PLACE.pack(src + self.src_offset_bytes, dst + self.dst_offset_bytes) + self.packed
+
+
+@lru_cache(maxsize=256)  # one object for equal arrays: its identity is that of their copies
+def whole_piece(src: tuple[int, ...], dst: tuple[int, ...]) -> Sequence[Piece]:
+    """Return a whole array as one piece, from its shapes before and after."""
+    boxes = (tuple((0, length) for length in shape) for shape in (src, dst))
+    return (Piece(0, *boxes),)
+
+
+@lru_cache(maxsize=4096)  # a plan takes longer than its launch, and blocks are similar
+def region_layout(
+    shape: tuple[int, ...],  # shape of both arrays (the source already transposed)
+    itemsize: int,
+    src_strides: tuple[int, ...],  # in bytes
+    dst_strides: tuple[int, ...],
+    alignment: int,  # bitwise or of both addresses, modulo `MAX_WORD_BYTES`
+) -> RegionLayout | None:
+    """Return the copy of a region. None if it has too many axes, or no items."""
+    if 0 in shape or not itemsize:
+        return None
+    given = shape, itemsize, src_strides, dst_strides, alignment or MAX_WORD_BYTES
+    axes, word_bytes, src_offset_bytes, dst_offset_bytes = reduce_copy(*given)
+    words = prod(axis.extent for axis in axes)
+    if len(axes) > MAX_AXES or words >= 2**31:
+        return None
+    none = MAX_AXES - len(axes)
+    extents, sources, targets = zip(*((1, 0, 0),) * none, *axes, strict=True)
+    packed = _LAYOUT.pack(words, word_bytes, *extents, *sources, *targets)
+    return RegionLayout(words, src_offset_bytes, dst_offset_bytes, packed)
+
+
+def packed_regions(regions: Sequence[bytes]) -> np.ndarray[Any, Any]:
+    """Return structs `Region` as rows of integers of 64 bits: the addresses are the first two."""
+    return np.frombuffer(b"".join(regions), np.int64).reshape(-1, REGION_BYTES // 8)
+
+
+def moved(regions: np.ndarray[Any, Any], dst: int, src: int) -> np.ndarray[Any, Any]:
+    """Return regions of arrays that begin at other addresses."""
+    found = regions.copy()
+    found[:, 0] += src
+    found[:, 1] += dst
+    return found
+
+
+def packed_batch(regions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the kernel's one argument: an array of one item, passed by value."""
+    packed = np.zeros(_OPAQUE.itemsize, np.uint8)
+    packed[: regions.nbytes] = regions.reshape(-1).view(np.uint8)
+    return packed.view(_OPAQUE)
+
+
+def grid_of(words: int, regions: int) -> tuple[int, int]:
+    """Return the grid for a number of regions, the largest one of this number of words."""
+    blocks = -(-words // (THREADS * _WORDS_PER_THREAD))
+    return min(max(blocks, 1), _MOST_BLOCKS), regions

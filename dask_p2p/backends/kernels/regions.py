@@ -1,0 +1,166 @@
+"""Copies of many small regions on a GPU by one launch of regions.cu.
+
+Import this module only if CuPy is installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from math import prod
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from dask_p2p.backends.kernels import permute
+from dask_p2p.backends.kernels._batch import (
+    MAX_REGIONS,
+    THREADS,
+    grid_of,
+    moved,
+    packed_batch,
+    packed_regions,
+    region_layout,
+    whole_piece,
+)
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.geometry import box_shape, box_slices
+from dask_p2p.plans import Fill, Piece
+from dask_p2p.types import Array
+
+_MOST_KNOWN = 1024
+_LARGE_BYTES = 2**22  # of a region: a kernel of its own is as fast, with tiles
+_ALIGNMENT = 15
+
+_functions: dict[int, Any] = {}  # by device
+_compiling = threading.Lock()
+
+
+class _Copies(NamedTuple):
+    """The copies of some pieces of an array, relative to the addresses of the two arrays."""
+
+    pieces: Sequence[Piece]  # kept, since their number identifies the copies
+    packed: Any  # by piece the words of the struct `Region`: `packed_regions`
+    words: int  # of the largest piece
+    large: Sequence[Piece]  # those that are worth launches of their own
+
+
+class RegionBatch:
+    """Copies of regions that are enqueued together, on the current stream.
+
+    The arrays must not change before `flush`.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Any, int, tuple[Array, Array]]] = []  # arrays keep their memory
+        self._known: dict[Any, _Copies] = {}  # a plan takes longer than its launch
+        self._fills: dict[Any, tuple[Any, list[tuple[Array, Sequence[Piece]]]]] = {}
+
+    def copy(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
+        """Add ``dst[...] = src.transpose(axes)``."""
+        if self.copy_pieces(dst, src, whole_piece(src.shape, dst.shape), axes):
+            permute.permute_into(dst, src, axes)
+
+    def copy_pieces(
+        self, dst: Array, src: Array, pieces: Sequence[Piece], axes: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Add copies of pieces of an array; return large pieces, which are left to the caller."""
+        if dst.dtype != src.dtype:
+            raise BlockMismatchError(f"expected arrays of one dtype, got {src.dtype}, {dst.dtype}")
+        into, of, item_bytes = dst.data.ptr, src.data.ptr, dst.dtype.itemsize
+        layout = dst.strides, src.strides, tuple(axes), item_bytes, (into | of) & _ALIGNMENT
+        which = (id(pieces), *layout)
+        copies = self._known.get(which)
+        if copies is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            copies = self._known[which] = _copies(pieces, *layout)
+        if len(copies.packed):
+            self._pending.append((moved(copies.packed, into, of), copies.words, (dst, src)))
+        return copies.large
+
+    def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
+        """Add constants in regions of an array."""
+        which = id(fills), dst.dtype.str
+        if which not in self._fills:
+            if len(self._fills) >= _MOST_KNOWN:
+                self._fills.clear()
+            self._fills[which] = fills, [*_by_item(fills, dst.dtype)]
+        for item, pieces in self._fills[which][1]:
+            everywhere = cupy.broadcast_to(item, dst.shape)
+            for _, _, box in self.copy_pieces(dst, everywhere, pieces, range(dst.ndim)):
+                permute.permute_into(
+                    dst[box_slices(box)], everywhere[box_slices(box)], range(dst.ndim)
+                )
+
+    def flush(self) -> None:
+        """Enqueue all copies."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        regions = np.concatenate([packed for packed, _, _ in pending])
+        words = max(words for _, words, _ in pending)
+        for start in range(0, len(regions), MAX_REGIONS):
+            batch = packed_batch(regions[start : start + MAX_REGIONS])
+            grid = grid_of(words, len(regions[start : start + MAX_REGIONS]))
+            _function()(grid, (THREADS,), (batch,), 0, stream=cupy.cuda.get_current_stream())
+
+
+def _copies(
+    pieces: Sequence[Piece],
+    dst_strides: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    axes: tuple[int, ...],
+    item_bytes: int,
+    alignment: int,
+) -> _Copies:
+    strides = tuple(src_strides[axis] for axis in axes)
+    found, large, most = [], [], 0
+    for piece in pieces:
+        _, src, dst = piece
+        of, into = (
+            sum(low * stride for (low, _), stride in zip(box, each, strict=True))
+            for box, each in ((src, src_strides), (dst, dst_strides))
+        )
+        shape = box_shape(dst)
+        if 0 in shape:
+            continue
+        aligned = (alignment | of | into) & _ALIGNMENT
+        layout = None
+        if prod(shape) * item_bytes < _LARGE_BYTES:
+            layout = region_layout(shape, item_bytes, strides, dst_strides, aligned)
+        if layout is None:
+            large.append(piece)
+        else:
+            found.append(layout.at(into, of))
+            most = max(most, layout.words)
+    return _Copies(pieces, packed_regions(found), most, large)
+
+
+def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:
+    """Yield the values of fills, as items on the GPU, and the regions of each as pieces."""
+    groups: dict[bytes, list[Piece]] = {}
+    for box, value in fills:
+        item = np.full((), value, dtype).tobytes()
+        groups.setdefault(item, []).append(Piece(0, box, box))
+    for item, pieces in groups.items():
+        yield cupy.asarray(np.frombuffer(item, dtype).reshape(())), pieces
+
+
+def _function() -> Any:
+    """Return the kernel, loaded on the current device."""
+    device = cupy.cuda.runtime.getDevice()
+    if device not in _functions:
+        with _compiling:
+            folder = resources.files("dask_p2p.backends.kernels")
+            source = folder.joinpath("regions.cu").read_text("utf-8")
+            module = cupy.RawModule(code=source, options=permute.COMPILER_OPTIONS)
+            _functions[device] = module.get_function("copy_regions").kernel
+    return _functions[device]
+
+
+def warm_up() -> None:
+    """Compile and load the kernel of the current device before its first use."""
+    _function()

@@ -1,0 +1,155 @@
+"""Copies of many regions, and the kernel's own source executed from their plans."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dask_p2p.backends
+from dask_p2p.backends.kernels._batch import (
+    MAX_REGIONS,
+    THREADS,
+    grid_of,
+    moved,
+    packed_batch,
+    packed_regions,
+    region_layout,
+    whole_piece,
+)
+from tests.backends.emulator import needs_compiler
+
+SOURCE = Path(dask_p2p.backends.__file__).with_name("kernels") / "regions.cu"
+HARNESS = """
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+struct Index { unsigned x, y; };
+static thread_local Index blockIdx, threadIdx, blockDim, gridDim;
+#include SOURCE
+extern "C" unsigned long long batch_bytes() { return sizeof(Batch); }
+extern "C" void launch(const Batch *batch, unsigned columns, unsigned rows, unsigned threads)
+{
+    gridDim = {columns, rows};
+    blockDim = {threads, 1};
+    for (unsigned y = 0; y < rows; ++y)
+        for (unsigned x = 0; x < columns; ++x)
+            for (unsigned t = 0; t < threads; ++t) {
+                blockIdx = {x, y};
+                threadIdx = {t, 0};
+                copy_regions(*batch);
+            }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("regions")
+    (folder / "harness.cpp").write_text(HARNESS)
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+    # Misaligned accesses work on many processors, but on no GPU.
+    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    command += [f'-DSOURCE="{SOURCE}"', str(folder / "harness.cpp"), "-o", str(folder / "so")]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(folder / "so"))
+    loaded.batch_bytes.restype = ctypes.c_ulonglong
+    loaded.launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 3]
+    return loaded
+
+
+def copy(library, regions):
+    """Copy regions, pairs of arrays of one shape, as one launch."""
+    layouts = []
+    for dst, src in regions:
+        alignment = (dst.ctypes.data | src.ctypes.data) & 15
+        layouts.append(region_layout(dst.shape, dst.itemsize, src.strides, dst.strides, alignment))
+    places = [(dst.ctypes.data, src.ctypes.data) for dst, src in regions]
+    rows = [
+        moved(packed_regions([layout.at(0, 0)]), *place)
+        for layout, place in zip(layouts, places, strict=True)
+    ]
+    batch = packed_batch(np.concatenate(rows))
+    grid = grid_of(max(layout.words for layout in layouts), len(regions))
+    library.launch(batch.ctypes.data, *grid, THREADS)
+
+
+@needs_compiler
+def test_the_struct_is_that_of_the_kernel(library):
+    assert packed_batch(packed_regions([])).nbytes == library.batch_bytes()
+    assert library.batch_bytes() <= 4096
+    assert f"MAX_REGIONS = {MAX_REGIONS};" in SOURCE.read_text()
+
+
+@needs_compiler
+@settings(max_examples=60)
+@given(st.data())
+def test_regions_of_any_strides(library, data):
+    """The rest of each target stays as it is."""
+    regions, wholes, expected = [], [], []
+    for number in range(data.draw(st.integers(1, 5))):
+        dtype = np.dtype(data.draw(st.sampled_from(["i1", "i2", "f4", "f8", "c16", "V3"])))
+        ndim = data.draw(st.integers(0, 4))
+        shape = data.draw(st.lists(st.integers(1, 5), min_size=ndim, max_size=ndim))
+        axes = data.draw(st.permutations(range(ndim)))
+        steps = data.draw(st.lists(st.sampled_from([1, 2, -1]), min_size=ndim, max_size=ndim))
+        rng = np.random.default_rng(number)
+        source = rng.integers(0, 256, (*(2 * n for n in shape), dtype.itemsize), "u1")
+        source = source.view(dtype)[..., 0]
+        at = tuple(
+            slice(None, n * step if step > 0 else None, step)
+            for n, step in zip(shape, steps, strict=True)
+        )
+        cut = tuple(slice(n) for n in shape)
+        src = source[(*at, ...)][(*cut, ...)].transpose(axes)
+        target = np.zeros([n + 2 for n in src.shape], dtype)
+        inside = (*(slice(1, 1 + n) for n in src.shape), ...)
+        wanted = target.copy()
+        wanted[inside] = src
+        regions.append((target[inside], src))
+        wholes.append(target)
+        expected.append(wanted)
+    copy(library, regions)
+    for target, wanted in zip(wholes, expected, strict=True):
+        assert target.tobytes() == wanted.tobytes()
+
+
+@needs_compiler
+def test_one_item_everywhere(library):
+    """A constant is a source with strides of 0."""
+    for item in (np.float32("nan"), np.complex128(2 + 3j), np.int8(7)):
+        target = np.zeros((5, 6), item.dtype)
+        copy(library, [(target[1:4, 2:5], np.broadcast_to(item, (3, 3)))])
+        wanted = np.zeros((5, 6), item.dtype)
+        wanted[1:4, 2:5] = item
+        assert target.tobytes() == wanted.tobytes()
+
+
+def test_regions_that_do_not_fit():
+    shape = (2, 3, 2, 3, 2)
+    source = np.zeros([2 * n for n in shape])[tuple(slice(None, None, 2) for _ in shape)]
+    target = np.zeros(shape)
+    assert region_layout(shape, 8, source.strides, target.strides, 0) is None
+    assert region_layout((3, 0), 8, (8, 8), (8, 8), 0) is None
+
+
+def test_whole_pieces_are_one_object():
+    assert whole_piece((2, 3), (3, 2)) is whole_piece((2, 3), (3, 2))
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", ["75", "90"])
+def test_the_kernel_compiles(tmp_path, arch):
+    command = ["nvcc", "-std=c++17", "-Werror", "all-warnings", "-cubin", f"-arch=sm_{arch}"]
+    command += ["-Xptxas", "-v", str(SOURCE), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores" in done.stderr
