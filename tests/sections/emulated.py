@@ -20,7 +20,7 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as gpu_device
-from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu import halo_windows, lending, windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import captured
 from dask_p2p.sections.wire import endpoint
@@ -73,6 +73,7 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_lost", []),
         (Gpu, "recorder", lambda gpu, out: None),
         (captured, "_pools", defaultdict(list)),
+        (lending, "region_batch", lambda: EmulatedBatch(recorder)),
         (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),
@@ -81,6 +82,40 @@ def emulated_gpu(monkeypatch):
     ):
         monkeypatch.setattr(where, name, value, raising=False)
     return recorder
+
+
+class EmulatedBatch:
+    """Enqueues copies of small regions as `RegionBatch` does."""
+
+    large_bytes = 256
+
+    def __init__(self, gpu):
+        self.gpu, self.permute_into, self.pending = gpu, kernels(gpu).permute_into, []
+
+    def copy(self, dst, src, axes):
+        self.pending.append((dst, src, axes))
+
+    def copy_pieces(self, dst, src, pieces, axes):
+        assert dst.dtype == src.dtype
+        large = []
+        for piece in pieces:
+            into, of = dst[box_slices(piece.dst)], src[box_slices(piece.src)]
+            if into.nbytes >= self.large_bytes:
+                large.append(piece)
+            else:
+                self.copy(into, of, axes)
+        return large
+
+    def fill(self, dst, fills):
+        for box, value in fills:
+            target = dst[box_slices(box)]
+            self.gpu.do(self.gpu.current[-1].name, "a constant", writes=[target])
+            target.values[...] = value
+
+    def flush(self):
+        pending, self.pending = self.pending, []
+        for each in pending:
+            self.permute_into(*each)
 
 
 class Message:

@@ -13,6 +13,7 @@ from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.sections.exchange.halo_messages import HaloMessages
+from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.exchange.regions import RegionExchange
@@ -68,6 +69,10 @@ class Host:
         """Return a user's value as an array, if this device converts such values."""
         return np.asanyarray(value)
 
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is an array whose work is on this device's stream."""
+        return False
+
     def to_host(self, value: Any) -> Any:
         """Return an array of this device as a NumPy array, and any other value unchanged."""
         return value
@@ -96,6 +101,13 @@ class Host:
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         """Return an object that exchanges regions of local blocks with other ranks."""
         return RegionExchange(connections, reads_memory)
+
+    def lending(self, connections: Connections) -> Lending | None:
+        """Return the device's arrays, which ranks lend each other; None for those of the host.
+
+        A collective call of all ranks.
+        """
+        return None
 
     def keep_up(self, step: int) -> None:
         """Limit the lead of the host over the device; `step` counts the steps enqueued."""

@@ -30,8 +30,10 @@ from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.interprocess.ipc_options import ipc_part_bytes
 from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
+from dask_p2p.sections.gpu.lending import GpuLending
 from dask_p2p.sections.gpu.lost_events import NOT_READY
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import PeerMemory
@@ -182,20 +184,20 @@ class Gpu(Host):
         self.wait()
         return checksum(array)
 
-    def _is_own(self, value: Any) -> bool:
+    def holds(self, value: Any) -> bool:
         return isinstance(value, self.module.ndarray)
 
     def as_array(self, value: Any) -> Any:
         return value
 
     def to_host(self, value: Any) -> Any:
-        if not self._is_own(value):
+        if not self.holds(value):
             return value
         self.wait()
         return value.get()
 
     def from_host(self, array: Any, like: Any) -> Any:
-        return self.module.asarray(array) if self._is_own(like) and np.ndim(array) else array
+        return self.module.asarray(array) if self.holds(like) and np.ndim(array) else array
 
     def copy_to_host(self, host_array: Any, array: Array) -> None:
         self.wait()
@@ -231,6 +233,9 @@ class Gpu(Host):
 
     def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
         return GpuRegions(self, connections, reads_memory)
+
+    def lending(self, connections: Connections) -> Lending | None:
+        return GpuLending(self, connections)
 
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []

@@ -203,17 +203,12 @@ class GpuRegions(RegionMover):
         self, call: ExchangeCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
     ) -> None:
         """Put a piece of another rank's region into place; it begins at `start` along the axis."""
-        queue, axes = self._gpu.queue, call.exchange.axes
-        part_bytes = self._gpu.part_bytes
-        given = piece.shape, piece.strides, piece.itemsize, axes
-        for part in _parts(*given, part_bytes, is_last):
-            copy = queue.prefetch(piece[box_slices(part)], part_bytes)
-            moved = part
-            if part:
-                low, high = part[axis]
-                moved = along(axis, part, (start + low, start + high))
-            place = box_slices(tuple(moved[each] for each in axes))
-            queue.permute_prefetched(target[place], copy, axes)
+        axes = call.exchange.axes
+        if piece.ndim:
+            whole = tuple((0, length) for length in piece.shape)
+            part = along(axis, whole, (start, start + piece.shape[axis]))
+            target = target[box_slices(tuple(part[each] for each in axes))]
+        read_in_parts(self._gpu, piece, target, axes, is_last)
 
     def _descriptor(self, axis: int, region: _Region) -> bytes:
         """Return the descriptor of a region for its reader; empty if it cannot be read.
@@ -252,6 +247,19 @@ class GpuRegions(RegionMover):
             )
             self._messages.prepare()
         return self._near
+
+
+def read_in_parts(gpu: Gpu, region: Array, into: Array, axes: Sequence[int], is_last: bool) -> None:
+    """Enqueue the read of another rank's mapped region on the streams of the rank's queue.
+
+    `is_last` is true for the last region of an exchange.
+    """
+    queue, part_bytes = gpu.queue, gpu.part_bytes
+    given = region.shape, region.strides, region.itemsize, axes
+    for part in _parts(*given, part_bytes, is_last):
+        copy = queue.prefetch(region[box_slices(part)], part_bytes)
+        place = box_slices(tuple(part[each] for each in axes))
+        queue.permute_prefetched(into[place], copy, axes)
 
 
 @lru_cache(maxsize=256)  # a rank reads the same regions repeatedly

@@ -1,0 +1,152 @@
+"""Arrays of one kind of memory that ranks lend each other, any number in one exchange.
+
+A rank that lends an array sends its descriptor, and does not change the array before `end` of the
+exchange. The readers have copied it by then, or on a GPU have enqueued the copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from dask_p2p.backends import Backend
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans import Fill, Piece
+from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.types import Array
+
+Pieces: TypeAlias = Sequence[Piece]
+
+
+class Lending(ABC):
+    """The arrays of a rank, and its reads of other ranks' arrays.
+
+    An exchange consists of `begin`, descriptors in messages to other ranks, reads of the arrays
+    that others have described, and `end`.
+    """
+
+    backend: Backend  # of the arrays
+    #: Whether arrays are lent as a whole, since others read any regions of them.
+    lends_whole: ClassVar[bool] = False
+
+    @abstractmethod
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is a plain array in this memory, without Python objects."""
+
+    @abstractmethod
+    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
+        """Copy an array with its axes permuted, before `flush` returns."""
+
+    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+        """Copy pieces of an array with its axes permuted, before `flush` returns."""
+        for _, src, dst in pieces:
+            self.copy(into[box_slices(dst)], array[box_slices(src)], axes)
+
+    @abstractmethod
+    def fill(self, into: Array, fills: Sequence[Fill]) -> None:
+        """Set regions of an array, before `flush` returns."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Do all copies, or enqueue them on the rank's stream."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin an exchange of arrays that are made by now."""
+
+    @abstractmethod
+    def descriptor(self, rank: int, array: Array) -> bytes | None:
+        """Return the descriptor of an array for a rank; None if its bytes have to be sent."""
+
+    @abstractmethod
+    def read(
+        self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
+    ) -> None:
+        """Read an array of another rank into memory here, with its axes permuted."""
+
+    def read_pieces(
+        self,
+        rank: int,
+        descriptor: bytes,
+        into: Array,
+        pieces: Pieces,
+        axes: Sequence[int],
+    ) -> None:
+        """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
+        """End an exchange: from now on arrays of this rank may change.
+
+        `readers` are the ranks with descriptors of this one, `read` those whose arrays it has read.
+        """
+
+    @abstractmethod
+    def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
+        """Put an array of host memory, from a message, into memory here, with its axes permuted."""
+
+
+class HostLending(Lending):
+    """Arrays in host memory."""
+
+    backend = NUMPY
+
+    def __init__(
+        self,
+        connections: Connections = ONE_RANK,
+        reads: Reads | None = None,  # of other ranks' memory; None: all arrays are sent
+    ) -> None:
+        self._connections, self._reads = connections, reads
+
+    def holds(self, value: Any) -> bool:
+        return type(value) is np.ndarray and not value.dtype.hasobject
+
+    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
+        NUMPY.permute_into(into, array, axes)
+
+    def fill(self, into: Array, fills: Sequence[Fill]) -> None:
+        for box, value in fills:
+            into[box_slices(box)] = np.full((), value, into.dtype)
+
+    def flush(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def descriptor(self, rank: int, array: Array) -> bytes | None:
+        if self._reads is None or array.nbytes < LEAST_BYTES:
+            return None
+        descriptor = self._reads.descriptor_for(rank, array)
+        return descriptor if descriptor is not None and any(descriptor) else None
+
+    def read(
+        self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
+    ) -> None:
+        assert self._reads is not None, "descriptors are only sent to ranks that read memory"
+        region = self._reads.read(rank, descriptor, shape, into, axes, _allocated)
+        self._connections.count(rank, into.nbytes)
+        if region is not None:
+            NUMPY.permute_into(into, region, axes)
+
+    def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
+        if readers or read:
+            receives = {rank: bytearray() for rank in readers}
+            self._connections.exchange(f"{text}, read", dict.fromkeys(read, b""), {**receives})
+
+    def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
+        NUMPY.permute_into(into, array, axes)
+
+
+HOST_ARRAYS = HostLending()  # of a rank alone
+
+
+def _allocated(size_bytes: int) -> Array:
+    return np.empty(size_bytes, np.uint8)

@@ -1,0 +1,149 @@
+"""Arrays in GPU memory that ranks lend each other.
+
+A rank records an event after the work that makes its arrays, and sends their descriptors. Readers
+wait for this event on their streams, and enqueue copies. Then each reader records an event, and
+sends a message. The holder's stream waits for the event before it overwrites or frees an array. So
+hosts wait for messages alone.
+
+A wait for an event counts for the latest record before it. Each record is made before the message
+that reports it, so GPUs never wait in a circle.
+
+Arrays that other ranks cannot read go through host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dask_p2p.backends.cupy import region_batch
+from dask_p2p.backends.kernels._batch import whole_piece
+from dask_p2p.geometry import box_size, box_slices
+from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.plans import Fill
+from dask_p2p.sections.exchange.lending import Lending, Pieces
+from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
+from dask_p2p.sections.gpu.regions import read_in_parts
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.gpu.device import Gpu
+
+_WRITTEN, _READ = range(2)  # numbers of a rank's events
+
+
+class _Read(NamedTuple):
+    """A read of pieces of another rank's array."""
+
+    rank: int
+    descriptor: bytes
+    into: Array
+    pieces: Pieces
+    axes: Sequence[int]
+
+
+class GpuLending(Lending):
+    """Arrays in the memory of a rank's GPU. Making it is a collective call of all ranks."""
+
+    lends_whole = True
+
+    def __init__(self, gpu: Gpu, connections: Connections) -> None:
+        self._gpu, self._connections, self.backend = gpu, connections, gpu.backend
+        self._batch = region_batch()
+        self._own: OwnEvents | None = None
+        self._near: dict[int, PeerMemory] = {}  # memory of other ranks that read here and are read
+        #: Arrays of the present exchange. They stay if it fails, as others may be reading.
+        self._lent: list[Array] = []
+        gpu.exported.append(self._lent)
+        self._reads: list[_Read] = []  # of the present exchange
+        if not connections.is_alone:
+            own, size = connections.rank_and_size
+            self._own, self._near = opened(
+                gpu,
+                connections,
+                "lending of arrays",
+                {*range(size)} - {own},
+                lambda _: OwnEvents(gpu, 2),
+                lambda _, descriptor: PeerMemory(gpu, descriptor),
+            )
+
+    def holds(self, value: Any) -> bool:
+        return self._gpu.holds(value)
+
+    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
+        self._batch.copy(into, array, axes)
+
+    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+        for _, src, dst in self._batch.copy_pieces(into, array, pieces, axes):
+            self.backend.permute_into(into[box_slices(dst)], array[box_slices(src)], axes)
+
+    def fill(self, into: Array, fills: Sequence[Fill]) -> None:
+        self._batch.fill(into, fills)
+
+    def flush(self) -> None:
+        self._batch.flush()
+
+    def begin(self) -> None:
+        self._reads.clear()
+        if self._own is not None:
+            self._gpu.stream.record(self._own.events[_WRITTEN])
+
+    def descriptor(self, rank: int, array: Array) -> bytes | None:
+        if rank not in self._near or not array.nbytes:
+            return None
+        handle = try_share(self._gpu, partial(cuda_ipc.export, array))
+        if handle is None:
+            return None
+        self._lent.append(array)
+        return pack_descriptor(0, ((0, array.shape, array.strides, handle),))
+
+    def read(
+        self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
+    ) -> None:
+        self.read_pieces(rank, descriptor, into, whole_piece(tuple(shape), into.shape), axes)
+
+    def read_pieces(
+        self,
+        rank: int,
+        descriptor: bytes,
+        into: Array,
+        pieces: Pieces,
+        axes: Sequence[int],
+    ) -> None:
+        self._reads.append(_Read(rank, descriptor, into, pieces, axes))
+
+    def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
+        gpu = self._gpu
+        if read and self._own is not None:
+            with gpu.reading:  # until all reads are enqueued
+                gpu.check_goes_on()
+                for rank in read:
+                    self._near[rank].wait(gpu.stream, _WRITTEN)
+                for each in self._reads:
+                    self._enqueue(each)
+                self._batch.flush()
+            gpu.stream.record(self._own.events[_READ])
+        if readers or read:
+            sends, receives = dict.fromkeys(read, b""), {rank: bytearray() for rank in readers}
+            self._connections.exchange(f"{text}, read by GPUs", sends, {**receives})
+            for rank in readers:
+                self._near[rank].wait(gpu.stream, _READ)
+        self._lent.clear()
+
+    def _enqueue(self, read: _Read) -> None:
+        gpu, (rank, descriptor, into, pieces, axes) = self._gpu, read
+        _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
+        large = self._batch.copy_pieces(into, array, pieces, axes)
+        if large:
+            with gpu.queue.within(gpu.stream):
+                for _, src, dst in large:
+                    region, target = array[box_slices(src)], into[box_slices(dst)]
+                    read_in_parts(gpu, region, target, axes, is_last=True)
+        elements = sum(box_size(src) for _, src, _ in pieces)
+        self._connections.count(rank, elements * into.dtype.itemsize)
+
+    def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
+        self.backend.permute_into(into, self._gpu.module.asarray(array), axes)
