@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from dask.array.core import concatenate3
 
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
-from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.program import AssembledBlock, AssembleStep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending
 from dask_p2p.types import Array, DType, Key
 
 # Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
@@ -25,8 +25,10 @@ _MOST_PIECES = 2**15
 class Assembling:
     """The blocks that a rank assembles in its present superstep."""
 
-    def __init__(self) -> None:
+    def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
+        self.memories = memories  # of arrays: that of the host first
         self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
+        self._groups: dict[int, Mapping[int, Sequence[Piece]]] = {}  # see `pieces`, by plan
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
@@ -40,9 +42,30 @@ class Assembling:
             self._pieces += len(found.pieces)
             if self._pieces > _MOST_PIECES:
                 self._plans.clear()
+                self._groups.clear()
                 self._pieces = len(found.pieces)
             self._plans[wanted] = found
         return found
+
+    def pieces(self, block: AssembledBlock, number: int) -> Sequence[Piece]:
+        """Return the pieces of one source of a block, always in the same order."""
+        plan = self.plan(block)
+        found = self._groups.get(id(plan))
+        if found is None:
+            groups = defaultdict[int, list[Piece]](list)
+            for piece in plan.pieces:
+                groups[piece.source].append(piece)
+            found = self._groups[id(plan)] = groups
+        return found[number]
+
+    def memory_of(self, value: Any) -> Lending | None:
+        """Return the memory of a plain array without Python objects; None for other values."""
+        return next((each for each in self.memories if each.holds(value)), None)
+
+    def _memory(self, array: Array) -> Lending:
+        memory = self.memory_of(array)
+        assert memory is not None, "other values are not declared, and joined by Dask's function"
+        return memory
 
     def source(self, block: AssembledBlock, number: int, key: Key, value: Any) -> Array:
         """Return a source of a block in its declared dtype.
@@ -51,7 +74,7 @@ class Assembling:
         `UnsupportedArrayError` if another value differs from its array's declaration, or holds
         Python objects.
         """
-        if block.dtype is None and not is_plain(value):
+        if block.dtype is None and self.memory_of(value) is None:
             return value
         shape = self.plan(block).source_shapes[number]
         checked: Array = checked_block(as_array(value), key, shape, block.dtype)
@@ -66,13 +89,21 @@ class Assembling:
         """Add the regions of a source that differ in class or dtype from those of others."""
         self._others.setdefault(block.key, {})[number] = regions
 
-    def begun(self, block: AssembledBlock, dtype: DType | None) -> Array:
-        """Return the memory of a block, allocated with this dtype at the first call."""
+    def begun(self, block: AssembledBlock, dtype: DType | None, memory: Lending) -> Array:
+        """Return the array of a block, allocated with this dtype and memory at the first call.
+
+        Raises `UnsupportedArrayError` if a declared block has regions in several memories.
+        """
         out = self._begun.get(block.key)
         if out is None:
             assert dtype is not None, "no region of the block is here yet"
-            out = NUMPY.empty(self.plan(block).shape, dtype)
+            out = memory.backend.empty(self.plan(block).shape, dtype)
             self._begun[block.key] = out
+        if block.dtype is not None and not memory.holds(out):
+            raise UnsupportedArrayError(
+                f"block {block.key!r}: expected regions of one array library, got NumPy and CuPy "
+                f"arrays. Convert the blocks first, map_blocks(cupy.asarray)."
+            )
         return out
 
     def drop(self, key: Key) -> None:
@@ -90,21 +121,27 @@ class Assembling:
             return sources[0]
         if is_shuffle and self._has_others(block, sources):
             return self._joined(block, sources)
-        dtype = next((source.dtype for source in sources.values()), block.dtype)
-        out = self.begun(block, dtype)
         for number, source in sources.items():
-            for _, src, dst in pieces_of(plan, number):
-                NUMPY.permute_into(out[box_slices(dst)], source[box_slices(src)], plan.axes)
-        for fill in plan.fills:
-            out[box_slices(fill.dst)] = np.full((), fill.value, out.dtype)
-        del self._begun[block.key]
+            memory = self._memory(source)
+            out = self.begun(block, source.dtype, memory)
+            memory.copy_pieces(out, source, self.pieces(block, number), plan.axes)
+        out = self._begun.pop(block.key, None)
+        if out is None:  # it has constants alone
+            assert block.dtype is not None, "rechunks of Dask have no constants"
+            out = self.memories[-1].backend.empty(plan.shape, block.dtype)
+        memory = self._memory(out)
+        memory.fill(out, plan.fills)
+        memory.flush()
         return out if epilogue is None else epilogue(out[...], block.position)
 
     def _has_others(self, block: AssembledBlock, sources: Mapping[int, Any]) -> bool:
+        """Return whether the regions of a block differ in class, memory or dtype."""
         begun = self._begun.get(block.key)
-        dtypes = {each.dtype for each in (*sources.values(), begun) if each is not None}
-        are_plain = all(map(is_plain, sources.values()))
-        return block.key in self._others or not are_plain or len(dtypes) > 1
+        present = [each for each in (*sources.values(), begun) if each is not None]
+        memories = [self.memory_of(each) for each in present]
+        if block.key in self._others or None in memories:
+            return True
+        return len({*memories}) > 1 or len({each.dtype for each in present}) > 1
 
     def _joined(self, block: AssembledBlock, sources: Mapping[int, Any]) -> Any:
         """Return a block of a rechunk as Dask joins it, for blocks of any class and dtype."""
@@ -112,7 +149,7 @@ class Assembling:
         others = self._others.pop(block.key, {})
         regions = {}
         for number in range(len(plan.sources)):
-            for position, (_, src, dst) in enumerate(pieces_of(plan, number)):
+            for position, (_, src, dst) in enumerate(self.pieces(block, number)):
                 if number in sources:
                     region = sources[number][box_slices(src)]
                 elif number in others:
@@ -124,11 +161,6 @@ class Assembling:
         return concatenate3(nested(regions))
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether NumPy copies regions of a value into a block, without Python objects."""
-    return type(value) is np.ndarray and not value.dtype.hasobject
-
-
 def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
     """Return regions as nested lists, by the position of each region in its block."""
     if () in regions:
@@ -137,14 +169,6 @@ def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
     for start in sorted(regions):
         groups.setdefault(start[0], {})[start[1:]] = regions[start]
     return [nested(group) for group in groups.values()]
-
-
-def pieces_of(plan: BlockPlan, number: int) -> Sequence[Piece]:
-    """Return the pieces of one source of a block, always in the same order."""
-    pieces = plan.pieces
-    if len(pieces) == len(plan.sources) and pieces[number].source == number:
-        return (pieces[number],)  # each source has one, as in a rechunk
-    return [piece for piece in pieces if piece.source == number]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.resident_rank import RunResident
 from dask_p2p.fusing.residents import ResidentGang, Signature
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
+from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of
 from dask_p2p.fusing.tasks import keys_of, name_of, read_graph
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
@@ -74,7 +74,7 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     ChunksError
         If chunk sizes of an example are unknown.
     UnsupportedArrayError
-        If an example is not a Dask array of NumPy blocks, or an array has Python objects.
+        If an example is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
     FuseError
         As for `fused`.
 
@@ -212,7 +212,9 @@ class CompiledFunction:
         names = tuple(known.name for known in self._arguments)
         name = name_of_gang(token)
         programs = [
-            each._replace(body=RunResident(name, each.body.program, names, each.body.dtype))
+            each._replace(
+                body=RunResident(name, each.body.program, names, each.body.dtype, each.body.kind)
+            )
             for each in self._programs
         ]
         gang = gang_of(token, programs, self._options, self._renamed(arrays))
@@ -301,7 +303,7 @@ def _compiled(
         [Declared.of(x) for x in given],
         [Declared.of(x) for x in outputs],
         returns_several,
-        rank_programs(programs, outputs[0].dtype),
+        rank_programs(programs, outputs[0].dtype, kind_of((*given, *outputs), read)),
         HighLevelGraph(others, {each: set() for each in others}),
         options,
         token,

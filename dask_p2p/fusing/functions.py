@@ -21,8 +21,8 @@ from distributed.protocol.pickle import dumps, loads
 
 #: Packages whose functions neither overwrite their arguments nor keep a state.
 _KNOWN = (
-    *("_operator", "builtins", "cytoolz", "dask", "dask_array", "dask_p2p", "functools", "math"),
-    *("numpy", "operator", "scipy", "tlz", "toolz"),
+    *("_operator", "builtins", "cupy", "cupyx", "cytoolz", "dask", "dask_array", "dask_p2p"),
+    *("functools", "math", "numpy", "operator", "scipy", "tlz", "toolz"),
 )
 _CONSTANT = {
     *(int, float, complex, str, bytes, bool, slice, range, type(None), type(Ellipsis)),

@@ -12,7 +12,7 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang, name_of_output
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks
+from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
 from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
 from dask_p2p.plugins.registration import register_if_possible
@@ -49,7 +49,7 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     Parameters
     ----------
     *arrays : dask.array.Array
-        Arrays of NumPy blocks, computed by operations of this package and of Dask.
+        Arrays of NumPy or CuPy blocks, computed by operations of this package and of Dask.
     ranks : int, optional
         Largest number of ranks. By default the number of the cluster's workers that have the
         resources of `dask.annotate`. It is 1 without a cluster, with an asynchronous client, and
@@ -66,7 +66,7 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     InputError
         If there is no array, or `ranks` is invalid here.
     UnsupportedArrayError
-        If an argument is not a Dask array of NumPy blocks, or an array has Python objects.
+        If an argument is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
     FuseError
         If the graph has layers with annotations such as ``workers`` or ``retries``, or a
         peer-to-peer rechunk of Dask before a task that stays with Dask.
@@ -139,7 +139,8 @@ def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Opti
     """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
     check_tasks(read)
     programs = programs_of(read.tasks, min(most, read.tasks.widest))
-    return fused_gang(read.tasks, programs, [x.name for x in arrays], arrays[0].dtype, options)
+    names, kind = [x.name for x in arrays], kind_of(arrays, read)
+    return fused_gang(read.tasks, programs, names, arrays[0].dtype, kind, options)
 
 
 def _input_layers(

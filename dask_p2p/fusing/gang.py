@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from dask.base import tokenize
 from dask.task_spec import List, Task, TaskRef
@@ -19,6 +19,7 @@ from dask_p2p.fusing.runner import ProgramContext, Runner
 from dask_p2p.fusing.tasks import FusedTasks
 from dask_p2p.geometry import Chunks
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
 from dask_p2p.types import Array, DType, Key, Kind
@@ -33,7 +34,7 @@ class _RunProgram:
 
     program: bytes
     dtype: DType | None  # of the first array; None: unknown
-    kind: ClassVar[Kind] = "numpy"
+    kind: Kind  # of the arrays
 
     @staticmethod
     def context(*given: Any, **options: Any) -> ProgramContext:
@@ -42,8 +43,16 @@ class _RunProgram:
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         program = unpacked(self.program)
-        with ctx.device.running(blocks):
-            return Runner(ctx, program).run(blocks)
+        own = [block for block in blocks if ctx.device.holds(block)]
+        with ctx.device.running(own):
+            made = Runner(ctx, program).run(blocks)
+            return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
+
+
+def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
+    """Return a value as an output block of a task, which outlives the rank; inputs as they are."""
+    is_input = any(value is block for block in blocks)
+    return value if is_input or not device.holds(value) else device.block(value, value.dtype)
 
 
 class RankProgram(NamedTuple):
@@ -126,10 +135,12 @@ def unpacked(text: bytes) -> Program:
     return program
 
 
-def rank_programs(programs: Sequence[Program], dtype: DType | None) -> list[RankProgram]:
+def rank_programs(
+    programs: Sequence[Program], dtype: DType | None, kind: Kind
+) -> list[RankProgram]:
     """Return the programs of ranks, packed. `dtype` is that of the first array, if it is known."""
     return [
-        RankProgram(_RunProgram(packed(each), dtype), each.inputs, each.outputs)
+        RankProgram(_RunProgram(packed(each), dtype, kind), each.inputs, each.outputs)
         for each in programs
     ]
 
@@ -139,12 +150,13 @@ def fused_gang(
     programs: Sequence[Program],  # by rank
     names: Sequence[Any],  # that distinguish gangs of the same tasks
     dtype: DType | None,  # of the first array; None: unknown
+    kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     token = tokenize(_PREFIX, list(names), len(programs), options, str(list(tasks.nodes)))
-    return gang_of(token, rank_programs(programs, dtype), options)
+    return gang_of(token, rank_programs(programs, dtype, kind), options)
 
 
 def gang_of(

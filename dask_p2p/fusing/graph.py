@@ -16,7 +16,7 @@ from dask_p2p.fusing.gang import fused_gang
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.program import Program
 from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import check_annotations, check_tasks
+from dask_p2p.fusing.rules import check_annotations, check_tasks, kind_of
 from dask_p2p.fusing.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
@@ -27,7 +27,7 @@ from dask_p2p.fusing.suitability import (
     ranks_for,
 )
 from dask_p2p.fusing.tasks import ReadGraph, before_stores, read_graph
-from dask_p2p.types import Key
+from dask_p2p.types import Key, Kind
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Choice:
 
     read: ReadGraph
     programs: Sequence[Program] = ()
+    kind: Kind = "numpy"  # of the blocks that ranks compute with
     error: FuseError | UnsupportedArrayError | None = None  # why Dask runs it
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
     is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
@@ -64,6 +65,7 @@ def choice_of(
     keys: Any,
     cluster: Cluster,
     options: Options,
+    kind: Kind,  # of the blocks of the arrays
     known: Known = Known(),
     is_auto: bool = True,
 ) -> Choice:
@@ -81,7 +83,8 @@ def choice_of(
         check_tasks(read)
         check_annotations(annotations, read.tasks)
         sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
-        size = ranks_for(read.tasks, sizes_bytes, cluster)
+        kind = kind_of((), read) if kind == "numpy" else kind
+        size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
         if is_auto:
             check_count(read.tasks)
             check_gain(read.tasks, size)  # before programs are made
@@ -90,7 +93,7 @@ def choice_of(
             check_suitable(read.tasks, programs, sizes_bytes, cluster)
     except (FuseError, UnsupportedArrayError) as exc:
         return Choice(read, error=exc)
-    return Choice(read, programs, after=after)
+    return Choice(read, programs, kind, after=after)
 
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
@@ -99,7 +102,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     if not choice.programs:
         return optimize(dict(read.kept) if choice.is_known else graph, keys)
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
-    gang = fused_gang(read.tasks, choice.programs, names, None, options)
+    gang = fused_gang(read.tasks, choice.programs, names, None, choice.kind, options)
     layers = {
         f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
         gang.name: MaterializedLayer(gang.tasks),

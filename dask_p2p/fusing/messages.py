@@ -1,35 +1,47 @@
 """Messages between ranks with the items of one superstep.
 
 A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
-assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays
-in each other's memory: then the header has a descriptor in place of the bytes. The owner keeps such
-an array until the reader has acknowledged the read. A failed value is sent
-in place of all its regions.
+assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays,
+and all arrays of GPUs, in each other's memory: then the header has a descriptor in place of the
+bytes. The owner keeps such an array until the reader has acknowledged the read. A failed value is
+sent in place of all its regions.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from distributed.protocol.pickle import dumps
 
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.fusing.assembling import Assembling, in_task, is_plain, pieces_of
+from dask_p2p.fusing.assembling import Assembling, in_task
 from dask_p2p.fusing.failures import FailedValue
-from dask_p2p.fusing.program import Item, Superstep, WholeValue
+from dask_p2p.fusing.program import Item, Regions, Superstep, WholeValue
 from dask_p2p.geometry import box_shape, box_slices, round_up
-from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
+from dask_p2p.plans import Piece
+from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
 
 _HEADER = struct.Struct("<Q")  # length of the header
 _ALIGNMENT_BYTES = 16  # of the arrays in a message
+
+
+class _InMemory(NamedTuple):
+    """An array in another memory than the host's."""
+
+    number: int  # of the memory
+    descriptor: bytes | None
+
+
+#: The descriptor of an array; None: its bytes are in the message.
+_Head: TypeAlias = bytes | _InMemory | None
 
 
 class _Sent(NamedTuple):
@@ -38,52 +50,31 @@ class _Sent(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]  # with the axes in their order in memory
     axes: tuple[int, ...]  # by axis of the array: its number in that order
-    descriptor: bytes | None  # None: its bytes are in the message
+    head: _Head
 
 
 class Messages:
     """The exchanges of a rank with the other ranks of its gang."""
 
-    def __init__(
-        self,
-        connections: Connections,
-        reads: Reads | None,  # of other ranks' memory; None: all arrays are sent
-        assembling: Assembling,
-    ) -> None:
-        self._connections, self._reads, self._assembling = connections, reads, assembling
+    def __init__(self, connections: Connections, assembling: Assembling) -> None:
+        self._connections, self._assembling = connections, assembling
         #: Returns the value that is sent in place of an unsuitable one; None: its error is raised.
         self.failed_value: Callable[[Exception], FailedValue] | None = None
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a superstep; add received whole values to `values`."""
         text = f"superstep {number} of a fused graph"
+        for memory in self._assembling.memories:
+            memory.begin()
         packed = {rank: _Packing(self, rank) for rank in superstep.sends}
         sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
         found = self._connections.exchange(text, sends, dict.fromkeys(superstep.receives))
         unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
         for rank, message in unpacked.items():
             message.take(superstep.receives[rank], values)
-        read = {rank: b"" for rank, message in unpacked.items() if message.has_read}
-        readers = {rank: bytearray() for rank, each in packed.items() if each.lent}
-        if readers or read:  # arrays that other ranks read stay until then
-            self._connections.exchange(f"{text}, read", read, {**readers})
-
-    def descriptor_for(self, rank: int, array: Array) -> bytes | None:
-        """Return the descriptor of an array that a rank reads in place; None: send its bytes."""
-        if self._reads is None or array.nbytes < LEAST_BYTES:
-            return None
-        descriptor = self._reads.descriptor_for(rank, array)
-        return descriptor if descriptor is not None and any(descriptor) else None
-
-    def read(
-        self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
-    ) -> None:
-        """Read an array of another rank into memory here, with its axes permuted."""
-        assert self._reads is not None, "descriptors are only sent to ranks that read memory"
-        region = self._reads.read(rank, descriptor, shape, into, axes, _allocated)
-        self._connections.count(rank, into.nbytes)
-        if region is not None:
-            NUMPY.permute_into(into, region, axes)
+        for memory in self._assembling.memories:  # lent arrays stay until then
+            readers = [rank for rank, each in packed.items() if memory in each.lent]
+            memory.end(text, readers, [r for r, each in unpacked.items() if memory in each.read])
 
     @property
     def assembling(self) -> Assembling:
@@ -99,7 +90,8 @@ class _Packing:
         self._heads: list[Any] = []  # by array or value, in the order of items
         self._failed: dict[int, bytes] = {}  # pickled failed values, by number of the item
         self._arrays: list[Array] = []  # arrays whose bytes are sent
-        self.lent: list[Array] = []  # arrays that the rank reads in place; some are copies
+        #: By memory: arrays that the rank reads in place; some are copies.
+        self.lent: dict[Lending, list[Array]] = {}
 
     def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
         """Return the message with some items."""
@@ -120,30 +112,53 @@ class _Packing:
                     raise
                 self._failed[number] = pickle.dumps(self._messages.failed_value(exc))
                 continue
-            pieces = pieces_of(assembling.plan(item.block), item.number)
+            pieces = assembling.pieces(item.block, item.number)
+            memory = assembling.memory_of(source)
+            if memory is None:
+                self._heads.append(dumps([source[box_slices(src)] for _, src, _ in pieces]))
+                continue
             if item.block.dtype is None:
-                if not is_plain(source):
-                    self._heads.append(dumps([source[box_slices(src)] for _, src, _ in pieces]))
-                    continue
                 self._heads.append(source.dtype)
-            for _, src, _ in pieces:
-                self._heads.append(self._descriptor(source[box_slices(src)]))
+            self._add_regions(memory, source, pieces)
         return self._bytes()
 
+    def _add_regions(self, memory: Lending, source: Array, pieces: Sequence[Piece]) -> None:
+        lent = self._lent(memory, source) if memory.lends_whole else None
+        if lent is not None:
+            self._heads.append(lent)
+            return
+        add = self._sent if memory.lends_whole else self._head
+        self._heads += [add(memory, source[box_slices(src)]) for _, src, _ in pieces]
+
     def _add_whole(self, value: Any) -> None:
-        if type(value) is not np.ndarray or value.dtype.hasobject:
+        memory = self._messages.assembling.memory_of(value)
+        if memory is None:
             self._heads.append(dumps(value))
             return
         order = order_of(value.strides)
         in_memory = value.transpose(order)
         axes = tuple(order.index(axis) for axis in range(value.ndim))
-        descriptor = self._descriptor(in_memory)
-        self._heads.append(_Sent(value.dtype, in_memory.shape, axes, descriptor))
+        head = self._head(memory, in_memory)
+        self._heads.append(_Sent(value.dtype, in_memory.shape, axes, head))
 
-    def _descriptor(self, array: Array) -> bytes | None:
-        descriptor = self._messages.descriptor_for(self._rank, array)
-        (self._arrays if descriptor is None else self.lent).append(array)
-        return descriptor
+    def _head(self, memory: Lending, array: Array) -> _Head:
+        """Return the head of an array: lent if the rank reads it, else its bytes are sent."""
+        return self._lent(memory, array) or self._sent(memory, array)
+
+    def _lent(self, memory: Lending, array: Array) -> _Head:
+        descriptor = memory.descriptor(self._rank, array)
+        if descriptor is None:
+            return None
+        self.lent.setdefault(memory, []).append(array)
+        return self._in(memory, descriptor)
+
+    def _sent(self, memory: Lending, array: Array) -> _Head:
+        self._arrays.append(memory.backend.to_host(array))
+        return self._in(memory, None)
+
+    def _in(self, memory: Lending, descriptor: bytes | None) -> _Head:
+        number = self._messages.assembling.memories.index(memory)
+        return _InMemory(number, descriptor) if number else descriptor
 
     def _bytes(self) -> bytearray:
         heads = (self._heads, self._failed) if self._failed else self._heads
@@ -171,8 +186,8 @@ class _Unpacking:
         self._next = _HEADER.size + length  # position after the bytes that are unpacked
         heads = pickle.loads(message[_HEADER.size : self._next])
         heads, self._failed = heads if isinstance(heads, tuple) else (heads, {})
-        self._heads = iter(heads)
-        self.has_read = False  # whether memory of the rank was read
+        self._heads: Iterator[Any] = iter(heads)
+        self.read: set[Lending] = set()  # memory of the rank that was read
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
@@ -185,38 +200,60 @@ class _Unpacking:
             if isinstance(item, WholeValue):
                 values[item.key] = self._whole(next(self._heads))
                 continue
-            plan = assembling.plan(item.block)
-            pieces = pieces_of(plan, item.number)
             dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
             if isinstance(dtype, bytes):
                 assembling.add_others(item.block, item.number, pickle.loads(dtype))
-                continue
-            out = assembling.begun(item.block, dtype)
+            else:
+                self._take_regions(item, dtype)
+
+    def _take_regions(self, item: Regions, dtype: DType) -> None:
+        assembling, block = self._messages.assembling, item.block
+        pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
+        memory, descriptor = self._where(head := next(self._heads))
+        out = assembling.begun(block, dtype, memory)
+        is_other = out.dtype != dtype or not memory.holds(out)  # of an undeclared array
+        if descriptor is not None and memory.lends_whole and not is_other:
+            memory.read_pieces(self._rank, descriptor, out, pieces, axes)
+            self.read.add(memory)
+            return
+        if is_other:
+            into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
+            assembling.add_others(block, item.number, into)
+        else:
             into = [out[box_slices(dst)] for _, _, dst in pieces]
-            if out.dtype != dtype:  # of an undeclared array
-                into = [NUMPY.empty(each.shape, dtype) for each in into]
-                assembling.add_others(item.block, item.number, into)
-            for (_, src, _), target in zip(pieces, into, strict=True):
-                self._take(next(self._heads), box_shape(src), target, plan.axes)
+        if descriptor is not None and memory.lends_whole:
+            for (_, src, dst), target in zip(pieces, into, strict=True):
+                whole = Piece(0, src, tuple((0, high - low) for low, high in dst))
+                memory.read_pieces(self._rank, descriptor, target, (whole,), axes)
+            self.read.add(memory)
+            return
+        heads = [head, *(next(self._heads) for _ in pieces[1:])]
+        for each, (_, src, _), target in zip(heads, pieces, into, strict=True):
+            self._take(each, box_shape(src), target, axes)
 
-    def _whole(self, head: Any) -> Any:
-        if not isinstance(head, _Sent):
-            return pickle.loads(head)
-        array = NUMPY.empty(head.shape, head.dtype)
-        self._take(head.descriptor, head.shape, array, range(array.ndim))
-        return array.transpose(head.axes)
+    def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
+        """Return the memory of an array, and its descriptor."""
+        number, descriptor = head if isinstance(head, _InMemory) else (0, head)
+        return self._messages.assembling.memories[number], descriptor
 
-    def _take(
-        self, descriptor: bytes | None, shape: tuple[int, ...], into: Array, axes: Sequence[int]
-    ) -> None:
+    def _whole(self, sent: Any) -> Any:
+        if not isinstance(sent, _Sent):
+            return pickle.loads(sent)
+        memory, _ = self._where(sent.head)
+        array = memory.backend.empty(sent.shape, sent.dtype)
+        self._take(sent.head, sent.shape, array, range(array.ndim))
+        return array.transpose(sent.axes)
+
+    def _take(self, head: _Head, shape: tuple[int, ...], into: Array, axes: Sequence[int]) -> None:
+        memory, descriptor = self._where(head)
         if descriptor is not None:
-            self._messages.read(self._rank, descriptor, shape, into, axes)
-            self.has_read = True
+            memory.read(self._rank, descriptor, shape, into, axes)
+            self.read.add(memory)
             return
         start = _aligned(self._next)
         self._next = start + into.nbytes
         if into.nbytes:
-            NUMPY.permute_into(into, _array_at(self._message, start, shape, into.dtype), axes)
+            memory.place(into, _array_at(self._message, start, shape, into.dtype), axes)
 
 
 def _aligned(position: int) -> int:
@@ -226,7 +263,3 @@ def _aligned(position: int) -> int:
 def _array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Array:
     """Return the array at a position of a message."""
     return np.frombuffer(memory, dtype, prod(shape), start).reshape(shape)
-
-
-def _allocated(size_bytes: int) -> Array:
-    return np.empty(size_bytes, np.uint8)

@@ -26,7 +26,7 @@ from dask_p2p.fusing.graph import Known, choice_of, optimized
 from dask_p2p.fusing.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
-from dask_p2p.types import Key
+from dask_p2p.types import Key, Kind
 from dask_p2p.versioned import versioned
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Optimizer:
     options: Options
     scheduler: str  # its identity
     obstacles: list[str] = field(default_factory=list, compare=False)  # filled: arrays for Dask
+    kinds: set[Kind] = field(default_factory=set, compare=False)  # filled: of the arrays' blocks
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         """Return the graph for schedulers of this process, and for `dask.optimize`: Dask's own."""
@@ -61,7 +62,12 @@ class Optimizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         obstacle = self.obstacles[0] if self.obstacles else ""
-        return AtScheduler, (self.is_auto, self.options, self.scheduler, obstacle)
+        return AtScheduler, (self.is_auto, self.options, self.scheduler, self.kind, obstacle)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the blocks that ranks compute with."""
+        return "cupy" if "cupy" in self.kinds else "numpy"
 
 
 @versioned(strict=True)
@@ -72,6 +78,7 @@ class AtScheduler:
     is_auto: bool
     options: Options
     scheduler: str  # its identity
+    kind: Kind  # of the blocks
     obstacle: str  # the reason why Dask computes the graph; empty: none
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
@@ -86,7 +93,8 @@ class AtScheduler:
             return self._refused(graph, keys, FuseError(_NO_PLUGIN))
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
         known = _known(graph, {*flatten([keys])}, scheduler)
-        choice = choice_of(graph, keys, cluster, self.options, known, self.is_auto)
+        given = self.options, self.kind, known, self.is_auto
+        choice = choice_of(graph, keys, cluster, *given)
         if choice.error is not None:
             return self._refused(graph, keys, choice.error)
         try:
@@ -148,20 +156,18 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
     present = _present.setdefault(call, made)
     if obstacle:
         present.obstacles.append(obstacle)
+    if instance is not None:
+        present.kinds.add(type(instance._meta).__module__.partition(".")[0])
     return present
 
 
 def _obstacle(mode: str, x: Any) -> str:
-    """Return an error for blocks on GPUs; where Dask is as good, for all but NumPy's."""
+    """Return an error for blocks that ranks send as pickles, where Dask is as good."""
     try:
-        kind = backend_for(x._meta).name
-    except UnsupportedArrayError as exc:  # masked or other blocks, which ranks send as pickles
+        backend_for(x._meta)
+    except UnsupportedArrayError as exc:
         return str(exc) if mode == "auto" else ""
-    if kind == "numpy":
-        return ""
-    return (
-        f"array {x.name}: expected NumPy blocks in a fused graph, got {kind}. Set p2p.fuse to auto."
-    )
+    return ""
 
 
 def _scheduler(identity: str) -> Any:

@@ -17,15 +17,15 @@ from distributed.protocol.pickle import dumps
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
-from dask_p2p.fusing.assembling import is_plain
 from dask_p2p.fusing.command_log import ANSWER, CALL, DONE, DROP, END, FETCH, KEEP, PUBLISH, SIZES
 from dask_p2p.fusing.command_queues import TOPIC, CommandQueue, queues_on
 from dask_p2p.fusing.failures import FailedValue
-from dask_p2p.fusing.gang import unpacked
+from dask_p2p.fusing.gang import output_of, unpacked
 from dask_p2p.fusing.handle_table import HandleTable
 from dask_p2p.fusing.program import AssembleStep, Program
 from dask_p2p.fusing.runner import ProgramContext, Runner
 from dask_p2p.fusing.values import LiveValues
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -61,7 +61,7 @@ class RunResident:
     program: bytes  # packed, so that only the rank's worker opens it
     arguments: tuple[str, ...]  # names of the arrays that stand for the arguments in the program
     dtype: DType | None  # of the first result
-    kind: ClassVar[Kind] = "numpy"
+    kind: Kind  # of the arrays
     is_resident: ClassVar[bool] = True  # the gang shares its workers
 
     @staticmethod
@@ -75,7 +75,7 @@ class RunResident:
             secede()  # as ranks of a gang do: the rank mostly waits
         queues = sync(worker.loop, queues_on, worker)
         with (
-            ctx.device.running(blocks),
+            ctx.device.running([block for block in blocks if ctx.device.holds(block)]),
             queues.queue(lambda: ctx.connections.has_ended) as queue,
         ):
             table = HandleTable(program, self.arguments, blocks)
@@ -217,7 +217,8 @@ class ResidentRank:
         return [(index, function(block)) for index, block in blocks.items()]
 
     def _publish(self, handle: int, name: str) -> None:
-        data = {(name, *index): block for index, block in self._table.handles[handle].items()}
+        blocks = self._table.handles[handle].items()
+        data = {(name, *index): output_of(self._ctx.device, block) for index, block in blocks}
         sync(self._worker.loop, self._update, data)
 
     async def _update(self, data: Mapping[Any, Any]) -> None:
@@ -226,6 +227,6 @@ class ResidentRank:
 
 def _sendable(block: Any) -> Any:
     """Return a block for a message; as pickled bytes, unless it is a plain array."""
-    if is_plain(block):
+    if HOST_ARRAYS.holds(block):
         return Serialized(*serialize(block))
     return dumps(block)

@@ -11,7 +11,7 @@ from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.tasks import FusedTasks, ReadGraph
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.ops.arguments import check_array
-from dask_p2p.types import DaskArray
+from dask_p2p.types import DaskArray, Kind
 
 #: Annotations of layers that a gang cannot follow for some of its tasks only.
 ANNOTATIONS = ("workers", "allow_other_workers", "resources", "retries", "priority")
@@ -21,14 +21,26 @@ def check_arrays(arrays: Sequence[DaskArray]) -> None:
     """Refuse arrays of unsuitable blocks.
 
     Raises `InputError` without an array, and `UnsupportedArrayError` for an argument that is no
-    Dask array of NumPy blocks, or has Python objects.
+    Dask array of NumPy or CuPy blocks, or has Python objects.
     """
     if not arrays:
         raise InputError("expected at least one Dask array, got none. Call fused(x).")
     for x in arrays:
         check_array(x)
-        _check_blocks(backend_for(x._meta).name, x.dtype, f"array {x.name}")
+        backend_for(x._meta)  # raises its error for other blocks
+        _check_dtype(x.dtype, f"array {x.name}")
     check_one_library(arrays)
+
+
+def kind_of(arrays: Sequence[DaskArray], read: ReadGraph) -> Kind:
+    """Return the kind of the blocks that ranks compute with: CuPy's if any of them are.
+
+    `arrays` are some of those in the graph.
+    """
+    kinds = {backend_for(x._meta).name for x in arrays}
+    nodes = read.tasks.nodes.values()
+    kinds |= {node.output.kind for node in nodes if isinstance(node, AssembleTask)}
+    return "cupy" if "cupy" in kinds else "numpy"
 
 
 def check_tasks(read: ReadGraph) -> None:
@@ -42,7 +54,7 @@ def check_tasks(read: ReadGraph) -> None:
     for key, node in read.tasks.nodes.items():
         # A dtype of None is known when the task runs.
         if isinstance(node, AssembleTask) and node.output.dtype is not None:
-            _check_blocks(node.output.kind, node.output.dtype, f"task {key!r}")
+            _check_dtype(node.output.dtype, f"task {key!r}")
 
 
 def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
@@ -57,12 +69,7 @@ def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
             )
 
 
-def _check_blocks(kind: str, dtype: Any, where: str) -> None:
-    if kind != "numpy":
-        raise UnsupportedArrayError(
-            f"{where}: expected NumPy blocks in a fused graph, got {kind}. Compute it by Dask's "
-            f"layers, without fused."
-        )
+def _check_dtype(dtype: Any, where: str) -> None:
     if dtype.hasobject:
         raise UnsupportedArrayError(
             f"{where}: expected a dtype without Python objects in a fused graph, got {dtype}. "

@@ -11,6 +11,7 @@ from dask_p2p.fusing.messages import Messages
 from dask_p2p.fusing.program import AssembleStep, Program, Superstep
 from dask_p2p.fusing.values import LiveValues
 from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.lending import HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connections import Connections
@@ -40,13 +41,10 @@ class Runner:
     def __init__(self, ctx: ProgramContext, program: Program) -> None:
         self._progress, self._program = ctx.progress, program
         self._values = LiveValues(program.uses)
-        self._functions = Functions()
-        self._assembling = Assembling()
-        reads = None
-        if program.reads_memory and not ctx.connections.is_alone:
-            reads = Reads(ctx.connections, ctx.reads_memory)
-            reads.try_all()  # a call of all ranks, so the program decides
-        self._messages = Messages(ctx.connections, reads, self._assembling)
+        self._functions, self._device = Functions(), ctx.device
+        self._assembling = Assembling(_memories(ctx, program))
+        self._messages = Messages(ctx.connections, self._assembling)
+        self._enqueued = 0  # supersteps so far
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
@@ -62,6 +60,8 @@ class Runner:
             for step in superstep.steps:
                 self._run(step)
             self._progress.step = number + 1
+            self._enqueued += 1
+            self._device.keep_up(self._enqueued)
         return [[values[key] for key in keys] for keys in program.outputs]
 
     def _exchange(self, number: int, superstep: Superstep) -> None:
@@ -95,3 +95,14 @@ class Runner:
             self._values[key] = self._assembling.finish(step, self._values)
         for _, each in step.local:
             self._values.use(each)
+
+
+def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:
+    """Return the memories of a rank's values. A collective call of all ranks."""
+    reads = None
+    if program.reads_memory and not ctx.connections.is_alone:
+        reads = Reads(ctx.connections, ctx.reads_memory)
+        reads.try_all()
+    host = HostLending(ctx.connections, reads)
+    of_device = ctx.device.lending(ctx.connections)
+    return (host,) if of_device is None else (host, of_device)

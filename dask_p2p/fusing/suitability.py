@@ -14,7 +14,7 @@ from dask_p2p.errors import FuseError
 from dask_p2p.fusing.program import AssembleStep, Program
 from dask_p2p.fusing.sizes import peak_bytes
 from dask_p2p.fusing.tasks import FusedTasks, name_of
-from dask_p2p.types import Key
+from dask_p2p.types import Key, Kind
 
 #: A gang costs about as much as this number of Dask's tasks a rank, and its output tasks.
 _LEAST_TASKS = 4
@@ -42,12 +42,15 @@ class Cluster:
     has_resources: bool  # whether a worker has resources, such as GPUs
 
 
-def ranks_for(tasks: FusedTasks, sizes_bytes: Mapping[Key, int], cluster: Cluster) -> int:
+def ranks_for(
+    tasks: FusedTasks, sizes_bytes: Mapping[Key, int], cluster: Cluster, kind: Kind = "numpy"
+) -> int:
     """Return the number of ranks for a graph.
 
-    Large arrays use all threads. Small operations of two threads would wait for Python's lock.
+    Large NumPy arrays use all threads. Small operations of two threads would wait for Python's
+    lock, and operations of a GPU for each other.
     """
-    is_large = max(sizes_bytes.values(), default=0) >= _LARGE_BYTES
+    is_large = kind == "numpy" and max(sizes_bytes.values(), default=0) >= _LARGE_BYTES
     return max(1, min(cluster.threads if is_large else cluster.workers, tasks.widest))
 
 

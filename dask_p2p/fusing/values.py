@@ -46,7 +46,8 @@ class LiveValues(dict[Key, Any]):
     def to_overwrite(self, key: Key) -> Any:
         """Return a value, or a copy with the same strides if its memory is used elsewhere."""
         value = self[key]
-        if not isinstance(value, np.ndarray) or not value.flags.writeable:
+        is_writable = isinstance(value, np.ndarray) and value.flags.writeable
+        if not is_writable and not _is_on_gpu(value):
             return value
         memory = _memory(value)
         is_own = self._uses[key] == 1 and self._live[memory] == 1 and memory not in self._inputs
@@ -55,6 +56,8 @@ class LiveValues(dict[Key, Any]):
 
 def _memory(value: Any) -> int:
     """Return a number for the memory of an array, the same for all views of it; 0 for others."""
+    if _is_on_gpu(value):
+        return id(value.data.mem)
     if not isinstance(value, np.ndarray):
         return 0
     if value.base is None:  # as most
@@ -62,6 +65,10 @@ def _memory(value: Any) -> int:
     while isinstance(value.base, np.ndarray):
         value = value.base
     return id(value if value.base is None else value.base)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "cupy" and hasattr(value, "data")
 
 
 def _copy(array: Array) -> Array:

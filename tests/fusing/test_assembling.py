@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.fusing import assembling
-from dask_p2p.fusing.assembling import Assembling, pieces_of
+from dask_p2p.fusing.assembling import Assembling
 from dask_p2p.fusing.program import AssembledBlock, AssembleStep
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
@@ -30,8 +30,10 @@ def blocks_of(plan):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_pieces_of_all_sources_are_those_of_the_block(plan):
-    for _, block in block_plans(plan):
-        found = [pieces_of(block, number) for number in range(len(block.sources))]
+    assembling = Assembling()
+    for own in blocks_of(plan):
+        block = assembling.plan(own)
+        found = [assembling.pieces(own, number) for number in range(len(block.sources))]
         assert all(piece.source == n for n, pieces in enumerate(found) for piece in pieces)
         assert sorted(chain.from_iterable(found)) == sorted(block.pieces)
 

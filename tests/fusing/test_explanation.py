@@ -44,7 +44,8 @@ def test_without_a_client():
 
 
 def test_blocks_of_gpus(gpu, client):
-    assert "expected NumPy blocks" in dask_p2p.explain(on_gpu(gpu, da.ones(4, chunks=2)))
+    y = stencils(on_gpu(gpu, da.ones((32, 32), chunks=(4, 32))))
+    assert dask_p2p.explain(y).startswith("by one gang: ")
 
 
 def test_no_collection():

@@ -14,6 +14,7 @@ from dask_p2p.fusing.messages import Messages
 from dask_p2p.fusing.program import Superstep, WholeValue
 from dask_p2p.fusing.runner import ProgramContext
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.lending import HostLending
 from dask_p2p.sections.exchange.regions import Reads
 from tests.fusing.support import check_blocks, run_programs, smooth
 from tests.sections.gangs import run_gang
@@ -51,7 +52,8 @@ def test_whole_values(reads_memory):
         reads = Reads(ctx.connections, reads_memory)
         reads.try_all()
         values = dict(VALUES) if ctx.rank == 0 else {}
-        Messages(ctx.connections, reads, Assembling()).exchange(1, superstep[ctx.rank], values)
+        assembling = Assembling([HostLending(ctx.connections, reads)])
+        Messages(ctx.connections, assembling).exchange(1, superstep[ctx.rank], values)
         return values
 
     _, found = run_gang(RANKS, run, context=ProgramContext)
@@ -89,13 +91,13 @@ def test_large_arrays_are_read_in_place(monkeypatch):
 
 def test_an_array_is_kept_until_it_is_read(monkeypatch):
     """Otherwise its memory would be overwritten by the next array of its size."""
-    original = Messages.read
+    original = HostLending.read
 
     def late(self, *args):
         time.sleep(0.1)  # the owner would go on meanwhile
         original(self, *args)
 
-    monkeypatch.setattr(Messages, "read", late)
+    monkeypatch.setattr(HostLending, "read", late)
     x = da.random.default_rng(0).normal(size=(512, 512), chunks=(256, 512)) + 1
     y = dask_p2p.transpose(x)
     for _ in range(3):
@@ -109,13 +111,13 @@ def native(block):
 
 def test_converted_arrays_are_kept_until_they_are_read(monkeypatch):
     """Blocks in another byte order than declared are copied, for their readers alone."""
-    original = Messages.read
+    original = HostLending.read
 
     def late(self, *args):
         time.sleep(0.05)
         original(self, *args)
 
-    monkeypatch.setattr(Messages, "read", late)
+    monkeypatch.setattr(HostLending, "read", late)
     x = da.random.default_rng(0).normal(size=(512, 512), chunks=(128, 512))
     y = dask_p2p.transpose(x.map_blocks(native, dtype=">f8"))
     assert y.dtype == ">f8"

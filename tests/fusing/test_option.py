@@ -11,7 +11,7 @@ import pytest
 from distributed import Client, LocalCluster, get_client, wait
 
 import dask_p2p
-from dask_p2p.errors import ConfigError, FuseError, UnsupportedArrayError
+from dask_p2p.errors import ConfigError, FuseError
 from dask_p2p.fusing import graph
 from dask_p2p.fusing.gang import fused_gang
 from tests.fusing.programs import (
@@ -24,7 +24,6 @@ from tests.fusing.programs import (
     stencils,
 )
 from tests.fusing.support import generated, smooth
-from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
@@ -365,12 +364,6 @@ def test_own_functions_that_optimise(client):
     with dask.config.set({"p2p.fuse": "on", "array_optimize": of_user}):
         assert array().sum().compute(scheduler="sync") == pytest.approx(array().compute().sum())
     assert seen
-
-
-def test_blocks_of_gpus(gpu, client):
-    x = on_gpu(gpu, da.ones(4, chunks=2))
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match="cupy"):
-        x.persist()
 
 
 def test_an_invalid_value():

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.config import checked_options
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.fusing.rechunks import tasks_of_layer
+from dask_p2p.fusing.rules import kind_of
+from dask_p2p.fusing.tasks import keys_of, read_graph
 from tests.sections.emulated import on_gpu
 
 
@@ -32,10 +36,19 @@ def test_masked_blocks():
         dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2))
 
 
-def test_blocks_of_gpus(gpu):
-    x = on_gpu(gpu, da.ones(4, chunks=2))
-    with pytest.raises(UnsupportedArrayError, match=r"expected NumPy blocks.*got cupy"):
-        dask_p2p.fused(x)
+def test_the_kind_of_blocks(gpu):
+    """That of GPUs, if any array of the graph has such blocks."""
+    x = on_gpu(gpu, da.ones((4, 4), chunks=2))
+    on_host = np.empty((0, 0))
+    for y, kind in (
+        (x, "cupy"),
+        (x.map_blocks(np.copy, meta=on_host), "numpy"),  # nothing shows what it was made of
+        (dask_p2p.transpose(x).map_blocks(np.copy, meta=on_host), "cupy"),
+        (da.ones((4, 4), chunks=2), "numpy"),
+    ):
+        layers = [tasks_of_layer(layer, checked_options()) for layer in y.dask.layers.values()]
+        tasks = {key: task for layer in layers for key, task in layer.items()}
+        assert kind_of([y], read_graph(tasks, [keys_of(y)])) == kind
 
 
 @pytest.mark.parametrize(

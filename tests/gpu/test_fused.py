@@ -1,0 +1,201 @@
+"""Fused graphs and resident gangs of CuPy blocks: values are those of NumPy."""
+
+from __future__ import annotations
+
+import signal
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from tests.fusing import programs
+from tests.gpu.support import on_gpu
+from tests.gpu.test_operations import on_host
+from tests.sections.support import nothing_is_left
+from tests.support import persisted
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+    pytest.mark.gpu(2),
+]
+
+X = np.random.default_rng(0).normal(size=(96, 96))
+UNEVEN = ((13, 40, 7, 36), (43, 53))
+LARGE = np.random.default_rng(1).normal(size=(2048, 2048))
+
+
+def overlaps(x):
+    for number in range(8):
+        boundary = ("periodic", "reflect", "nearest", 0.5)[number % 4]
+        x = dask_p2p.map_overlap(
+            smooth_of, x, depth=1 + number % 2, boundary=boundary, dtype=x.dtype
+        )
+    return x
+
+
+def smooth_of(block):
+    """The function of the programs for blocks of both libraries."""
+    return block + (block[:1] * 0 + block.take(range(-1, len(block) - 1), 0)) * 0.3
+
+
+def transposes(x):
+    y = dask_p2p.transpose(x) + x
+    return dask_p2p.rechunk(y, (-1, 16)).T - dask_p2p.rechunk(x, (16, -1))
+
+
+def elementwise(x):
+    return da.where(x > 0, x, x.T) / (1 + abs(x).sum()) - x.mean(axis=0)
+
+
+def doubled(block):
+    """Overwrites its argument, if that is of the GPU: the expected values are computed before."""
+    if type(block).__module__.startswith("numpy"):
+        return block * 2 + 1
+    block *= 2
+    return block + 1
+
+
+def overwriting(x):
+    y = x.map_blocks(doubled, dtype=x.dtype)
+    return y + dask_p2p.transpose(y).map_blocks(doubled, dtype=x.dtype) - x
+
+
+def transforms(x):
+    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(x) * 0.5).real + x
+
+
+PROGRAMS = {
+    "overlaps": overlaps,
+    "transposes": transposes,
+    "elementwise": elementwise,
+    "overwriting": overwriting,
+    "transforms": transforms,
+    "rechunks": programs.rechunks,
+    "rechunks of Dask": programs.rechunks_of_dask,
+}
+
+
+@pytest.fixture(params=["ipc", "comm"])
+def way(request):
+    """Ranks read each other's memory, or send messages through the host."""
+    order = ["ipc", "comm"] if request.param == "ipc" else ["comm"]
+    with dask.config.set({"p2p.transports.order": order}):
+        yield request.param
+
+
+def check(got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10 * np.abs(wanted).max())
+
+
+def expected(program, x, chunks):
+    return program(da.from_array(x, chunks=chunks)).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_programs(client, way, name, size):
+    x, chunks = (X, UNEVEN) if size == "small" else (LARGE, (512, -1))
+    given = persisted(client, on_gpu(x, chunks))
+    wanted = expected(PROGRAMS[name], x, chunks)
+    y = PROGRAMS[name](given)
+    check(on_host(dask_p2p.fused(y)), wanted)
+    with dask.config.set({"p2p.fuse": "on"}):
+        check(on_host(y), wanted)
+    step = dask_p2p.compile(PROGRAMS[name], given)
+    for _ in range(2):
+        check(on_host(step(given)), wanted)
+    np.testing.assert_array_equal(on_host(given), x)
+    nothing_is_left(client)
+
+
+def test_blocks_that_are_made_on_the_host(client, way):
+    x = da.from_array(X, chunks=UNEVEN)
+    y = overlaps(on_gpu(X, UNEVEN)).map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
+    check((dask_p2p.fused(y) + x).compute(), expected(overlaps, X, UNEVEN) + X)
+
+
+def test_late_kernels(client, way):
+    """Exchanges and outputs wait for the work of GPUs, which lasts for long here."""
+
+    def late(block):
+        import cupy
+
+        from tests.gpu.test_streams import spin
+
+        spin(cupy.cuda.get_current_stream(), 50_000_000)
+        return block + 1
+
+    def program(x, function):
+        for _ in range(4):
+            x = dask_p2p.transpose(x.map_blocks(function, dtype=x.dtype))
+        return x
+
+    x = persisted(client, on_gpu(X, (48, -1)))
+    wanted = expected(lambda x: program(x, lambda block: block + 1), X, (48, -1))
+    check(on_host(dask_p2p.fused(program(x, late))), wanted)
+
+
+def test_a_worker_is_killed(client, way, tmp_path):
+    path = str(tmp_path / "died")
+
+    def dies_once(block):
+        import os
+
+        try:
+            open(path, "x").close()
+        except FileExistsError:
+            return block + 1
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    def program(x, function):
+        y = overlaps(x)
+        return overlaps(y.map_blocks(function, dtype=x.dtype, meta=x._meta))
+
+    wanted = expected(lambda x: program(x, lambda block: block + 1), X, UNEVEN)
+    check(on_host(dask_p2p.fused(program(on_gpu(X, UNEVEN), dies_once))), wanted)
+    client.wait_for_workers(2, timeout=120)
+
+
+def heat(u):
+    return dask_p2p.map_overlap(
+        smooth_of, u * 0.7, depth={0: 1}, boundary="periodic", dtype=u.dtype
+    )
+
+
+def test_a_resident_gang(client, way):
+    x = persisted(client, on_gpu(X, (48, -1)))
+    step = dask_p2p.compile(lambda u: (heat(u), u.sum()), x)
+    wanted = X
+    with step.resident(x) as run:
+        u = x
+        for _ in range(50):
+            u, total = run(u)
+            last, wanted = wanted, expected(heat, wanted, (48, -1))
+        check(np.asarray(to_host(run.fetch(u))), wanted)
+        assert abs(float(to_host(run.fetch(total))) - last.sum()) < 1e-9
+        check(on_host(run.array(u)), wanted)
+    np.testing.assert_array_equal(on_host(x), X)
+
+
+def test_a_resident_gang_and_a_killed_worker(client, way):
+    x = persisted(client, on_gpu(X, (48, -1)))
+    step = dask_p2p.compile(heat, x)
+    wanted = X
+    with step.resident(x) as run:
+        u = x
+        for k in range(40):
+            u, wanted = run(u), expected(heat, wanted, (48, -1))
+            if k == 20:
+                run.fetch(u)
+                victim = run._streams.ranks[0][0]
+                client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
+        check(np.asarray(to_host(run.fetch(u))), wanted)
+    client.wait_for_workers(2, timeout=120)
+
+
+def to_host(value):
+    return value.get() if hasattr(value, "get") else value
