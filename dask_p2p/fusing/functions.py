@@ -31,9 +31,17 @@ _CONSTANT = {
 
 
 class Functions:
-    """The functions in the tasks of one program, each examined once."""
+    """The functions in the tasks of one program, each examined once.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    runs_again
+        Whether the program runs again: then pickled functions are kept.
+    """
+
+    def __init__(self, runs_again: bool = False) -> None:
+        self._runs_again = runs_again
+        self._pickled: dict[int, bytes] = {}  # by id, as functions are before their first call
         self._of_user: dict[int, bool] = {}  # by id: all objects are those of the program
         self._constant: dict[int, bool] = {}
 
@@ -54,7 +62,12 @@ class Functions:
 
     def fresh(self, task: Any) -> Any:
         """Return a user's task or function; a copy of it if a call may change it."""
-        return task if self._is_constant(task) else loads(dumps(task))
+        if self._is_constant(task):
+            return task
+        pickled = self._pickled.get(id(task)) or dumps(task)
+        if self._runs_again:
+            self._pickled[id(task)] = pickled
+        return loads(pickled)
 
     def _is_constant(self, task: Any) -> bool:
         """Return whether no call can change an object, apart from those of its module."""

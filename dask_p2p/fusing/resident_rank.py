@@ -20,6 +20,7 @@ from distributed.utils import sync
 from dask_p2p.fusing.command_log import ANSWER, CALL, DONE, DROP, END, FETCH, KEEP, PUBLISH, SIZES
 from dask_p2p.fusing.command_queues import TOPIC, CommandQueue, queues_on
 from dask_p2p.fusing.failures import FailedValue
+from dask_p2p.fusing.functions import Functions
 from dask_p2p.fusing.gang import output_of, unpacked
 from dask_p2p.fusing.handle_table import HandleTable
 from dask_p2p.fusing.program import AssembleStep, Program
@@ -113,6 +114,7 @@ class ResidentRunner(Runner):
         super().__init__(ctx, program)
         self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
+        self._functions = Functions(runs_again=True)
         self._whole, self._number = program, 0
         self._messages.failed_value = self._failed_value
 

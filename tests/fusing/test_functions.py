@@ -10,7 +10,9 @@ import pytest
 import toolz
 from dask.array.core import getter
 from dask.task_spec import List, Task, TaskRef
+from distributed.protocol.pickle import dumps
 
+from dask_p2p.fusing import functions as module
 from dask_p2p.fusing.functions import Functions
 from dask_p2p.ops.stencil import Stencil, Trim
 from tests.fusing.support import smooth
@@ -104,7 +106,11 @@ def test_functions_of_users(task, is_constant):
         assert (functions.fresh(task) is task) is is_constant
 
 
-def test_a_copy_for_each_task():
-    functions, counter = Functions(), Counter()
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_a_copy_for_each_task(runs_again, monkeypatch):
+    pickled = []
+    monkeypatch.setattr(module, "dumps", lambda task: pickled.append(task) or dumps(task))
+    functions, counter = Functions(runs_again), Counter()
     assert [functions.fresh(counter)(0) for _ in range(3)] == [1, 1, 1]
+    assert len(pickled) == (1 if runs_again else 3)
     assert counter.count == 0
