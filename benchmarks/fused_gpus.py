@@ -130,7 +130,11 @@ def array(shape: Sequence[int], workers: int, is_on_gpu: bool) -> Any:
 def compared(program: Callable[[Any], Any], x: Any, runs: int, hand: Any = None) -> dict[str, Any]:
     """Return the times of a program by each kind, in turn."""
     step = dask_p2p.compile(program, x)
-    kinds = {LAYERS: program, FUSED: lambda x: dask_p2p.fused(program(x)), COMPILED: step}
+    kinds: dict[str, Callable[[Any], Any]] = {
+        LAYERS: program,
+        FUSED: lambda x: dask_p2p.fused(program(x)),
+        COMPILED: step,
+    }
     if hand is not None:
         kinds[HAND] = hand
     times: dict[str, list[float]] = {kind: [] for kind in kinds}

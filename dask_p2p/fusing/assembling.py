@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dask.array.core import concatenate3
@@ -12,7 +12,7 @@ from dask.array.core import concatenate3
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.fusing.program import AssembledBlock, AssembleStep
+from dask_p2p.fusing.program import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending
@@ -32,6 +32,7 @@ class Assembling:
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
+        self._copied = defaultdict[Key, set[int]](set)  # see `begin_local`, by block
 
     def plan(self, block: AssembledBlock) -> BlockPlan:
         """Return the plan of a block, kept for equal blocks of later layers while there is room."""
@@ -106,8 +107,36 @@ class Assembling:
             )
         return out
 
+    def begin_local(self, superstep: Superstep, values: Mapping[Key, Any]) -> None:
+        """Copy regions of own values into blocks that also get regions of other ranks.
+
+        Messages arrive meanwhile, and a GPU copies while it reads memory of others. Values that are
+        not there yet, or raise an error, are left to `finish`.
+        """
+        items = (item for each in superstep.receives.values() for item in each)
+        keys = {item.block.key for item in items if isinstance(item, Regions)}
+        for step in superstep.steps:
+            is_begun = isinstance(step, AssembleStep) and step.block.key in keys
+            if is_begun and step.block.dtype is not None:
+                self._begin_local(step, values)
+
+    def _begin_local(self, step: AssembleStep, values: Mapping[Key, Any]) -> None:
+        block = step.block
+        for number, key in step.local:
+            if key in values:
+                with suppress(Exception):
+                    source = self.source(block, number, key, values[key])
+                    self._copy(block, number, source)
+                    self._copied[block.key].add(number)
+
+    def _copy(self, block: AssembledBlock, number: int, source: Array) -> None:
+        memory = self._memory(source)
+        out = self.begun(block, source.dtype, memory)
+        memory.copy_pieces(out, source, self.pieces(block, number), self.plan(block).axes)
+
     def drop(self, key: Key) -> None:
         """Drop the regions of a block that cannot be assembled."""
+        self._copied.pop(key, None)
         self._begun.pop(key, None)
         self._others.pop(key, None)
 
@@ -115,16 +144,17 @@ class Assembling:
         """Return a block, once the regions of other ranks are in it."""
         block, epilogue = step.block, step.block.epilogue
         plan = self.plan(block)
-        sources = {n: self.source(block, n, key, values[key]) for n, key in step.local}
+        copied = self._copied.pop(block.key, ())
+        sources = {
+            n: self.source(block, n, key, values[key]) for n, key in step.local if n not in copied
+        }
         is_shuffle = block.dtype is None  # of Dask, which copies even whole blocks
         if plan.is_copy and sources and epilogue is None and not is_shuffle:
             return sources[0]
         if is_shuffle and self._has_others(block, sources):
             return self._joined(block, sources)
         for number, source in sources.items():
-            memory = self._memory(source)
-            out = self.begun(block, source.dtype, memory)
-            memory.copy_pieces(out, source, self.pieces(block, number), plan.axes)
+            self._copy(block, number, source)
         out = self._begun.pop(block.key, None)
         if out is None:  # it has constants alone
             assert block.dtype is not None, "rechunks of Dask have no constants"

@@ -68,7 +68,9 @@ class Messages:
             memory.begin()
         packed = {rank: _Packing(self, rank) for rank in superstep.sends}
         sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
-        found = self._connections.exchange(text, sends, dict.fromkeys(superstep.receives))
+        received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
+        self._assembling.begin_local(superstep, values)
+        found = received()
         unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
         for rank, message in unpacked.items():
             message.take(superstep.receives[rank], values)

@@ -5,12 +5,14 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from dask_p2p.errors import BlockMismatchError
 from dask_p2p.fusing import assembling
 from dask_p2p.fusing.assembling import Assembling
-from dask_p2p.fusing.program import AssembledBlock, AssembleStep
+from dask_p2p.fusing.program import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import halo_plan
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
 from tests.fusing.support import check_blocks, run_programs
 from tests.fusing.test_runner import large
 
@@ -68,3 +70,40 @@ def test_few_plans_are_kept(monkeypatch):
 def test_equal_blocks_of_several_layers_share_a_plan():
     keeps, (block, *_) = Assembling(), blocks_of(PLANS["halo"])
     assert keeps.plan(block) is keeps.plan(block._replace(key="another"))
+
+
+def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
+    """Each once, and only into blocks that other ranks send regions of."""
+    copied = []
+    original = HostLending.copy_pieces
+
+    def noted(self, into, array, pieces, axes):
+        copied.append(len(pieces))
+        original(self, into, array, pieces, axes)
+
+    monkeypatch.setattr(HostLending, "copy_pieces", noted)
+    assembling, (block, other, *_) = Assembling(), blocks_of(PLANS["transpose"])
+    sources = [np.full((2, 12), float(n)) for n in range(6)]
+    steps = [
+        AssembleStep(each, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))
+        for each in (block, other)
+    ]
+    receives = {1: [Regions(("x", n, 0), n, block) for n in range(3, 6)]}
+    values = {("x", n, 0): sources[n] for n in range(2)}
+    assembling.begin_local(Superstep(receives=receives, steps=steps), values)
+    assert copied == [1, 1]
+    out = assembling.begun(block, block.dtype, HOST_ARRAYS)
+    out[:, 6:] = 9
+    made = assembling.finish(steps[0], {**values, ("late", 2, 0): sources[2]})
+    assert copied == [1] * 3
+    np.testing.assert_array_equal(made, [[0, 0, 1, 1, 2, 2, *[9] * 6]] * 2)
+
+
+def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
+    assembling, (block, *_) = Assembling(), blocks_of(PLANS["transpose"])
+    step = AssembleStep(block, ((0, ("x", 0, 0)),))
+    values = {("x", 0, 0): np.zeros((3, 12))}
+    receives = {1: [Regions(("x", n, 0), n, block) for n in range(1, 6)]}
+    assembling.begin_local(Superstep(receives=receives, steps=[step]), values)
+    with pytest.raises(BlockMismatchError):
+        assembling.finish(step, values)

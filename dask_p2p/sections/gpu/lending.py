@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.kernels._batch import whole_piece
@@ -45,6 +45,9 @@ class _Read(NamedTuple):
     axes: Sequence[int]
 
 
+_LargeCopy: TypeAlias = tuple[Array, Array, Sequence[int]]  # target, region, and its axes
+
+
 class GpuLending(Lending):
     """Arrays in the memory of a rank's GPU. Making it is a collective call of all ranks."""
 
@@ -59,6 +62,7 @@ class GpuLending(Lending):
         self._lent: list[Array] = []
         gpu.exported.append(self._lent)
         self._reads: list[_Read] = []  # of the present exchange
+        self._large: list[_LargeCopy] = []  # of this rank's own arrays, before `flush`
         if not connections.is_alone:
             own, size = connections.rank_and_size
             self._own, self._near = opened(
@@ -77,14 +81,22 @@ class GpuLending(Lending):
         self._batch.copy(into, array, axes)
 
     def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
-        for _, src, dst in self._batch.copy_pieces(into, array, pieces, axes):
-            self.backend.permute_into(into[box_slices(dst)], array[box_slices(src)], axes)
+        self._large += self._add(into, array, pieces, axes)
+
+    def _add(
+        self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]
+    ) -> list[_LargeCopy]:
+        """Add small pieces to the next launch; return the large ones."""
+        large = self._batch.copy_pieces(into, array, pieces, axes)
+        return [(into[box_slices(dst)], array[box_slices(src)], axes) for _, src, dst in large]
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
         self._batch.fill(into, fills)
 
     def flush(self) -> None:
         self._batch.flush()
+        while self._large:
+            self.backend.permute_into(*self._large.pop())
 
     def begin(self) -> None:
         self._reads.clear()
@@ -122,9 +134,10 @@ class GpuLending(Lending):
                 gpu.check_goes_on()
                 for rank in read:
                     self._near[rank].wait(gpu.stream, _WRITTEN)
-                for each in self._reads:
-                    self._enqueue(each)
-                self._batch.flush()
+                large = [copy for each in self._reads for copy in self._enqueue(each)]
+                if large:
+                    self._enqueue_large(large)
+                self.flush()
             gpu.stream.record(self._own.events[_READ])
         if readers or read:
             sends, receives = dict.fromkeys(read, b""), {rank: bytearray() for rank in readers}
@@ -133,17 +146,21 @@ class GpuLending(Lending):
                 self._near[rank].wait(gpu.stream, _READ)
         self._lent.clear()
 
-    def _enqueue(self, read: _Read) -> None:
-        gpu, (rank, descriptor, into, pieces, axes) = self._gpu, read
+    def _enqueue(self, read: _Read) -> list[_LargeCopy]:
+        rank, descriptor, into, pieces, axes = read
         _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
-        large = self._batch.copy_pieces(into, array, pieces, axes)
-        if large:
-            with gpu.queue.within(gpu.stream):
-                for _, src, dst in large:
-                    region, target = array[box_slices(src)], into[box_slices(dst)]
-                    read_in_parts(gpu, region, target, axes, is_last=True)
         elements = sum(box_size(src) for _, src, _ in pieces)
         self._connections.count(rank, elements * into.dtype.itemsize)
+        return self._add(into, array, pieces, axes)
+
+    def _enqueue_large(self, reads: Sequence[_LargeCopy]) -> None:
+        """Read large regions of others, while large regions of this rank are copied."""
+        queue, (own, self._large) = self._gpu.queue, (self._large, [])
+        with queue.within(self._gpu.stream):
+            for copy in own:
+                queue.permute(*copy, concurrent=True)
+            for number, (into, region, axes) in enumerate(reads, 1):
+                read_in_parts(self._gpu, region, into, axes, is_last=number == len(reads))
 
     def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
         self.backend.permute_into(into, self._gpu.module.asarray(array), axes)

@@ -96,7 +96,8 @@ def test_regions_of_any_strides(library, data):
     regions, wholes, expected = [], [], []
     for number in range(data.draw(st.integers(1, 5))):
         dtype = np.dtype(data.draw(st.sampled_from(["i1", "i2", "f4", "f8", "c16", "V3"])))
-        ndim = data.draw(st.integers(0, 4))
+        # An item of three bytes is an axis of its own.
+        ndim = data.draw(st.integers(0, 3 if dtype.itemsize == 3 else 4))
         shape = data.draw(st.lists(st.integers(1, 5), min_size=ndim, max_size=ndim))
         axes = data.draw(st.permutations(range(ndim)))
         steps = data.draw(st.lists(st.sampled_from([1, 2, -1]), min_size=ndim, max_size=ndim))

@@ -17,24 +17,28 @@ from tests.simulation.streams import RaceError
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
 ROWS = 6
-WIDTH = 16
+WIDTH = 24
 #: A large piece, which is read part by part, and a small one.
 PIECES = [
     Piece(0, ((0, ROWS), (0, 8)), ((8, 16), (0, ROWS))),
     Piece(0, ((2, 4), (8, 9)), ((3, 4), (1, 3))),
 ]
 
+#: A large piece of the rank's own array.
+OWN = [Piece(0, ((0, ROWS), (9, 15)), ((16, 22), (0, ROWS)))]
+
 
 def values_of(rank, turn):
     return np.arange(ROWS * WIDTH, dtype=float).reshape(ROWS, WIDTH) + 1000 * rank + 10_000 * turn
 
 
-def expected(rank, turn):
+def expected(rank, of, turn):
+    """Return the block of a rank that has read the array of another one."""
     out = np.full((WIDTH, ROWS), -1.0)
-    source = values_of(rank, turn)
-    for _, src, dst in PIECES:
-        region = source[tuple(slice(*each) for each in src)].T
-        out[tuple(slice(*each) for each in dst)] = region
+    for owner, pieces in ((of, PIECES), (rank, OWN)):
+        for _, src, dst in pieces:
+            region = values_of(owner, turn)[tuple(slice(*each) for each in src)]
+            out[tuple(slice(*each) for each in dst)] = region.T
     return out
 
 
@@ -59,6 +63,7 @@ def exchanged(gpu, ctx, lending, source, turn):
     if descriptor is None:
         assert not len(found[of])
         return None
+    lending.copy_pieces(out, source, OWN, (1, 0))
     lending.read_pieces(of, bytes(found[of]), out, PIECES, (1, 0))
     lending.end(f"turn {turn}", [to], [of])
     return out
@@ -73,7 +78,7 @@ def test_arrays_are_read_before_they_change(gpu):
             out = exchanged(gpu, ctx, lending, source, turn)
             assert lending.holds(out)
             np.testing.assert_array_equal(
-                ctx.device.to_host(out), expected((ctx.rank - 1) % 3, turn)
+                ctx.device.to_host(out), expected(ctx.rank, (ctx.rank - 1) % 3, turn)
             )
 
     run(gpu, rank_attempt)
