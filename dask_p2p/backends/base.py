@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -260,13 +261,16 @@ def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
     return array.transpose(order), lambda lies: lies.transpose(back)
 
 
+@lru_cache(maxsize=64)  # one object for each dtype: NaN equals only itself
 def unread_value(dtype: DType) -> Any:
     """Return the value of corners that no exchange fills: NaN or NaT if the dtype has it, else 0.
 
-    NaN and NaT make it visible if a function reads a corner.
+    NaN and NaT make it visible if a function reads a corner. The value is hashable, as plans are.
     """
     if dtype.kind in "fc":
         return dtype.type(np.nan)
     if dtype.kind in "mM":
-        return np.array("NaT", dtype)
-    return np.zeros((), dtype)
+        return np.array("NaT", dtype)[()]
+    if dtype.kind == "V":
+        return 0 if dtype.names else b""
+    return np.zeros((), dtype)[()]

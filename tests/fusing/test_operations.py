@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import dask_p2p
 from tests.fusing.support import check_blocks, run_programs
 
 N = 24
@@ -17,6 +18,19 @@ def position(block, block_info=None, block_id=None):
     """Return a block with its place in the array added."""
     start = block_info[0]["array-location"][0][0]
     return block + start + 100 * block_id[1]
+
+
+def stars(x):
+    """Overlaps without corners, of dtypes whose unread value is no float."""
+    made = []
+    for dtype in ("i4", "?", "M8[s]"):
+        own = x.astype("i4").astype(dtype)
+        made.append(
+            dask_p2p.map_overlap(
+                np.copy, own, depth=1, boundary="periodic", corners=False, dtype=dtype
+            ).astype(float)
+        )
+    return da.stack(made)
 
 
 def assigned(x):
@@ -33,6 +47,7 @@ def by_xarray(x):
 
 
 OPERATIONS = {
+    "stars": stars,
     "matrix product": lambda x: x @ x.T,
     "tensordot": lambda x: da.tensordot(x, x, axes=((0,), (0,))),
     "einsum": lambda x: da.einsum("ij,jk->ik", x, x.T),
