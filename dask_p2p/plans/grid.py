@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
 from math import prod
 from operator import itemgetter
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
 from dask_p2p.plans.base import BlockPlan, Fill, Piece
 from dask_p2p.versioned import versioned
+
+_MOST_SHARED_EDGES = 10_000  # plans of more edges are not kept
 
 
 class AxisSegment(NamedTuple):
@@ -166,7 +168,24 @@ class GridPlan:
         return {}
 
     def sources(self, index: Index) -> tuple[Index, ...]:
-        return self._all_sources(index) if self.has_corners else self.block(index).sources
+        return (
+            self._all_sources(index) if self.has_corners else self._read_without_corners(index)[0]
+        )
+
+    @cached_property
+    def _read(self) -> dict[Index, tuple[tuple[Index, ...], tuple[int, ...]]]:
+        return {}
+
+    def _read_without_corners(self, index: Index) -> tuple[tuple[Index, ...], tuple[int, ...]]:
+        """Return the sources of a block, and the number of elements that it reads of each."""
+        found = self._read.get(index)
+        if found is None:
+            block = self.block(index)
+            elements = [0] * len(block.sources)
+            for piece in block.pieces:
+                elements[piece.source] += box_size(piece.src)
+            found = self._read[index] = (block.sources, tuple(elements))
+        return found
 
     def _all_sources(self, index: Index) -> tuple[Index, ...]:
         blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
@@ -179,11 +198,7 @@ class GridPlan:
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
         if not self.has_corners:
-            block = self.block(index)
-            read = [0] * len(block.sources)
-            for piece in block.pieces:
-                read[piece.source] += box_size(piece.src)
-            return tuple(read)
+            return self._read_without_corners(index)[1]
         lengths: list[dict[int, int]] = []  # by axis and source block
         for mapping, number in zip(self.mappings, index, strict=True):
             along: dict[int, int] = {}
@@ -246,6 +261,19 @@ class GridPlan:
         )
 
 
+def shared(plan: GridPlan) -> GridPlan:
+    """Return an equal plan that was made before, with all that it has computed, or this one.
+
+    Layers of an iteration have equal plans.
+    """
+    return _known(plan) if plan.edges <= _MOST_SHARED_EDGES else plan
+
+
+@lru_cache(maxsize=16)
+def _known(plan: GridPlan) -> GridPlan:
+    return plan
+
+
 def redistribution(
     src_chunks: Chunks,  # chunks of the input
     axes: Sequence[int],  # output axis ``i`` is input axis ``axes[i]``
@@ -256,7 +284,7 @@ def redistribution(
         SplitAxis(_plain(src_chunks[a]), _plain(sizes))
         for a, sizes in zip(axes, chunks, strict=True)
     ]
-    return GridPlan(tuple(axes), tuple(mappings))
+    return shared(GridPlan(tuple(axes), tuple(mappings)))
 
 
 def _plain(sizes: Sequence[int]) -> tuple[int, ...]:

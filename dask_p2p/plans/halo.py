@@ -24,6 +24,7 @@ from dask_p2p.plans.grid import (
     SplitAxis,
     blocks_read,
     segments_of_range,
+    shared,
 )
 from dask_p2p.versioned import versioned
 
@@ -148,7 +149,14 @@ def halo_plan(
         own = tuple(map(int, sizes))
         widths = Halo(own, before, after, beyond)
         mappings.append(widths if before or after else SplitAxis(own, own))
-    return GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
+    plan = GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
+    # Equal constants may differ in their bits: 0.0 and -0.0.
+    are_named = all(isinstance(end, str) for each in boundary for end in _ends(each))
+    return shared(plan) if are_named else plan
+
+
+def _ends(boundary: Any) -> tuple[Any, ...]:
+    return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
 def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, box_shape, box_size, split_evenly
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
+from dask_p2p.plans.halo import halo_plan
 from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 
@@ -132,3 +133,30 @@ def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
         assert [len(sizes) for sizes in dst] == [wanted] + [1] * (len(src) - 1)
     grids = product(*(range(1, min(length, wanted) + 1) for length in lengths))
     assert blocks == max(n for n in map(prod, grids) if n <= wanted)
+
+
+def test_equal_plans_are_one_object():
+    """Layers of an iteration have equal plans, and each computes its sources once."""
+    chunks, named = ((4, 4), (8,)), (((1, 1), (1, 1)), ("periodic", "none"), False, 7)
+    assert halo_plan(chunks, *named) is halo_plan(chunks, *named)
+    moved = chunks, (1, 0), ((8,), (8,))
+    assert redistribution(*moved) is redistribution(*moved)
+    large = ((1,) * 200, (1,) * 200), ((1, 1),) * 2, ("none",) * 2
+    assert halo_plan(*large) is not halo_plan(*large), "it would stay in memory"
+
+
+def test_plans_of_equal_constants_with_other_bits_differ():
+    plans = [halo_plan(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
+    assert [str(plan.block((0,)).fills[0].value) for plan in plans] == ["0.0", "-0.0"]
+
+
+@pytest.mark.parametrize("index", [(0, 0), (1, 0)])
+def test_sources_without_corners(index):
+    plan = halo_plan(((4, 4), (8,)), ((1, 1), (1, 1)), ("periodic",) * 2, has_corners=False)
+    block = plan.block(index)
+    sizes = [0] * len(block.sources)
+    for piece in block.pieces:
+        sizes[piece.source] += box_size(piece.src)
+    for _ in range(2):  # also from memory
+        assert plan.sources(index) == block.sources
+        assert plan.source_elements(index) == tuple(sizes)
