@@ -63,6 +63,11 @@ class Assembling:
         """Return the memory of a plain array without Python objects; None for other values."""
         return next((each for each in self.memories if each.holds(value)), None)
 
+    def is_lent(self, value: Any) -> bool:
+        """Return whether other ranks may still be reading the memory of a value."""
+        memory = self.memory_of(value)
+        return memory is not None and memory.is_lent(value)
+
     def _memory(self, array: Array) -> Lending:
         memory = self.memory_of(array)
         assert memory is not None, "other values are not declared, and joined by Dask's function"

@@ -64,17 +64,20 @@ class Messages:
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a superstep; add received whole values to `values`."""
         text = f"superstep {number} of a fused graph"
-        for memory in self._assembling.memories:
-            memory.begin()
+        memories = self._assembling.memories
+        for memory in memories:
+            memory.begin(superstep.sends)
         packed = {rank: _Packing(self, rank) for rank in superstep.sends}
         sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
         received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
         self._assembling.begin_local(superstep, values)
         found = received()
+        for memory in memories:
+            memory.received(superstep.receives)
         unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
         for rank, message in unpacked.items():
             message.take(superstep.receives[rank], values)
-        for memory in self._assembling.memories:  # lent arrays stay until then
+        for memory in memories:
             readers = [rank for rank, each in packed.items() if memory in each.lent]
             memory.end(text, readers, [r for r, each in unpacked.items() if memory in each.read])
 

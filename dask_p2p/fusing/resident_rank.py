@@ -122,7 +122,7 @@ class ResidentRunner(Runner):
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._program = replace(self._whole, literals=dict(self._whole.literals))
-        self._values = LiveValues(self._whole.uses)
+        self._values = LiveValues(self._whole.uses, self._assembling.is_lent)
         try:
             return self.run(blocks)
         finally:

@@ -40,9 +40,9 @@ class Runner:
 
     def __init__(self, ctx: ProgramContext, program: Program) -> None:
         self._progress, self._program = ctx.progress, program
-        self._values = LiveValues(program.uses)
         self._functions, self._device = Functions(), ctx.device
         self._assembling = Assembling(_memories(ctx, program))
+        self._values = LiveValues(program.uses, self._assembling.is_lent)
         self._messages = Messages(ctx.connections, self._assembling)
         self._enqueued = 0  # supersteps so far
 

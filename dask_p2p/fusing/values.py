@@ -8,7 +8,7 @@ that follows would find changed inputs. So functions of users get copies of arra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,13 @@ from dask_p2p.types import Array, Key
 class LiveValues(dict[Key, Any]):
     """Values by key, each until its last use."""
 
-    def __init__(self, uses: Mapping[Key, int]) -> None:
+    def __init__(
+        self,
+        uses: Mapping[Key, int],
+        is_lent: Callable[[Any], bool] = lambda value: False,  # whether other ranks read a value
+    ) -> None:
         super().__init__()
+        self._is_lent = is_lent
         self._uses = dict(uses)
         self._inputs: set[int] = set()  # memory of blocks that Dask has
         self._live = defaultdict[int, int](int)  # by memory: number of values in it
@@ -51,7 +56,7 @@ class LiveValues(dict[Key, Any]):
             return value
         memory = _memory(value)
         is_own = self._uses[key] == 1 and self._live[memory] == 1 and memory not in self._inputs
-        return value if is_own else _copy(value)
+        return value if is_own and not self._is_lent(value) else _copy(value)
 
 
 def _memory(value: Any) -> int:

@@ -67,3 +67,10 @@ def test_other_classes_of_arrays():
     copy[2] = np.ma.masked
     assert x.mask.tolist() == [True, False, False]
     assert found.to_overwrite("y") is not found["y"]
+
+
+def test_arrays_that_other_ranks_read_are_copied():
+    x = np.ones(3)
+    found = LiveValues({"x": 1}, lambda value: value is x)
+    found["x"] = x
+    assert not np.shares_memory(found.to_overwrite("x"), x)

@@ -369,7 +369,7 @@ class Array:
 
     @property
     def data(self):
-        return SimpleNamespace(ptr=address_of(self.values), device_id=0, array=self)
+        return SimpleNamespace(ptr=address_of(self.values), device_id=0, mem=self.owner, array=self)
 
     def copy(self):
         copy = self.recorder.empty(self.shape, self.dtype)

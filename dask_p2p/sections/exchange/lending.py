@@ -1,7 +1,6 @@
 """Arrays of one kind of memory that ranks lend each other, any number in one exchange.
 
-A rank that lends an array sends its descriptor, and does not change the array before `end` of the
-exchange. The readers have copied it by then, or on a GPU have enqueued the copy.
+A rank that lends an array sends its descriptor. It does not change the array while `is_lent`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Pieces: TypeAlias = Sequence[Piece]
 class Lending(ABC):
     """The arrays of a rank, and its reads of other ranks' arrays.
 
-    An exchange consists of `begin`, descriptors in messages to other ranks, reads of the arrays
-    that others have described, and `end`.
+    An exchange consists of `begin`, descriptors in messages to other ranks, `received` when their
+    messages are here, reads of the arrays that others have described, and `end`.
     """
 
     backend: Backend  # of the arrays
@@ -57,8 +56,16 @@ class Lending(ABC):
         """Do all copies, or enqueue them on the rank's stream."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Begin an exchange of arrays that are made by now."""
+    def is_lent(self, array: Array) -> bool:
+        """Return whether other ranks may still be reading the memory of an array."""
+
+    @abstractmethod
+    def begin(self, ranks: Collection[int]) -> None:
+        """Begin an exchange of arrays that are made by now, with messages to these ranks."""
+
+    @abstractmethod
+    def received(self, ranks: Collection[int]) -> None:
+        """Take note of messages from ranks: they have read all that earlier exchanges lent them."""
 
     @abstractmethod
     def descriptor(self, rank: int, array: Array) -> bytes | None:
@@ -83,7 +90,7 @@ class Lending(ABC):
 
     @abstractmethod
     def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
-        """End an exchange: from now on arrays of this rank may change.
+        """End an exchange: all reads are done, or enqueued on the rank's stream.
 
         `readers` are the ranks with descriptors of this one, `read` those whose arrays it has read.
         """
@@ -118,7 +125,13 @@ class HostLending(Lending):
     def flush(self) -> None:
         pass
 
-    def begin(self) -> None:
+    def is_lent(self, array: Array) -> bool:
+        return False  # `end` has waited
+
+    def begin(self, ranks: Collection[int]) -> None:
+        pass
+
+    def received(self, ranks: Collection[int]) -> None:
         pass
 
     def descriptor(self, rank: int, array: Array) -> bytes | None:

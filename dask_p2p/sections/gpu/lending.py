@@ -1,9 +1,10 @@
 """Arrays in GPU memory that ranks lend each other.
 
 A rank records an event after the work that makes its arrays, and sends their descriptors. Readers
-wait for this event on their streams, and enqueue copies. Then each reader records an event, and
-sends a message. The holder's stream waits for the event before it overwrites or frees an array. So
-hosts wait for messages alone.
+wait for this event on their streams, and enqueue copies. Then each reader records an event. The
+next message of the reader to the holder acknowledges the reads: the holder's stream waits for the
+event, and the memory may be used again. So hosts wait for messages alone. If arrays of many bytes
+are lent, the reader sends a message at once. Both ends add up these bytes.
 
 A wait for an event counts for the latest record before it. Each record is made before the message
 that reports it, so GPUs never wait in a circle.
@@ -13,6 +14,7 @@ Arrays that other ranks cannot read go through host memory.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -32,6 +34,8 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
 
+#: Bytes of arrays that a rank lends another one until that one's next message.
+_MOST_LENT_BYTES = 2**26
 _WRITTEN, _READ = range(2)  # numbers of a rank's events
 
 
@@ -58,9 +62,11 @@ class GpuLending(Lending):
         self._batch = region_batch()
         self._own: OwnEvents | None = None
         self._near: dict[int, PeerMemory] = {}  # memory of other ranks that read here and are read
-        #: Arrays of the present exchange. They stay if it fails, as others may be reading.
-        self._lent: list[Array] = []
+        #: By reader: arrays that it may be reading. They stay until all ranks have ended.
+        self._lent = defaultdict[int, list[Array]](list)
         gpu.exported.append(self._lent)
+        self._before: dict[int, int] = {}  # by reader: number of arrays of earlier exchanges
+        self._owed_bytes: Counter[int] = Counter()  # by owner: bytes read and not acknowledged
         self._reads: list[_Read] = []  # of the present exchange
         self._large: list[_LargeCopy] = []  # of this rank's own arrays, before `flush`
         if not connections.is_alone:
@@ -98,10 +104,27 @@ class GpuLending(Lending):
         while self._large:
             self.backend.permute_into(*self._large.pop())
 
-    def begin(self) -> None:
+    def is_lent(self, array: Array) -> bool:
+        memory = array.data.mem
+        return any(each.data.mem is memory for lent in self._lent.values() for each in lent)
+
+    def begin(self, ranks: Collection[int]) -> None:
         self._reads.clear()
+        for rank in ranks:
+            self._owed_bytes.pop(rank, None)
+        self._before = {rank: len(arrays) for rank, arrays in self._lent.items()}
         if self._own is not None:
             self._gpu.stream.record(self._own.events[_WRITTEN])
+
+    def received(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._release(rank, self._before.get(rank, 0))
+
+    def _release(self, rank: int, count: int) -> None:
+        """Let the stream wait until a rank has read the first arrays that it was lent."""
+        if count:
+            self._near[rank].wait(self._gpu.stream, _READ)
+            del self._lent[rank][:count]
 
     def descriptor(self, rank: int, array: Array) -> bytes | None:
         if rank not in self._near or not array.nbytes:
@@ -109,7 +132,7 @@ class GpuLending(Lending):
         handle = try_share(self._gpu, partial(cuda_ipc.export, array))
         if handle is None:
             return None
-        self._lent.append(array)
+        self._lent[rank].append(array)
         return pack_descriptor(0, ((0, array.shape, array.strides, handle),))
 
     def read(
@@ -139,16 +162,24 @@ class GpuLending(Lending):
                     self._enqueue_large(large)
                 self.flush()
             gpu.stream.record(self._own.events[_READ])
-        if readers or read:
-            sends, receives = dict.fromkeys(read, b""), {rank: bytearray() for rank in readers}
-            self._connections.exchange(f"{text}, read by GPUs", sends, {**receives})
-            for rank in readers:
-                self._near[rank].wait(gpu.stream, _READ)
-        self._lent.clear()
+        owed = [rank for rank in read if self._owed_bytes[rank] >= _MOST_LENT_BYTES]
+        due = [rank for rank in readers if self._lent_bytes(rank) >= _MOST_LENT_BYTES]
+        if owed or due:
+            receives = {rank: bytearray() for rank in due}
+            call = f"{text}, read by GPUs"
+            self._connections.exchange(call, dict.fromkeys(owed, b""), {**receives})
+        for rank in owed:
+            del self._owed_bytes[rank]
+        for rank in due:
+            self._release(rank, len(self._lent[rank]))
+
+    def _lent_bytes(self, rank: int) -> int:
+        return sum(array.nbytes for array in self._lent[rank])
 
     def _enqueue(self, read: _Read) -> list[_LargeCopy]:
         rank, descriptor, into, pieces, axes = read
         _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
+        self._owed_bytes[rank] += array.nbytes
         elements = sum(box_size(src) for _, src, _ in pieces)
         self._connections.count(rank, elements * into.dtype.itemsize)
         return self._add(into, array, pieces, axes)

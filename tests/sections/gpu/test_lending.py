@@ -52,40 +52,67 @@ def run(gpu, function, **kwargs):
     gpu.check()
 
 
-def exchanged(gpu, ctx, lending, source, turn):
-    """Lend an array to the next rank, read that of the previous one; return the block."""
-    to, of = (ctx.rank + 1) % 3, (ctx.rank - 1) % 3
+def exchanged(gpu, ctx, lending, source, turn, to, of):
+    """Lend an array to a rank, read that of another one; return the block."""
     out = lending.backend.empty((WIDTH, ROWS), source.dtype)
     lending.fill(out, [Fill(((0, WIDTH), (0, ROWS)), -1.0)])
-    lending.begin()
+    lending.begin([to])
     descriptor = lending.descriptor(to, source)
     found = connections_of(ctx).exchange(f"turn {turn}", {to: descriptor or b""}, {of: None})
     if descriptor is None:
         assert not len(found[of])
         return None
+    lending.received([of])
     lending.copy_pieces(out, source, OWN, (1, 0))
     lending.read_pieces(of, bytes(found[of]), out, PIECES, (1, 0))
     lending.end(f"turn {turn}", [to], [of])
     return out
 
 
-def test_arrays_are_read_before_they_change(gpu):
+def lend_around(gpu, ways, turns=6):
+    """Lend arrays to the next rank, and read those of the previous one; or the other way round."""
+
     def rank_attempt(ctx, lending):
-        source = gpu.empty((ROWS, WIDTH), float)
-        for turn in range(4):
+        source, made = None, []
+        for turn in range(turns):
+            by = ways[turn % len(ways)]
+            of = (ctx.rank - by) % 3
+            if source is None or lending.is_lent(source):
+                source = gpu.empty((ROWS, WIDTH), float)  # the memory may come from earlier turns
             gpu.do(gpu.current[-1].name, "the function", writes=[source])
             source.values[...] = values_of(ctx.rank, turn)
-            out = exchanged(gpu, ctx, lending, source, turn)
+            out = exchanged(gpu, ctx, lending, source, turn, (ctx.rank + by) % 3, of)
             assert lending.holds(out)
-            np.testing.assert_array_equal(
-                ctx.device.to_host(out), expected(ctx.rank, (ctx.rank - 1) % 3, turn)
-            )
+            made.append((out, expected(ctx.rank, of, turn)))
+            lent.append(lending.is_lent(source))
+        for out, wanted in made:  # not before, since the host would wait
+            np.testing.assert_array_equal(ctx.device.to_host(out), wanted)
 
+    lent = []
     run(gpu, rank_attempt)
+    return lent
 
 
+def test_the_next_message_acknowledges_reads(gpu):
+    """In turn in both directions, so that each reader is the next one that sends."""
+    assert all(lend_around(gpu, (1, -1)))
+
+
+def test_many_bytes_are_acknowledged_at_once(gpu, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 1)
+    assert not any(lend_around(gpu, (1,)))
+
+
+def test_bytes_of_several_exchanges_add_up(gpu, monkeypatch):
+    """The readers never send a message."""
+    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 3 * ROWS * WIDTH * 8)
+    lent = lend_around(gpu, (1,))
+    assert 2 * lent.count(False) == lent.count(True)
+
+
+@pytest.mark.parametrize("ways", [(1,), (1, -1)])
 @pytest.mark.parametrize("missing", ["wait for the writer", "wait for the readers"])
-def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
+def test_a_missing_wait_is_found(gpu, monkeypatch, missing, ways):
     number = module._WRITTEN if missing == "wait for the writer" else module._READ
     original = module.PeerMemory.wait
     monkeypatch.setattr(
@@ -93,14 +120,17 @@ def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
         "wait",
         lambda self, stream, event: None if event == number else original(self, stream, event),
     )
+    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 1 if ways == (1,) else 2**26)
     with pytest.raises(RaceError):
-        test_arrays_are_read_before_they_change(gpu)
+        lend_around(gpu, ways)
 
 
 def test_without_windows_bytes_are_sent(gpu):
     def rank_attempt(ctx, lending):
         source = gpu.empty((ROWS, WIDTH), float)
-        assert exchanged(gpu, ctx, lending, source, 0) is None
+        assert (
+            exchanged(gpu, ctx, lending, source, 0, (ctx.rank + 1) % 3, (ctx.rank - 1) % 3) is None
+        )
 
     run(gpu, rank_attempt, has_windows=False)
 
