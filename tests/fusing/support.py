@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import dask
 import dask.array as da
 import numpy as np
+from dask.array.core import PerformanceWarning
 from dask.highlevelgraph import HighLevelGraph
 from distributed.protocol.pickle import dumps
 from hypothesis import strategies as st
@@ -87,9 +89,11 @@ def graphs(draw):
     numbers = st.tuples(
         st.sampled_from(OPERATIONS), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)
     )
-    for operation, one, other, number in draw(st.lists(numbers, min_size=1, max_size=8)):
-        have.append(operation(have[one % len(have)], have[other % len(have)], number))
-    return have[-1], have[-2].sum(), have[-1][1:, ::2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)  # of few rows, and few columns
+        for operation, one, other, number in draw(st.lists(numbers, min_size=1, max_size=8)):
+            have.append(operation(have[one % len(have)], have[other % len(have)], number))
+        return have[-1], have[-2].sum(), have[-1][1:, ::2]
 
 
 def read_arrays(*arrays):
