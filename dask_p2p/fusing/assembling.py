@@ -115,7 +115,7 @@ class Assembling:
     def begin_local(self, superstep: Superstep, values: Mapping[Key, Any]) -> None:
         """Copy regions of own values into blocks that also get regions of other ranks.
 
-        Messages arrive meanwhile, and a GPU copies while it reads memory of others. Values that are
+        During these copies messages arrive, and a GPU also reads memory of others. Values that are
         not there yet, or raise an error, are left to `finish`.
         """
         items = (item for each in superstep.receives.values() for item in each)

@@ -50,7 +50,7 @@ class _RunProgram:
 
 
 def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
-    """Return a value as an output block, which outlives the rank. Input blocks stay as they are."""
+    """Return a value as an output block, which outlives the rank; an input block as it is."""
     is_input = any(value is block for block in blocks)
     return value if is_input or not device.holds(value) else device.block(value, value.dtype)
 

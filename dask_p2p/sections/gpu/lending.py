@@ -4,7 +4,7 @@ A rank records an event after the work that makes its arrays, and sends their de
 wait for this event on their streams, and enqueue copies. Then each reader records an event. The
 next message of the reader to the holder acknowledges the reads: the holder's stream waits for the
 event, and the memory may be used again. So hosts wait for messages alone. If arrays of many bytes
-are lent, the reader sends a message at once. Both ends add up these bytes.
+are lent, the reader sends a message immediately. Both ends add up these bytes.
 
 A wait for an event counts for the latest record before it. Each record is made before the message
 that reports it, so GPUs never wait in a circle.
