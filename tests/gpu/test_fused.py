@@ -102,8 +102,9 @@ def test_programs(client, way, name, size):
     wanted = expected(PROGRAMS[name], x, chunks)
     y = PROGRAMS[name](given)
     check(on_host(dask_p2p.fused(y)), wanted)
-    with dask.config.set({"p2p.fuse": "on"}):
-        check(on_host(y), wanted)
+    for mode in ("on", "auto"):
+        with dask.config.set({"p2p.fuse": mode}):
+            check(on_host(y), wanted)
     step = dask_p2p.compile(PROGRAMS[name], given)
     for _ in range(2):
         check(on_host(step(given)), wanted)
