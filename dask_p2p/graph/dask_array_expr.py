@@ -24,7 +24,7 @@ from dask_array.reductions import _reduction as reductions
 from dask_array.slicing import SliceSlicesIntegers
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import LazyLayer
+from dask_p2p.graph.layer import LazyLayer, PlannedLayer
 from dask_p2p.graph.redistribution import Expressions, LateExchange, PassPlanner
 
 __all__ = [
@@ -71,6 +71,30 @@ class PlannerExpr(ArrayExpr):  # type: ignore[misc]
     def _layer(self) -> Mapping[Any, Any]:
         tasks: Mapping[Any, Any] = self.lazy_layer.tasks(self._name, self.dependencies())
         return tasks
+
+
+class P2PRechunk(PlannerExpr):
+    """A rechunk; `dask_array` shows the name of the class in lists of operations."""
+
+
+class P2PTranspose(PlannerExpr):
+    """A transpose."""
+
+
+class P2POverlap(PlannerExpr):
+    """Blocks with halos, or a function of them."""
+
+
+class P2PTransform(PlannerExpr):
+    """A stage of a Fourier transform."""
+
+
+_BY_PREFIX = {
+    "p2p-fft": P2PTransform,
+    "p2p-overlap": P2POverlap,
+    "p2p-rechunk": P2PRechunk,
+    "p2p-transpose": P2PTranspose,
+}
 
 
 class EagerElemwise(Elemwise):  # type: ignore[misc]
@@ -134,7 +158,8 @@ class RedistributeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
 
 def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
     """Return the expression of a layer, whose inputs keep their chunks when they are optimised."""
-    return PlannerExpr(layer, *map(_frozen, inputs))
+    prefix = layer.prefix if isinstance(layer, PlannedLayer) else ""
+    return _BY_PREFIX.get(prefix, PlannerExpr)(layer, *map(_frozen, inputs))
 
 
 def redistribute_expr(

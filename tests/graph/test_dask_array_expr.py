@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from importlib.util import find_spec
 from threading import Lock
 
@@ -62,6 +63,21 @@ def test_a_slice_is_taken_before_the_exchange(index, x):
     assert read(sliced) <= wanted.size
     np.testing.assert_array_equal(sliced.compute(scheduler="sync"), wanted)
     assert sliced.chunks == dask_p2p.transpose(x).persist(scheduler="sync")[index].chunks
+
+
+OPERATIONS = {
+    "P2PRechunk": lambda x: dask_p2p.rechunk(x, (64, 6)),
+    "P2PTranspose": lambda x: dask_p2p.transpose(x),
+    "P2POverlap": lambda x: dask_p2p.map_overlap(np.negative, x, depth=1),
+    "P2PTransform": lambda x: dask_p2p.fft.fft(x, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_list_of_operations_names_ours(name, x):
+    planned = OPERATIONS[name](x).expr.optimize(fuse=False)
+    assert name in repr(planned)
+    assert type(pickle.loads(pickle.dumps(planned))) is type(planned)
 
 
 @pytest.mark.parametrize("index", [np.s_[[3, 1, 5]], np.s_[None, :3], np.s_[..., 4]], ids=str)
