@@ -14,6 +14,7 @@ from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
 from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
 from dask_p2p.fusing.late import after_import
+from dask_p2p.loading import loaded
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
@@ -100,14 +101,12 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("dask-p2p")
-    from importlib import import_module
-
     with _loading:
         if name == "fft":
-            return import_module("dask_p2p.fft")
+            return loaded("dask_p2p.fft")
         if name not in _FUNCTIONS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = function = getattr(import_module(_FUNCTIONS[name]), name)
+        globals()[name] = function = getattr(loaded(_FUNCTIONS[name]), name)
         return function
 
 

@@ -210,7 +210,9 @@ def ensure_defaults() -> None:
 def _defaults() -> dict[str, Any]:
     path = os.path.join(os.path.dirname(__file__), "p2p.yaml")
     with open(path) as file:
-        defaults: dict[str, Any] = yaml.safe_load(file)
+        # The loader in C, where PyYAML has it: each process that imports the package waits for it.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        defaults: dict[str, Any] = yaml.load(file, loader)
     return defaults
 
 

@@ -18,13 +18,14 @@ import pickle
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import cloudpickle
 
 from dask_p2p.errors import P2PError, RegistrationError, VersionError
+from dask_p2p.loading import loaded
 
 #: Releases of Dask that pass the tests, as in pyproject.toml. Other releases are unsupported,
 #: because the plugins replace private parts of Dask (see tests/plugins/test_canary.py).
@@ -80,7 +81,7 @@ def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
     """
     check_version(version)
     try:
-        return getattr(import_module(module), name)(*values)
+        return getattr(loaded(module), name)(*values)
     except (ImportError, AttributeError, TypeError) as exc:
         raise VersionError(
             f"expected the sender's version of {module}.{name}, got {exc}. Install the same "

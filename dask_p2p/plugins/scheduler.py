@@ -40,7 +40,7 @@ from dask_p2p.monitoring.runs import runs_of
 from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
-from dask_p2p.plugins.worker import P2PPlugin, probe_peers, set_up
+from dask_p2p.plugins.worker import P2PPlugin, probe_peers
 from dask_p2p.versioned import check_dask, this_version, versioned
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _set_up(self, worker: str) -> None:
         """Install the plugin on a worker, and retry until the worker responds or leaves."""
-        request = {"function": dumps(set_up), "args": dumps((P2PPlugin(),))}
+        request = {"function": dumps(P2PPlugin().add_to)}
         while worker in self.scheduler.workers:
             try:
                 reply = await self.scheduler.rpc(worker).run(**request)

@@ -72,6 +72,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self._parts[make] = make(self._worker)
         return self._parts[make]
 
+    async def add_to(self, dask_worker: Worker) -> None:
+        """Install the plugin on a worker, unless a working one is there.
+
+        The scheduler sends this method, not `set_up`. A method travels with its object, and
+        `versioned.read` imports the classes of objects faster than Python those of functions.
+        """
+        await set_up(self, dask_worker)
+
     def setup(self, worker: Worker) -> None:
         """Replace the worker's handlers, and add those of the transports: all or none."""
         try:
