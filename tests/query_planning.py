@@ -19,6 +19,8 @@ from dask_p2p.cli import p2p
 from tests.graph.test_redistribution import (
     CHAINS,
     check_chain,
+    check_reductions,
+    check_reductions_after_the_exchange,
     check_small_results,
     check_tasks_and_regions,
 )
@@ -200,8 +202,10 @@ def check_only_what_is_needed_runs():
 
 def check_chains():
     for name in CHAINS:
-        check_chain(da, name, IS_PACKAGE)
+        check_chain(da, name)
     check_small_results(da)
+    check_reductions(da)
+    check_reductions_after_the_exchange(da)
     check_tasks_and_regions(da, most=90 if IS_PACKAGE else 165)
 
 

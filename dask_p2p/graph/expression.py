@@ -6,15 +6,18 @@ parts of Dask, and is only imported if arrays are expressions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property, partial
 from numbers import Integral
 from typing import Any
 
-from dask.array._array_expr._blockwise import Elemwise, Transpose
-from dask.array._array_expr._collection import new_collection
+import numpy as np
+from dask.array import reductions
+from dask.array._array_expr._blockwise import Blockwise, Elemwise, Transpose
+from dask.array._array_expr._collection import blockwise, new_collection
 from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
 from dask.array._array_expr._rechunk import Rechunk, TasksRechunk
+from dask.array._array_expr._reductions import PartialReduce, _tree_reduce
 from dask.array._array_expr._slicing import SliceSlicesIntegers
 from dask.array.utils import meta_from_array
 
@@ -27,6 +30,18 @@ from dask_p2p.graph.redistribution import (
     is_plain,
     with_operands,
 )
+
+#: Reductions with the same result for every order of the elements, by functions of blocks.
+_OF_ANY_ORDER: dict[Any, str] = {
+    np.all: "all",
+    np.any: "any",
+    np.max: "max",
+    np.min: "min",
+    reductions.chunk_max: "max",
+    reductions.chunk_min: "min",
+}
+#: Reductions that have it for integers.
+_OF_INTEGERS: dict[Any, str] = {np.prod: "prod", np.sum: "sum"}
 
 
 class LayerExpr(ArrayExpr):  # type: ignore[misc]
@@ -136,12 +151,65 @@ class ExchangeExpr(LateExchange, ArrayExpr):  # type: ignore[misc]
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         if _is_slice(parent):
             return self.sliced(parent) if _are_slices(self, dependents) else None
+        if type(parent) is Blockwise:
+            return self._reduced(parent, dependents)
         is_elementwise = isinstance(parent, Elemwise)
         result = self.of_smaller(parent) if is_elementwise else self.merged(parent)
         others = {each._name for each in _dependents_of(self, dependents)} - {parent._name}
         if others and self.is_exchanged(result):
             result = None  # this array is made anyway
         return SliceableElemwise.of(parent) if is_elementwise and result is None else result
+
+    def _reduced(self, blocks: Any, dependents: Any) -> Any:
+        """Return the exchange of the reduced input, in place of the blocks that Dask reduces.
+
+        Dask combines reduced blocks in later steps, which then find one block along reduced axes.
+        None for other functions of blocks, and for reductions whose results may depend on the
+        order of the elements.
+        """
+        steps = _dependents_of(blocks, dependents)
+        has_empty = any(0 in sizes for sizes in self.array.chunks)  # without a largest element
+        if has_empty or not steps or not all(_is_exact(blocks, step) for step in steps):
+            return None
+        axes, function, dtype = blocks.kwargs["axis"], blocks.func, blocks.operand("dtype")
+        of_input = tuple(sorted(self.axes[axis] for axis in axes))
+        every = range(self.ndim)
+        first = blockwise(
+            *(function, every, self.array, every), axis=of_input, keepdims=True, dtype=dtype
+        )
+        made = _tree_reduce(first, function, of_input, True, dtype, combine=function).expr
+        if len(axes) == self.ndim:  # one element
+            return made
+        after = ((1,) if axis in axes else sizes for axis, sizes in enumerate(self.chunks))
+        return self.replaced(made, self.axes, tuple(after))
+
+
+def _is_exact(blocks: Any, step: Any) -> bool:
+    """Return whether blocks are the first step of a reduction with an exact result.
+
+    `step` is the next one. The functions of both steps are those of Dask, as functions of users may
+    take the same keywords.
+    """
+    if not isinstance(step, PartialReduce) or blocks.kwargs.keys() != {"axis", "keepdims"}:
+        return False
+    dtypes = (blocks.args[0].dtype, step.dtype)
+    if all(dtype.kind in "biu" for dtype in dtypes):
+        known = _OF_ANY_ORDER | _OF_INTEGERS
+    elif not any(dtype.hasobject for dtype in dtypes):  # objects may be equal and differ
+        known = _OF_ANY_ORDER
+    else:
+        return False
+    # The function of the next step first concatenates blocks.
+    functions = [blocks.func, *getattr(step.func, "funcs", ())]
+    names = [known.get(_without_keywords(each)) for each in functions]
+    return len(names) == 2 and names[0] == names[1] is not None
+
+
+def _without_keywords(function: Any) -> Any:
+    """Return the function that partial functions call; None for one that is no key of a dict."""
+    while isinstance(function, partial):
+        function = function.func
+    return function if isinstance(function, Hashable) else None
 
 
 def _dependents_of(expr: Any, dependents: Any) -> list[Any]:

@@ -18,49 +18,41 @@ VALUES = indexed((512, 64)).astype(float)
 OTHER = VALUES.reshape(64, 512) / 8
 WHOLE = VALUES.size
 
-#: Arrays of `x` in 64 blocks, its values, and the elements that exchanges read. The last number is
-#: that of `dask.array`, whose reductions of a few steps are no expressions of their own.
+#: Arrays of `x` in 64 blocks, its values, and the elements that exchanges read.
 CHAINS = {
     "transpose, add, slice, sum": (
         lambda da, x: (dask_p2p.transpose(x) + 1)[:10].sum(),
         lambda a: (a.T + 1)[:10].sum(),
-        10 * 512,
         10 * 512,
     ),
     "two operations": (
         lambda da, x: (abs(dask_p2p.transpose(x)) * 2)[3, 5:9],
         lambda a: a.T[3, 5:9] * 2,
         4,
-        4,
     ),
     "another operand of other chunks": (
         lambda da, x: (da.from_array(OTHER, chunks=(64, 64)) - dask_p2p.transpose(x))[:9:2],
         lambda a: (OTHER - a.T)[:9:2],
-        5 * 512,
         5 * 512,
     ),
     "a row as operand": (
         lambda da, x: (dask_p2p.transpose(x) * da.from_array(VALUES[:, 0], chunks=64))[::-1][:2],
         lambda a: (a.T * a[:, 0])[::-1][:2],
         2 * 512,
-        2 * 512,
     ),
     "a column as operand": (
         lambda da, x: (dask_p2p.transpose(x) / da.from_array(OTHER[:, :1] + 1, chunks=64))[:, 7],
         lambda a: (a.T / (OTHER[:, :1] + 1))[:, 7],
-        64,
         64,
     ),
     "slices of two exchanges": (
         lambda da, x: (dask_p2p.transpose(x) + 1)[:3].sum() - dask_p2p.transpose(x)[5].sum(),
         lambda a: (a.T + 1)[:3].sum() - a.T[5].sum(),
         4 * 512,
-        4 * 512,
     ),
     "back after an operation": (
         lambda da, x: dask_p2p.transpose(dask_p2p.transpose(x) * 2 + 1, chunks=x.chunks),
         lambda a: a * 2 + 1,
-        0,
         0,
     ),
     "back after an operation of two": (
@@ -69,49 +61,41 @@ CHAINS = {
         ),
         lambda a: a * (a + 1),
         0,
-        0,
     ),
     "twice": (
         lambda da, x: dask_p2p.rechunk(dask_p2p.rechunk(x, (100, 7)), (-1, 1)),
         lambda a: a,
-        WHOLE,
         WHOLE,
     ),
     "there and back": (
         lambda da, x: dask_p2p.transpose(dask_p2p.transpose(x), chunks=x.chunks),
         lambda a: a,
         0,
-        0,
     ),
     "largest": (
         lambda da, x: dask_p2p.transpose(x).max(),
         lambda a: a.max(),
         0,
-        WHOLE,
     ),
     "smallest of columns": (
         lambda da, x: dask_p2p.transpose(x).min(axis=1),
         lambda a: a.min(axis=0),
         64,
-        WHOLE,
     ),
     "integers of rows": (
         lambda da, x: dask_p2p.transpose(x.astype(int)).sum(axis=0, keepdims=True, split_every=4),
         lambda a: a.T.astype(int).sum(axis=0, keepdims=True),
         512,
-        WHOLE,
     ),
     "large elements of rows": (
         lambda da, x: (dask_p2p.transpose(x) > 99).sum(axis=0),
         lambda a: (a.T > 99).sum(axis=0),
         512,
-        WHOLE,
     ),
     "elements as large as the largest": (
         lambda da, x: (dask_p2p.transpose(x) >= dask_p2p.transpose(x).max()).sum(),
         lambda a: 1,
         0,
-        WHOLE,
     ),
     "divided by its largest": (
         lambda da, x: dask_p2p.transpose(
@@ -119,18 +103,15 @@ CHAINS = {
         ),
         lambda a: a / a.max(),
         0,
-        WHOLE,
     ),
     "a sum of fractions keeps its order": (
         lambda da, x: dask_p2p.transpose(x / 3).sum(axis=1),
         lambda a: (a.T / 3).sum(axis=1),
         WHOLE,
-        WHOLE,
     ),
     "an array that others need": (
         lambda da, x: dask_p2p.transpose(x)[:3].sum() + dask_p2p.transpose(x).mean(),
         lambda a: a.T[:3].sum() + a.mean(),
-        WHOLE,
         WHOLE,
     ),
 }
@@ -142,8 +123,8 @@ def tasks_of(y):
     return [task for task in graph.values() if isinstance(task, AssembleTask)], len(graph)
 
 
-def check_chain(da, name, is_package):
-    make, of_values, *elements = CHAINS[name]
+def check_chain(da, name):
+    make, of_values, elements = CHAINS[name]
     y = make(da, da.from_array(VALUES, chunks=(8, 64)))
     wanted = np.asarray(of_values(VALUES))
     assert y.shape == wanted.shape, name
@@ -153,7 +134,7 @@ def check_chain(da, name, is_package):
     np.testing.assert_array_equal(y.persist(scheduler="sync").compute(), found, name)
     tasks, _ = tasks_of(y)
     read = sum(sum(task.plan.source_elements(task.index)) for task in tasks)
-    assert read == elements[0 if is_package else 1], name
+    assert read == elements, name
 
 
 def check_small_results(da):
@@ -165,6 +146,39 @@ def check_small_results(da):
     both = small.sum() + dask_p2p.transpose(x).sum()
     assert {task.output.dtype for task in tasks_of(both)[0]} == {np.dtype("f8")}, "made anyway"
     assert both.compute(scheduler="sync") == (VALUES > 99).sum() + VALUES.sum()
+
+
+def check_reductions(da):
+    """Values, dtypes, and functions of users that look like the steps of reductions."""
+    numbers = VALUES[:, :8] % 3
+    for values in (numbers, numbers.astype("i2"), numbers > 1):
+        y = dask_p2p.transpose(da.from_array(values, chunks=(8, 4)))
+        for name in ("sum", "prod", "max", "min", "any", "all", "mean"):
+            for given in ({}, {"axis": 0}, {"axis": 1, "keepdims": True}, {"split_every": 2}):
+                result = getattr(y, name)(**given)
+                given.pop("split_every", None)
+                wanted = np.asarray(getattr(values.T, name)(**given))
+                found = result.compute(scheduler="sync")
+                assert found.dtype == wanted.dtype, (name, given)
+                np.testing.assert_allclose(found, wanted, rtol=1e-12, err_msg=f"{name} {given}")
+    integers = numbers.astype(int)
+    y = dask_p2p.transpose(da.from_array(integers, chunks=(8, 4)), chunks=(4, 64))
+    of_blocks = integers.T.reshape(8, 8, 64).sum(axis=2)
+    sums = y.map_blocks(np.sum, axis=(1,), keepdims=True, dtype=int, chunks=(4, (1,) * 8))
+    np.testing.assert_array_equal(sums.compute(scheduler="sync"), of_blocks)
+    largest = da.reduction(y, np.sum, np.max, axis=(1,), dtype=int)
+    np.testing.assert_array_equal(largest.compute(scheduler="sync"), of_blocks.max(axis=1))
+
+
+def check_reductions_after_the_exchange(da):
+    """Objects may be equal and differ, and blocks without elements have no largest one."""
+    objects = da.from_array(np.array([[1, True], [1.0, 0]], dtype=object), chunks=(1, 2))
+    empty = da.from_array(VALUES, chunks=((256, 0, 256), (64,)))
+    for x, axis in ((objects, 1), (empty, None)):
+        y = dask_p2p.transpose(x).max(axis=axis)
+        assert tasks_of(y)[0]
+        wanted = x.compute(scheduler="sync").T.max(axis=axis)
+        np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
 
 
 def check_tasks_and_regions(da, most):
@@ -187,12 +201,17 @@ needs_dask_array = pytest.mark.skipif(
 @needs_dask_array
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name, dask_array):
-    check_chain(dask_array, name, is_package=True)
+    check_chain(dask_array, name)
 
 
 @needs_dask_array
 def test_results_of_fewer_bytes(dask_array):
     check_small_results(dask_array)
+
+
+@needs_dask_array
+def test_reductions(dask_array):
+    check_reductions(dask_array)
 
 
 @needs_dask_array
@@ -213,15 +232,8 @@ def test_deep_sums_take_little_time(dask_array):
 
 
 @needs_dask_array
-def test_reductions_that_stay_after_the_exchange(dask_array):
-    """Objects may be equal and differ, and blocks without elements have no largest one."""
-    objects = dask_array.from_array(np.array([[1, True], [1.0, 0]], dtype=object), chunks=(1, 2))
-    empty = dask_array.from_array(VALUES, chunks=((256, 0, 256), (64,)))
-    for x, axis in ((objects, 1), (empty, None)):
-        y = dask_p2p.transpose(x).max(axis=axis)
-        assert tasks_of(y)[0]
-        wanted = x.compute(scheduler="sync").T.max(axis=axis)
-        np.testing.assert_array_equal(y.compute(scheduler="sync"), wanted)
+def test_reductions_after_the_exchange(dask_array):
+    check_reductions_after_the_exchange(dask_array)
 
 
 def test_parts_of_the_expressions_of_dask():
@@ -233,6 +245,8 @@ def test_parts_of_the_expressions_of_dask():
     assert own.Transpose._parameters == ["array", "axes"]
     assert {"array", "_chunks", "method"} <= {*own.Rechunk._parameters}
     assert issubclass(own.TasksRechunk, own.Rechunk)
+    assert {"func", "dtype", "kwargs"} <= {*own.Blockwise._parameters}
+    assert {"array", "func", "dtype"} <= {*own.PartialReduce._parameters}
     for name in ("elemwise_args", "args", "where"):
         assert hasattr(own.Elemwise, name) or name in own.Elemwise._parameters
     for name in ("_simplify_down", "_simplify_up", "_lower", "rechunk"):
