@@ -6,7 +6,10 @@ import gc
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from types import ModuleType
+
+_lock = RLock()  # held while a thread reads the threshold and sets another
 
 
 def loaded(name: str) -> ModuleType:
@@ -22,11 +25,18 @@ def loaded(name: str) -> ModuleType:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Pause the collection of garbage, unless it is off."""
-    was_on = gc.isenabled()
-    gc.disable()
+    """Pause the collection of garbage by its threshold.
+
+    `gc.disable` would last. `dask.array.slicing` reads at its import whether the collection is on,
+    and sets it to that after each slice.
+    """
+    with _lock:
+        threshold, *_ = gc.get_threshold()
+        gc.set_threshold(0)
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _lock:
+            # Zero: off before, or paused by another thread. Other than zero now: set by an import.
+            if threshold and not gc.get_threshold()[0]:
+                gc.set_threshold(threshold)

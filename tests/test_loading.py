@@ -9,7 +9,14 @@ import pytest
 from dask_p2p.loading import loaded
 from tests.support import import_path
 
-MANY = "parts = [[] for _ in range(100_000)]"
+MANY = """
+import gc
+def collections():
+    return sum(each["collections"] for each in gc.get_stats())
+before = collections()
+parts = [[] for _ in range(100_000)]
+made, is_on = collections() - before, gc.isenabled()
+"""
 
 #: Loads the scheduler's request in a process that has none of the modules, and counts collections.
 RECEIVED = """
@@ -40,41 +47,71 @@ def module(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collections():
-    counted = []
+    """Count the collections, which are on with Python's thresholds."""
+    counted, was_on, thresholds = [], gc.isenabled(), gc.get_threshold()
 
     def count(phase, info):
         counted.append(info)
 
     gc.callbacks.append(count)
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
     yield counted
     gc.callbacks.remove(count)
+    gc.set_threshold(*thresholds)
+    if not was_on:
+        gc.disable()
 
 
 def test_an_import_collects_no_garbage(module, collections):
-    name = module(f"{MANY}\nimport gc\nis_on = gc.isenabled()")
-    assert gc.isenabled()
-    made = loaded(name)
-    assert len(made.parts) == 100_000
-    assert not made.is_on
-    assert gc.isenabled()
+    made = loaded(module(MANY))
+    assert made.made == 0
+    assert made.is_on, "Dask keeps what it reads at its import"
+    assert gc.get_threshold() == (700, 10, 10)
+    collections.clear()
     _ = [[] for _ in range(1000)]
-    assert collections, "and is collected afterwards"
+    assert collections, "they go on"
 
 
-def test_collections_that_are_off_stay_off(module):
-    name = module("")
-    gc.disable()
-    try:
-        loaded(name)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def test_an_import_within_an_import(module, collections):
+    loaded(module("import gc\nfrom dask_p2p.loading import loaded\nloaded('json')"))
+    assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_collections_go_on_after_an_import_that_fails(module):
+@pytest.mark.parametrize("threshold", [0, 5000])
+def test_thresholds_of_others_stay(module, collections, threshold):
+    gc.set_threshold(threshold)
+    loaded(module(""))
+    assert gc.get_threshold()[0] == threshold
+
+
+def test_a_threshold_that_an_import_sets_stays(module, collections):
+    loaded(module("import gc\ngc.set_threshold(5000)"))
+    assert gc.get_threshold()[0] == 5000
+
+
+def test_collections_go_on_after_an_import_that_fails(module, collections):
     with pytest.raises(ZeroDivisionError):
         loaded(module("1 / 0"))
-    assert gc.isenabled()
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+SLICED = """
+import gc
+import dask_p2p
+dask_p2p.transpose
+import dask.array as da
+da.ones((4, 4), chunks=2)[1:, 2]
+print(gc.isenabled(), gc.get_threshold()[0] > 0)
+"""
+
+
+def test_collections_are_on_after_the_import_of_dask():
+    """Dask turns them off in slices, and then on if they were on at its import."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLICED], capture_output=True, text=True, check=True, timeout=250
+    )
+    assert done.stdout == "True True\n"
 
 
 def test_a_worker_imports_the_plugin_without_collections():
