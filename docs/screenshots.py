@@ -129,6 +129,9 @@ def draw(records: Path, name: str) -> None:
                 driver,
                 "return Bokeh.documents[0].get_model_by_name('p2p-runs').data.name.length",
             )
+            driver.execute_script(
+                "Bokeh.documents[0].get_model_by_name('p2p-tabs').active = 0"
+            )
             time.sleep(1)  # until the page is complete
             driver.save_screenshot(str(IMAGES / f"{name}{suffix}.png"))
 

@@ -135,6 +135,11 @@ class TaskRecord(NamedTuple):
         """Fraction of the attempt's time that the thread waited for others: 0 to 1."""
         return self.waited_s / max(self.stop_s - self.start_s, 1e-9)
 
+    @property
+    def waited_per_step_s(self) -> float:
+        """Seconds that a rank waited for others in a step, on average over the attempt."""
+        return self.waited_s / max(self.step - self.first_step, 1)
+
     def span_s(self, stage: Stage) -> tuple[float, float]:
         """Return the start and the end of a stage, since the epoch, clipped to the attempt."""
         stop_s = max(self.start_s, self.stop_s)

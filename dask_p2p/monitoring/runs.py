@@ -14,7 +14,7 @@ from typing import Any, overload
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
 from dask_p2p.monitoring.records import RECORDS_OP, TaskRecord, overlap, unpacked
-from dask_p2p.monitoring.tables import OF_SOME, cells, html_table, text_table
+from dask_p2p.monitoring.tables import cells, html_table, text_table
 from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
@@ -256,7 +256,7 @@ class RunTable(tuple[Run, ...]):
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [cells(run) for run in self]
-        shown = [name for name in rows[0] if name not in OF_SOME or any(r[name] for r in rows)]
+        shown = [name for name in rows[0] if any(row[name] for row in rows)]
         return [tuple(shown), *(tuple(row[name] for name in shown) for row in rows)]
 
 

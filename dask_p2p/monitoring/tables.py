@@ -11,29 +11,26 @@ from dask.utils import format_bytes, format_time
 if TYPE_CHECKING:
     from dask_p2p.monitoring.runs import Run
 
-#: Columns that are empty except for runs of `iterate`, `spmd` and `map_on_gpu`.
-OF_SOME = ("steps", "waited", "overlap")
-
 
 def cells(run: Run) -> dict[str, str]:
-    """Return the cells of a run's row, by column."""
-    done = f"{len(run.made)} of {' x '.join(map(str, run.blocks)) or 1}"
+    """Return the cells of a run's row, by column. A cell that does not apply is empty."""
+    blocks, is_section = " x ".join(map(str, run.blocks)) or "1", bool(run.latest)
     return {
         "operation": run.operation,
         "shape": " x ".join(map(str, run.shape)) or "one value",
         "dtype": run.dtype,
-        "blocks": done,
-        "axes": ",".join(map(str, run.axes)),
+        "blocks": f"{blocks} ranks" if is_section else f"{len(run.made)} of {blocks}",
+        "axes": "" if is_section else ",".join(map(str, run.axes)),
         "moved": format_bytes(run.moved_bytes),
-        "least": format_bytes(run.least_bytes),
-        "exchange": format_time(run.exchange_s),
+        "least": "" if is_section else format_bytes(run.least_bytes),
+        "exchange": "" if is_section else format_time(run.exchange_s),
         "wall": format_time(run.wall_s),
-        "GB/s": f"{run.gbs:.3g}",
-        "transports": ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-",
+        "GB/s": "" if is_section else f"{run.gbs:.3g}",
+        "transports": "" if is_section else _transports(run),
         "attempts": str(run.attempts),
         "fallbacks": str(len(run.fallbacks)),
         "steps": _steps(run),
-        "waited": f"{run.waited_share:.0%}" if run.latest else "",
+        "waited": _waited(run) if is_section else "",
         "overlap": f"{run.overlap:.2f}" if run.overlap else "",
     }
 
@@ -44,6 +41,18 @@ def _steps(run: Run) -> str:
     attempt = max((record.attempt for record in run.latest), default=0)
     text = f"{run.steps} of {steps}, {run.steps_per_s:.3g}/s" if steps else ""
     return ", ".join(filter(None, [text, f"attempt {attempt}" if attempt > 1 else ""]))
+
+
+def _transports(run: Run) -> str:
+    return ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-"
+
+
+def _waited(run: Run) -> str:
+    """Return the waits of the rank that waited longest: their share, and in a step."""
+    share = f"{run.waited_share:.0%}"
+    if not run.steps:
+        return share
+    return f"{share}, {max(r.waited_per_step_s for r in run.latest) * 1e3:.3g} ms a step"
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

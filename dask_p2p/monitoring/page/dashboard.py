@@ -13,10 +13,23 @@ from distributed.dashboard.scheduler import template_variables
 from tornado.ioloop import IOLoop
 
 from dask_p2p.monitoring.page.feed import Feed, picture
-from dask_p2p.monitoring.page.plots import LinksPlot, Page, RunsTable, StagesPlot
+from dask_p2p.monitoring.page.plots import (
+    LinksPlot,
+    Page,
+    RunsTable,
+    StagesPlot,
+    StepsPlot,
+    WaitingPlot,
+)
 
 _PAGE, _PLOT = "p2p", "individual-p2p-"
-_PLOTS = {"links": LinksPlot, "runs": RunsTable, "stages": StagesPlot}
+_PLOTS = {
+    "links": LinksPlot,
+    "runs": RunsTable,
+    "stages": StagesPlot,
+    "steps": StepsPlot,
+    "waiting": WaitingPlot,
+}
 _LOOK_MS = 250  # period of a page's updates: half of `feed.INTERVAL_S`
 
 _HEAD = """

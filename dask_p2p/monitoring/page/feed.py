@@ -16,6 +16,7 @@ from dask.utils import format_bytes
 
 from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
+from dask_p2p.monitoring.page.steps import Speeds, section_of, speed_chart, waiting_chart
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
 from dask_p2p.monitoring.runs import Run, runs_of
 from dask_p2p.monitoring.tables import cells
@@ -47,6 +48,9 @@ class Picture(NamedTuple):
     links: Chart
     stages: Chart
     runs: Columns
+    steps: Chart  # speed of the newest section
+    waiting: Chart  # waits of its ranks
+    section: str  # name of the newest run if it is a section with steps; empty otherwise
     running: frozenset[str]  # names of the output arrays that are being computed
 
 
@@ -72,6 +76,7 @@ class Feed:
         self._asked: dict[str, asyncio.Future[None]] = {}  # pending requests, by worker
         self.last_round_s = 0.0  # time of the last requests, by the clock
         self._inputs: Any = None  # inputs of the newest picture
+        self._speeds = Speeds()
         self._picture = picture([])
 
     def look(self) -> Picture:
@@ -99,7 +104,9 @@ class Feed:
             self._inputs = inputs
             records = self.records.newest(_SIZE)
             is_cut = len(records) < count
-            self._picture = picture([*records, *under_way], workers, tasks, is_cut=is_cut)
+            self._picture = picture(
+                [*records, *under_way], workers, tasks, self._speeds, is_cut=is_cut
+            )
         return self._picture
 
     def forget(self, worker: str) -> None:
@@ -125,14 +132,15 @@ def picture(
     records: Sequence[TaskRecord],
     workers: Iterable[str] = (),
     tasks: Mapping[str, Tasks] | None = None,
+    speeds: Speeds | None = None,
     *,
     is_cut: bool = False,
 ) -> Picture:
     """Return the picture of records, including those of running tasks.
 
     `workers` are the addresses in the cluster. `tasks` are the tasks of output arrays by name, for
-    arrays with unfinished tasks. `is_cut` is true if older records are missing; the oldest run may
-    then be incomplete.
+    arrays with unfinished tasks. `speeds` are those of earlier pictures. `is_cut` is true if older
+    records are missing; the oldest run may then be incomplete.
     """
     found = runs_of(records)
     runs = found[:-1] if is_cut and len(found) > 1 else found
@@ -143,7 +151,11 @@ def picture(
     running = frozenset(run.name for run, of in known if run.under_way or of.left)
     rows = [_row(run, of) for run, of in known[:_MOST_RUNS]]
     table = as_columns(rows, ("name", "state", *TABLE))
-    return Picture(links(records, workers), bars(runs), table, running)
+    section = section_of(runs)
+    steps = speed_chart(section, Speeds() if speeds is None else speeds)
+    newest = section.name if section is not None and section is runs[0] else ""
+    charts = links(records, workers), bars(runs), table, steps, waiting_chart(section)
+    return Picture(*charts, newest, running)
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:

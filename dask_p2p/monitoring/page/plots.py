@@ -5,6 +5,7 @@ The colours suit light and dark pages. All other styles come from bokeh's theme 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bokeh import models
@@ -50,13 +51,16 @@ _TABLE_CSS = """
 }
 """
 _TITLES = {"exchange": "longest task"}
-_WIDTHS = {"operation": 110, "shape": 130, "blocks": 90, "progress": 100, "transports": 110}
-_WIDTHS["steps"] = 170
+_TABS_CSS = ".bk-tab { color: inherit; } .bk-tab.bk-active { color: #3d8fd1; background: none; }"
+# Pixels in the table of runs.
+_CHARACTER, _PADDING, _PROGRESS_WIDTH, _MOST_WIDTH = 6, 14, 100, 220
+_MOST_MEASURED = 20  # rows
+_NO_TEXTS = {"", "0", "-"}  # cells of a column that is not shown
 
 
 def _figure(name: str, tips: dict[str, str], **more: Any) -> Any:
     """Return a bokeh figure with a row for each worker."""
-    more |= {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"}
+    more = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | more
     clear = {"background_fill_color": None, "border_fill_color": None}
     root = figure(name=name, tooltips=[*tips.items()], **clear, **more)
     root.yaxis.major_label_policy = models.NoOverlap()
@@ -129,41 +133,127 @@ class StagesPlot:
             self._source.data = chart.columns
 
 
+class StepsPlot:
+    """The speed of a section over time."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-steps")
+        tips = {"steps/s": "@rate{0.000}", "step": "@step", "seconds": "@seconds{0.0}"}
+        axes = {"x_axis_label": "seconds", "y_axis_label": "steps a second", "min_width": 480}
+        more = {"tools": "", "toolbar_location": None}
+        more |= {name: models.Range1d(0, 1) for name in ("x_range", "y_range")}
+        self.root = _figure("p2p-steps-plot", tips, **axes, **more)
+        points = {"x": "seconds", "y": "rate", "source": self._source, "color": _PARTS[2]}
+        self.root.line(**points, line_width=2)
+        self.root.scatter(**points, size=4)
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.steps
+        self.root.title.text = chart.title
+        self.root.x_range.end = max(chart.columns["seconds"], default=1)
+        self.root.y_range.end = 1.05 * max(chart.columns["rate"], default=1) or 1
+        self._source.data = chart.columns
+
+
+class WaitingPlot:
+    """A bar for each rank of a section: the time that it waited for others."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-waiting")
+        tips = {"rank": "@rank", "on": "@worker", "waited": "@text", "step": "@step"}
+        axes = {"x_axis_label": "share of time", "x_range": (0, 1), "y_axis_label": "rank"}
+        look = {"tools": "", "toolbar_location": None, "min_width": 380}
+        self.root = _figure("p2p-waiting-plot", tips, **axes, **look)
+        self.root.xaxis.formatter = models.NumeralTickFormatter(format="0%")
+        of_rank = {"y": "rank", "source": self._source}
+        self.root.hbar(**of_rank, right="share", height=0.8, color=_PARTS[1])
+        label = {"x": "at", "text": "text", "text_baseline": "middle", "text_font_size": "12px"}
+        self._labels = self.root.text(**of_rank, **label, text_color="ink")
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.waiting
+        self.root.title.text = chart.title
+        self.root.y_range.factors = chart.workers[::-1]
+        self._labels.visible = len(chart.workers) <= _MOST_LABELLED
+        shares = chart.columns["share"]
+        looks: Columns = {  # labels stand beside short bars, and in long ones
+            "at": [0.01 + (share if share < 0.6 else 0) for share in shares],
+            "ink": ["#808080" if share < 0.6 else "#000000" for share in shares],
+        }
+        self._source.data = chart.columns | looks
+
+
 class RunsTable:
-    """The runs, newest first."""
+    """The runs, newest first. Columns that apply to none of them are not shown."""
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-runs")
         escaped = models.HTMLTemplateFormatter(template="<%- value %>")
         formatters = {"progress": models.HTMLTemplateFormatter(template=_PROGRESS)}
-        columns = [
+        self._columns = [
             models.TableColumn(
                 field=name,
                 title=_TITLES.get(name, name),
-                width=_WIDTHS.get(name, 70),
+                width=0,
                 formatter=formatters.get(name, escaped),
             )
             for name in TABLE
         ]
         unchanged = dict.fromkeys(("sortable", "reorderable", "selectable"), False)
-        self.root = models.DataTable(source=self._source, columns=columns, index_position=None)
+        self.root = models.DataTable(source=self._source, columns=self._columns)
         self.root.update(name="p2p-runs-table", stylesheets=[_TABLE_CSS], **unchanged)
-        self.root.sizing_mode = "stretch_both"
+        self.root.update(index_position=None, sizing_mode="stretch_both")
 
     def draw(self, picture: Picture) -> None:
+        for each in self._columns:
+            width, is_shown = _width(each, picture.runs[each.field])
+            # Each change draws the whole table again, so no column becomes narrower.
+            if is_shown and (width > each.width or not each.visible):
+                each.width = width
+            if each.visible != is_shown:
+                each.visible = is_shown
         self._source.data = picture.runs
 
 
+def _width(of: Any, values: Sequence[Any]) -> tuple[int, bool]:
+    """Return the width that a column of the table needs, and whether it has figures."""
+    if of.field == "progress":
+        return _PROGRESS_WIDTH, True
+    texts = [str(value) for value in values[:_MOST_MEASURED]]
+    width = _PADDING + _CHARACTER * max(map(len, [of.title, *texts]))
+    return min(width, _MOST_WIDTH), not texts or not {*texts} <= _NO_TEXTS
+
+
 class Page:
-    """The page with all plots."""
+    """The page with all plots: those of a section's steps are in a tab of their own."""
 
     def __init__(self) -> None:
-        self._parts = links, stages, runs = LinksPlot(), StagesPlot(), RunsTable()
-        upper = row(links.root, stages.root, sizing_mode="stretch_both", min_height=360)
+        self._parts = links, stages, runs, waiting, steps = (
+            LinksPlot(),
+            StagesPlot(),
+            RunsTable(),
+            WaitingPlot(),
+            StepsPlot(),
+        )
+        self._section = ""  # name of the newest run, if it was a section with steps
+        tabs = [
+            models.TabPanel(
+                title=title, child=row(left.root, right.root, sizing_mode="stretch_both")
+            )
+            for title, left, right in (
+                ("Links and stages", links, stages),
+                ("Steps", waiting, steps),
+            )
+        ]
+        self._tabs = models.Tabs(tabs=tabs, name="p2p-tabs", stylesheets=[_TABS_CSS])
+        self._tabs.update(sizing_mode="stretch_both", min_height=380)
         runs.root.update(height=220, sizing_mode="stretch_width")
-        self.root = column(upper, runs.root, sizing_mode="stretch_both")
+        self.root = column(self._tabs, runs.root, sizing_mode="stretch_both")
 
     def draw(self, picture: Picture) -> None:
-        """Show a picture."""
+        """Show a picture, and the other tab if a run of the other kind is the newest one now."""
         for part in self._parts:
             part.draw(picture)
+        if picture.section != self._section:
+            self._section = picture.section
+            self._tabs.active = int(bool(picture.section))

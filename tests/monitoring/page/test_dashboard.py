@@ -24,7 +24,7 @@ from dask_p2p.monitoring.page.feed import INTERVAL_S
 from tests.support import in_process, own_client
 from tests.transports.loopback import wait_until
 
-PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages")]
+PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages", "steps", "waiting")]
 CLUSTER = {
     "n_workers": 1,
     "threads_per_worker": 1,

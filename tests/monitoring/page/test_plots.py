@@ -11,7 +11,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.utils import format_bytes
-from distributed import Event
+from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -20,6 +20,7 @@ from dask_p2p.monitoring.tables import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.monitoring.support import record
 from tests.support import import_path, persisted
+from tests.transports.loopback import wait_until
 
 pytestmark = [
     pytest.mark.programs,
@@ -192,6 +193,70 @@ def test_the_row_of_a_run_moves_while_it_is_under_way(client, driver, page):
     assert complaints(driver) == []
 
 
+TAB = "return Bokeh.documents[0].get_model_by_name('p2p-tabs').active == arguments[0]"
+
+
+def test_steps_of_a_section_are_shown_while_it_runs(client, driver, page):
+    visit(driver, page)
+    shown(driver, persisted(client, dask_p2p.transpose(array(client))).name)
+    until(driver, TAB, 0)
+    gate = Event("gate-of-steps", client=client)
+
+    def wait_at_gate(u, at):
+        if at.step == 5:
+            Event("gate-of-steps").wait(200)
+        return u
+
+    x = array(client)
+    made = dask_p2p.iterate(wait_at_gate, {"u": x}, 0, 10)["u"].persist()
+    try:
+        until(driver, TAB, 1)
+        until(driver, "return Bokeh.documents[0].get_model_by_name('p2p-steps').data.step.length")
+        assert max(data(driver, "p2p-steps")["step"]) <= 6
+        assert data(driver, "p2p-waiting")["rank"] == ["0", "1"]
+    finally:
+        gate.set()
+    wait(made)
+    shown(driver, persisted(client, dask_p2p.transpose(x + 1)).name)
+    until(driver, TAB, 0)
+    assert complaints(driver) == []
+
+
+CUT = """
+    const every = root => [...root.querySelectorAll("*")].flatMap(
+        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
+    );
+    const found = every(document).filter(e => e.matches(".slick-cell, .slick-header-column"));
+    const widthOf = e => (e.querySelector(".slick-column-name") || e).scrollWidth;
+    const cut = found.filter(e => widthOf(e) > e.clientWidth);
+    return [found.map(e => e.innerText.trim()), cut.map(e => e.innerText.trim())];
+"""
+
+
+def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
+    driver.set_window_size(1300, 900)
+    try:
+        visit(driver, page)
+        x = array(client)
+        transposed = persisted(client, dask_p2p.transpose(x))
+        made = dask_p2p.iterate(lambda u: u, x, 0, 1234, ranks=2)
+        (section,) = {key[0] for key in made.dask.to_dict() if "-ranks-" in str(key[0])}
+        persisted(client, made)
+        for name in (transposed.name, section):
+            shown(driver, name)
+
+        def is_whole():
+            texts, cut = driver.execute_script(CUT)
+            return "longest task" in texts and "1234 of 1234" in " ".join(texts) and not cut
+
+        wait_until(is_whole, 60, lambda: driver.execute_script(CUT))
+        texts, _ = driver.execute_script(CUT)
+        assert "fallbacks" not in texts
+        assert "overlap" not in texts
+    finally:
+        driver.set_window_size(1400, 900)
+
+
 def luminance(colour):
     """Of a colour as CSS computes it, ``rgb(1, 2, 3)``; or written as ``#010203``."""
     if colour.startswith("#"):
@@ -239,7 +304,7 @@ def test_dark_where_the_user_likes_it_dark_and_light_on_a_click(driver, page):
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-@pytest.mark.parametrize("part", ["links", "stages", "runs"])
+@pytest.mark.parametrize("part", ["links", "stages", "runs", "steps", "waiting"])
 def test_single_plots(driver, page, part):
     visit(driver, page.replace("/p2p", f"/individual-p2p-{part}"))
     until(driver, "return document.querySelector('.bk-Figure, .bk-DataTable').clientHeight > 300")

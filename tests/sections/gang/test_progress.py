@@ -134,11 +134,11 @@ def test_the_page_shows_how_far_ranks_are(client, x):
         until(client, lambda row: row["steps"].startswith("3 of 10, "))
         row = until(client, lambda row: row["progress"] >= 0.3)
         assert row["progress"] == pytest.approx(0.3), "of steps alone"
-        assert row["blocks"] == "0 of 2 x 1"
+        assert row["blocks"] == "2 x 1 ranks"
         until(client, lambda row: row["ranks"] == 2)
     finally:
         Event("go on").set()
     wait(y)
     row = until(client, lambda row: row["state"] == "done" and row["ranks"] == 0)
-    assert (row["progress"], row["blocks"]) == (1.0, "2 of 2 x 1")
+    assert (row["progress"], row["blocks"]) == (1.0, "2 x 1 ranks")
     assert row["steps"].startswith("10 of 10, ")
