@@ -110,7 +110,16 @@ class State:
 
     def load(self, saved: memoryview) -> None:
         """Take over the values of a checkpoint; arrays of the same shape are filled in place."""
-        new = iter(self._read(saved))
+        self._take(self._read(saved))
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Take over one array in host memory for each value."""
+        kinds = [leaf.kind for leaf in self.leaves().values()]
+        pairs = zip(kinds, arrays, strict=True)
+        self._take([(_Saved(kind, array.dtype, array.shape), array) for kind, array in pairs])
+
+    def _take(self, values: Sequence[tuple[_Saved, Array]]) -> None:
+        new = iter(values)
         for name, value in vars(self).items():
             setattr(self, name, _loaded(value, new, self._device))
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import count as numbers_from
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.api.bindings import Bindings
@@ -21,6 +21,26 @@ from dask_p2p.types import Array
 
 # Number of steps at the start that end with a check of the state and of the function's variables.
 _CHECKED_STEPS = 3
+
+
+class StateStore(Protocol):
+    """Checkpoints in files of a state, or frames with its values."""
+
+    def resumed(self, first: int, steps: int | None) -> int:
+        """Load a checkpoint that is newer than a step, or open frames; return the first step."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `write` is due after a step: the same on all ranks."""
+
+    def write(self, step: int) -> None:
+        """Write the values after a step."""
+
+
+class StateFolder(Protocol):
+    """The arguments of such a store: a `dask_p2p.Checkpoint` or `dask_p2p.Save`."""
+
+    def of_state(self, ctx: Any, state: State, steps: int | None) -> StateStore:
+        """Return the store of a rank's state, in a loop of a number of steps."""
 
 
 class Stepping(Places):
@@ -71,7 +91,8 @@ class Stepping(Places):
         count: int | None,
         state: State | None = None,
         every: int | str | None = "30 s",
-        save: Sequence[Array] = (),
+        save: Any = (),
+        checkpoint: StateFolder | None = None,
     ) -> Iterator[int]:
         """Count steps, and save the function's state from time to time.
 
@@ -89,8 +110,16 @@ class Stepping(Places):
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
-        save : sequence of array, optional
-            Arrays in the place of a state, which each step changes in place, ``x[...] = ...``.
+        save : Save, or sequence of Save or array, optional
+            Zarr groups for frames of arrays and numbers of the state, by absolute paths. A frame is
+            written before the next step. The name of a value in a list or dict has dots,
+            ``fields.u``. Or arrays in the place of a state, which each step changes in place,
+            ``x[...] = ...``.
+        checkpoint : Checkpoint, optional
+            Folder of checkpoints in files, by an absolute path: a `dask_p2p.Checkpoint`. A later
+            run resumes from the newest one. Arrays of the local block's shape are parts of one
+            array, so that run may have another number of ranks. Numbers must be the same on all
+            ranks. With other values, such as generators, as many ranks must resume.
 
         Yields
         ------
@@ -103,7 +132,12 @@ class Stepping(Places):
             If `count` is not a number of steps, `every` is not an interval, `state` is no state, or
             `save` is no sequence of writable arrays. Also in a second loop. In a step, if a
             variable was an array of the state before the loop, and is another array now that the
-            state does not have.
+            state does not have. With `checkpoint` also without a state, for a folder of another
+            program, and for numbers that differ between ranks.
+        FileError
+            If the folder of `checkpoint` cannot be written, or some workers do not see it.
+        MissingPackageError
+            If `checkpoint` is given, and Zarr is not installed.
         SectionError
             If the ranks made different calls.
         """
@@ -119,7 +153,9 @@ class Stepping(Places):
                 f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
                 f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
             )
-        if saved := tuple(save):
+        given = _listed(save)
+        stores = [each for each in given if hasattr(each, "of_state")]
+        if saved := tuple(each for each in given if not hasattr(each, "of_state")):
             if state is not None:
                 raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
             state = State.of_arrays(self.device, saved)
@@ -130,9 +166,20 @@ class Stepping(Places):
             )
         self._has_steps = True
         every = checked_period(every)
-        if state is None or every is None:
+        if checkpoint is not None and (state is None or not hasattr(checkpoint, "of_state")):
+            raise InputError(
+                f"checkpoint: expected a dask_p2p.Checkpoint, and a state, got {checkpoint!r:.80} "
+                f"and {state}. Give ctx.steps(n, s, checkpoint=Checkpoint('/folder'))."
+            )
+        if stores and state is None:
+            raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
+        if checkpoint is not None:
+            stores.insert(0, checkpoint)
+        if state is None or (every is None and not stores):
             return self._counted(last)
-        return self._counted(last, state, Period(every), Bindings(state, sys._getframe(1)))
+        period, bindings = Period(every), Bindings(state, sys._getframe(1))
+        opened = [each.of_state(self, state, last) for each in stores]
+        return self._counted(last, state, period, bindings, opened)
 
     def _counted(
         self,
@@ -140,9 +187,12 @@ class Stepping(Places):
         state: State | None = None,
         period: Period | None = None,
         bindings: Bindings | None = None,
+        stores: Sequence[StateStore] = (),
     ) -> Iterator[int]:
         self.progress.steps = last or 0
         first = 0 if state is None else self._loaded(state)
+        for store in stores:  # the checkpoints before the frames
+            first = self.progress.step = self.progress.first = store.resumed(first, last)
         for step in numbers_from(first) if last is None else range(first, last):
             yield step
             self.progress.advance(step + 1)
@@ -150,9 +200,12 @@ class Stepping(Places):
             if state is None or period is None or bindings is None:
                 continue
             is_due = step + 1 != last and self.is_due(period, step + 1)
-            if is_due or step - first < _CHECKED_STEPS:
+            due = [store for store in stores if store.is_due(step + 1)]
+            if is_due or due or step - first < _CHECKED_STEPS:
                 state.check()
                 bindings.check(sys._getframe(1))
+            for store in reversed(due):  # a run that resumes here must find all frames
+                store.write(step + 1)
             if is_due and self._checkpoints is not None:
                 self._checkpoints.save(step + 1, state.arrays())
 
@@ -242,3 +295,7 @@ class Stepping(Places):
         self.progress.step = self.progress.first = step
         self._saved_step = max(self._saved_step, step or -1)
         return step
+
+
+def _listed(save: Any) -> Sequence[Any]:
+    return (save,) if hasattr(save, "of_state") else tuple(save)

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.iterate.checkpoint_folder import CheckpointFolder
 from dask_p2p.sections.iterate.folders import Folder, explained
 from dask_p2p.sections.iterate.groups import (
     create_arrays,
     created,
-    difference,
     plain,
     seen_by_all,
     together,
@@ -24,9 +23,6 @@ from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.series import Series
 from dask_p2p.sections.iterate.stores import Checkpoint
-
-_STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written the checkpoint
-_STEP_DIGITS = 12
 
 
 class CheckpointFiles:
@@ -43,7 +39,7 @@ class CheckpointFiles:
     ) -> None:
         self._spec, self._chunks, self._ctx = spec, chunks, ctx
         self._local, self._scalars, self._series = local, scalars, series
-        self._folder = Folder(str(spec.path))
+        self._folder = CheckpointFolder(spec, ctx)
         self._period = Period(spec.every)
 
     @property
@@ -74,48 +70,20 @@ class CheckpointFiles:
 
         Raises `InputError` if it has more steps than the run, or other fields.
         """
-        folder, found = self._folder, list[int]()
-        together(self._ctx, folder, lambda: found.extend(self._found(first)))
-        newest = int(self._ctx.broadcast(max(found, default=0)))
-        if newest > steps:
-            raise InputError(
-                f"expected at least {newest} steps, as the checkpoint at {folder} has, got "
-                f"{steps}. Give more steps, or another path."
-            )
+        newest, folder = self._folder.newest(first, steps), self._folder
         if newest <= first:
             return first
-        group = seen_by_all(self._ctx, self._of(newest))
-        program, known = group.attrs["program"], self._program()
-        if program != known:
-            raise InputError(
-                f"expected a checkpoint of the same fields at {folder}, got "
-                f"{difference(program, known)}. Give another path, or the same fields."
-            )
+        group = folder.opened(newest, self._program())
         for name, block, field in self._levels():
-            with explained(folder):
+            with explained(folder.of(newest)):
                 self._ctx.device.copy_from_host(block, group[name][box_slices(field.box)])
         self._scalars.update({name: group[name][()] for name in self._scalars.values})
         self._series.resume({name: np.asarray(v) for name, v in _series_of(group)}, newest)
         return newest
 
-    def _found(self, first: int) -> list[int]:
-        """Return the steps of complete checkpoints; remove others. On rank 0."""
-        folder, spec = self._folder, self._spec
-        folder.make()
-        found = self._complete()
-        for name in folder.names():  # of runs that have ended in a write
-            if name.startswith(_STEP) and name[-1].isdigit() and _step_of(name) not in found:
-                folder.child(name).remove()
-        if found and not spec.resume and not first:
-            raise InputError(
-                f"expected a folder without checkpoints because of resume=False, got {folder} "
-                f"with {len(found)}. Give another path, or resume=True."
-            )
-        return found
-
     def write(self, step: int, before_end: Callable[[], None]) -> None:
         """Write a checkpoint; `before_end` is called on all ranks before it is complete."""
-        folder = self._of(step)
+        folder = self._folder.of(step)
         self._series.combine()
         together(self._ctx, folder, lambda: self._create(folder, step))
         group = seen_by_all(self._ctx, folder)
@@ -124,7 +92,7 @@ class CheckpointFiles:
                 group[name][box_slices(field.box)] = self._ctx.device.to_host(block)
         before_end()
         self._ctx.barrier()
-        together(self._ctx, folder, lambda: self._complete_at(step))
+        together(self._ctx, folder, lambda: self._folder.complete(step))
 
     def _create(self, folder: Folder, step: int) -> None:
         folder.remove()  # of an attempt that has ended
@@ -135,29 +103,6 @@ class CheckpointFiles:
             group[name][()] = value
         for name, values in self._series.values.items():
             group.create_array(f"series.{name}", data=values)
-
-    def _complete_at(self, step: int) -> None:
-        self._marker(step).touch()
-        for old in sorted(self._complete())[: -self._spec.keep]:
-            self._marker(old).remove()
-            self._of(old).remove()
-
-    def _of(self, step: int) -> Folder:
-        return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}")
-
-    def _marker(self, step: int) -> Folder:
-        """Return the file that exists as soon as a checkpoint is complete."""
-        return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}{_COMPLETE}")
-
-    def _complete(self) -> list[int]:
-        """Return the steps of all complete checkpoints."""
-        names = self._folder.names()
-        marks = [name for name in names if name.startswith(_STEP) and name.endswith(_COMPLETE)]
-        return [_step_of(name) for name in marks]
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix(_STEP).removesuffix(_COMPLETE))
 
 
 def _series_of(group: Any) -> Iterator[tuple[str, Any]]:

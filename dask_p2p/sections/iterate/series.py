@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
@@ -56,6 +57,11 @@ class SeriesSpec:
     name: str
     record: Record
     binding: Binding
+
+    def in_library(self, library: str) -> SeriesSpec:
+        """Return the same series, with a function of arrays of another library."""
+        function = LibraryFunction(self.record.function, library)
+        return replace(self, record=replace(self.record, function=function))
 
     def unset(self, steps: int) -> Array:
         """Return the series of a number of steps without values."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd, prod
 from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
@@ -24,7 +25,7 @@ _MOST_PARTS = 16  # chunks of a store for each block of an array
 
 @dataclass(frozen=True)
 class Save:
-    """Frames of fields, which `iterate` writes to a Zarr group while it runs.
+    """Frames of fields, which `iterate` or `Context.steps` writes to a Zarr group.
 
     The group has an array (frame, ...) for each field, for all frames of the run. Its attribute
     `frames` is the number of frames that all ranks have written, and `steps` the step of the last
@@ -54,10 +55,20 @@ class Save:
     region: slice | tuple[slice, ...] = ()
     compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
+    def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
+        """Return the frames of a state, for `Context.steps`.
+
+        Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
+        """
+        from dask_p2p.sections.iterate.state_frames import StateFrames
+
+        _check_for_state(self.path)
+        return StateFrames(self, ctx, state, steps)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoints in files, which `iterate` writes while it runs, and resumes from.
+    """Checkpoints in files, which `iterate` or `Context.steps` writes, and resumes from.
 
     A run begins at the newest complete checkpoint, with any number of ranks and any chunks.
 
@@ -77,6 +88,16 @@ class Checkpoint:
     every: int | str = "10 minutes"
     keep: int = 2
     resume: bool = True
+
+    def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
+        """Return the files of a state, for `Context.steps`.
+
+        Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
+        """
+        from dask_p2p.sections.iterate.state_files import StateFiles
+
+        _check_for_state(self.path)
+        return StateFiles(_checked_checkpoint(self), ctx, state)
 
 
 @dataclass(frozen=True)
@@ -108,6 +129,14 @@ class FramesSpec:
         count: int = prod(own.stop - own.start for own in rows)
         return count * sum(each)
 
+    def in_library(self, library: str) -> FramesSpec:
+        """Return the same frames, computed by functions of arrays of another library."""
+        computed = tuple(
+            replace(each, function=LibraryFunction(each.function, library))
+            for each in self.computed
+        )
+        return replace(self, computed=computed)
+
     def slices(self, ndim: int) -> tuple[slice, ...]:
         """Return the slice of each axis."""
         return self.region or (slice(None),) * ndim
@@ -130,8 +159,23 @@ class StoreSpecs:
         computed = [each for frames in self.frames for each in frames.computed]
         return set().union(*(each.binding.names for each in computed))
 
+    def in_library(self, library: str) -> StoreSpecs:
+        """Return the same stores, with functions of arrays of another library."""
+        return replace(self, frames=tuple(each.in_library(library) for each in self.frames))
+
 
 NO_STORES = StoreSpecs()
+
+
+def _check_for_state(path: Any) -> None:
+    """Refuse a path that workers would look up in current folders of their own."""
+    with needs("zarr", "zarr"):
+        import zarr  # noqa: F401
+    if "://" not in str(path) and not Path(path).is_absolute():
+        raise InputError(
+            f"expected an absolute path, as workers have other current folders, got "
+            f"{str(path)!r}. Give str(pathlib.Path(...).absolute())."
+        )
 
 
 def checked_stores(
@@ -151,13 +195,13 @@ def checked_stores(
         return NO_STORES
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    found = tuple(_checked_save(each, names, known, chunks) for each in saves)
+    found = tuple(checked_save(each, names, known, chunks) for each in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
     paths = [each.path for each in (*found, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(found, checkpoint, _store_chunks(chunks) if checkpoint else ())
+    return StoreSpecs(found, checkpoint, store_chunks(chunks) if checkpoint else ())
 
 
 def _checked_checkpoint(given: Any) -> Checkpoint:
@@ -174,9 +218,10 @@ def _checked_checkpoint(given: Any) -> Checkpoint:
     )
 
 
-def _checked_save(
+def checked_save(
     save: Any, names: Sequence[str], known: Collection[str], chunks: Chunks
 ) -> FramesSpec:
+    """Return the checked arguments of a `Save`; raise `InputError` for other arguments."""
     if not isinstance(save, Save):
         raise InputError(
             f"save: expected Save objects, got {type(save).__name__}. Give "
@@ -190,7 +235,7 @@ def _checked_save(
         )
     every = checked_count("steps between frames", every=save.every)
     region = _checked_region(save.region, [sum(along) for along in chunks])
-    sizes = _region_chunks(chunks, region) if region else _store_chunks(chunks)
+    sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
     return FramesSpec(absolute(save.path), every, own, computed, region, sizes)
 
 
@@ -266,12 +311,12 @@ def _region_chunks(chunks: Chunks, region: Sequence[slice]) -> tuple[int, ...]:
         rows = [part_of_slice(of, bounds[-1], *pair)[0] for pair in pairwise(bounds)]
         parts.append(tuple(own.stop - own.start for own in rows if own.stop > own.start))
     try:
-        return _store_chunks(tuple(parts))
+        return store_chunks(tuple(parts))
     except InputError:
         return tuple(map(max, parts))  # ranks write in turn
 
 
-def _store_chunks(chunks: Chunks) -> tuple[int, ...]:
+def store_chunks(chunks: Chunks) -> tuple[int, ...]:
     """Return chunks of a store: of one size along each axis, and whole ones in each block."""
     sizes = []
     for along in chunks:

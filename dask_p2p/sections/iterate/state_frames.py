@@ -1,0 +1,113 @@
+"""Frames of a state: values that change in a loop of `Context.steps`.
+
+Each rank writes its part of a frame before the next step, and then rank 0 records the frame.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.api.state import State
+from dask_p2p.sections.iterate.frames import Frames
+from dask_p2p.sections.iterate.state_files import DIVIDED, NUMBER, StateValues
+from dask_p2p.sections.iterate.stores import Save, checked_save
+
+
+class _StateReader:
+    """Values of a state in the form in which `Frames` reads fields and numbers."""
+
+    def __init__(self, ctx: Context, values: StateValues) -> None:
+        self._state, kinds = values, dict(zip(values.names, values.kinds, strict=True))
+        self._numbers = [name for name, kind in kinds.items() if kind == NUMBER]
+        self.fields = {
+            name: _StateArray(ctx, values, name) for name in kinds if kinds[name] == DIVIDED
+        }
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The numbers."""
+        arrays = self._state.arrays()
+        return {name: arrays[name][()] for name in self._numbers}
+
+
+class _StateArray:
+    """One array of a state."""
+
+    def __init__(self, ctx: Context, values: StateValues, name: str) -> None:
+        self._values, self._name = values, name
+        self.shape, self.box = tuple(map(sum, values.grid.chunks)), ctx.box
+
+    @property
+    def newest(self) -> Any:
+        """The local block, as `inner`."""
+        return SimpleNamespace(inner=self._values.leaves()[self._name].array)
+
+    @property
+    def spec(self) -> Any:
+        """The dtype."""
+        return SimpleNamespace(dtype=np.dtype(self.newest.inner.dtype))
+
+
+class StateFrames:
+    """The frames of one rank's state.
+
+    Parameters
+    ----------
+    save : Save
+        The arguments, without computed fields.
+    ctx : Context
+        The rank.
+    state : State
+        The values.
+    steps : int or None
+        Number of steps of the loop.
+
+    Raises
+    ------
+    InputError
+        If the number of steps is unknown, or `save` has other fields than the state.
+    """
+
+    def __init__(self, save: Save, ctx: Context, state: State, steps: int | None) -> None:
+        if steps is None or save.compute:
+            raise InputError(
+                "save: expected a number of steps, and a Save without computed fields, got "
+                f"{'ctx.steps(None)' if steps is None else 'compute='}. Give the number of steps, "
+                "and keep computed values in the state."
+            )
+        values = StateValues(ctx, state)
+        current: Any = _StateReader(ctx, values)
+        names = [*current.fields, *current.values]
+        if not current.fields:
+            raise InputError(
+                "save: expected a state with an array of the local block's shape, got none. Give "
+                "ctx.state the array."
+            )
+        self._ctx = ctx
+        self._frames = Frames(
+            checked_save(save, names, (), values.grid.chunks), ctx, current, current, steps
+        )
+
+    def resumed(self, first: int, steps: int | None) -> int:
+        """Open the group for frames after a first step, which is returned."""
+        self._frames.open(first, None)
+        return first
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a frame is due after a step."""
+        return self._frames.is_due(step)
+
+    def write(self, step: int) -> None:
+        """Write a frame."""
+        self._frames.copy(step, None)
+        for rank in range(self._ctx.size if self._frames.in_turn else 1):
+            if rank == self._ctx.rank or not self._frames.in_turn:
+                self._frames.write()
+            self._ctx.barrier()
+        if self._ctx.rank == 0:
+            self._frames.record(step)

@@ -1,0 +1,161 @@
+"""Checkpoints in files of the state of a loop of steps."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, spmd
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans.ranks import RankGrid
+from tests.sections.gangs import run_gang
+
+pytest.importorskip("zarr")
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+U = np.random.default_rng(0).random((12, 6))
+CHUNKS = ((2,) * 6, (3, 3))
+
+
+class StoppedError(Exception):
+    pass
+
+
+def program(path, steps, stop=None, seen=None, **options):
+    """Return a function of a rank that makes steps, and may stop in one of them."""
+
+    def run(ctx):
+        own = U[box_slices(ctx.box)]
+        s = ctx.state(u=own, fields={"v": own * 0}, p=ctx.with_halo(own), t=0.5, n=np.int32(3))
+        spec = Checkpoint(str(path), every=4, **options)
+        for step in ctx.steps(steps, s, checkpoint=spec):
+            if seen is not None:
+                seen.append(step)
+            if step == stop:
+                raise StoppedError
+            s.u = s.u * 1.5 + s.t
+            s.fields["v"] += s.u
+            s.p.inner[...] -= step
+            s.t += 0.25
+            s.n = s.n + np.int32(1)
+        return s.u, s.fields["v"], s.p.inner.copy(), s.t, s.n
+
+    return run
+
+
+def grid(ranks):
+    return RankGrid.at_most(CHUNKS, ranks)
+
+
+def joined(ranks, found):
+    """Return the whole arrays, and the numbers, of what all ranks return."""
+    arrays = [np.empty(U.shape) for _ in range(3)]
+    for rank, (*own, _, _) in enumerate(found):
+        for array, block in zip(arrays, own, strict=True):
+            array[box_slices(grid(ranks).box(rank))] = block
+    (numbers,) = {(float(t), int(n), type(t), type(n)) for *_, t, n in found}
+    return [*arrays, *numbers]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (3, 3)])
+def test_another_number_of_ranks_resumes(tmp_path, before, after):
+    with pytest.raises(StoppedError):
+        run_gang(grid(before), program(tmp_path / "a", 20, stop=10))
+    seen = []
+    found = joined(after, run_gang(grid(after), program(tmp_path / "a", 20, seen=seen)))
+    wanted = joined(1, run_gang(grid(1), program(tmp_path / "b", 20)))
+    assert min(seen) == 8
+    for own, other in zip(found, wanted, strict=True):
+        assert np.array_equal(own, other)
+    assert sorted(each.name for each in (tmp_path / "a").iterdir()) == [
+        f"step-{step:012}{end}" for step in (16, 20) for end in ("", ".complete")
+    ]
+
+
+def test_a_checkpoint_that_is_not_complete_is_not_used(tmp_path):
+    with pytest.raises(StoppedError):
+        run_gang(grid(2), program(tmp_path, 20, stop=10))
+    (tmp_path / f"step-{8:012}.complete").unlink()
+    seen = []
+    run_gang(grid(2), program(tmp_path, 20, seen=seen))
+    assert min(seen) == 4
+
+
+def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
+    def draw(stop=None, ranks=2):
+        def run(ctx):
+            rng = np.random.default_rng(ctx.rank)
+            s = ctx.state(rng=rng, mine=np.zeros(ctx.rank + 2), seen=np.zeros(1))
+            spec = Checkpoint(str(tmp_path), every=3)
+            for step in ctx.steps(10, s, checkpoint=spec):
+                if step == stop:
+                    raise StoppedError
+                s.seen += s.rng.normal()
+                s.mine = np.append(s.mine, s.seen)
+            return s.mine
+
+        return run_gang(grid(ranks), run)
+
+    with pytest.raises(StoppedError):
+        draw(stop=7)
+    resumed = draw()
+    for rank, own in enumerate(resumed):
+        steps = np.cumsum(np.random.default_rng(rank).normal(size=10))
+        np.testing.assert_allclose(own, [*np.zeros(rank + 2), *steps])
+    with pytest.raises(InputError, match="ranks 2 in place of 3"):
+        draw(ranks=3)
+
+
+def test_wrong_arguments(tmp_path):
+    def with_options(function):
+        return run_gang(grid(2), function)
+
+    with pytest.raises(InputError, match="expected an absolute path"):
+        with_options(program("states", 5))
+    with pytest.raises(InputError, match=r"expected a dask_p2p\.Checkpoint, and a state"):
+        with_options(lambda ctx: ctx.steps(3, checkpoint=Checkpoint(str(tmp_path))))
+    with pytest.raises(InputError, match=r"expected a dask_p2p\.Checkpoint, and a state"):
+        with_options(lambda ctx: ctx.steps(3, ctx.state(t=0), checkpoint=str(tmp_path)))
+    with_options(program(tmp_path / "a", 8))
+    with pytest.raises(InputError, match="expected at least 8 steps"):
+        with_options(program(tmp_path / "a", 6))
+    with pytest.raises(InputError, match="because of resume=False"):
+        with_options(program(tmp_path / "a", 9, resume=False))
+
+    def other(ctx):
+        s = ctx.state(w=U[box_slices(ctx.box)])
+        for _ in ctx.steps(9, s, checkpoint=Checkpoint(str(tmp_path / "a"))):
+            s.w += 1
+
+    with pytest.raises(InputError, match="checkpoint of the same fields"):
+        with_options(other)
+
+
+def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
+    def count(ctx):
+        s = ctx.state(n=0)
+        for _ in ctx.steps(4, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
+            s.n += ctx.rank
+
+    with pytest.raises(InputError, match="got n, which differs"):
+        run_gang(grid(2), count)
+    assert not [*tmp_path.glob("*.complete")]
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_longer_run_goes_on_from_the_files(client, tmp_path, ranks):
+    def grow(ctx, x, path, steps):
+        s = ctx.state(x=x, made=0)
+        for _ in ctx.steps(steps, s, checkpoint=Checkpoint(path, every=5)):
+            s.x = s.x + 1
+            s.made += 1
+        return s.x, ctx.progress.first
+
+    x = da.from_array(U, chunks=(4, 6))
+    given = {"path": str(tmp_path / "states"), "per_rank": [0]}
+    spmd(grow, x, steps=10, ranks=2, **given)[0].compute()
+    y, first = spmd(grow, x, steps=15, ranks=ranks, **given)
+    np.testing.assert_allclose(y.compute(), U + 15)
+    assert {*first.compute().tolist()} <= {10, 15}

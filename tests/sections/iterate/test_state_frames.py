@@ -1,0 +1,111 @@
+"""Frames of the state of a loop of steps."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, Save, spmd
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import box_slices
+from tests.sections.gangs import run_gang
+from tests.sections.iterate.test_state_files import StoppedError, U, grid
+
+zarr = pytest.importorskip("zarr")
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+
+
+def program(path, steps=12, stop=None, files=None, **options):
+    """Return a function of a rank that saves frames every three steps, and may stop."""
+
+    def run(ctx):
+        own = U[box_slices(ctx.box)]
+        s = ctx.state(u=own, fields={"v": own * 0}, t=0.5, mine=np.zeros(ctx.rank + 1))
+        more = {} if files is None else {"checkpoint": Checkpoint(str(files), every=4)}
+        save = Save(str(path), 3, **options)
+        for step in ctx.steps(steps, s, save=save, **more):
+            if step == stop:
+                raise StoppedError
+            s.u = s.u * 1.5 + s.t
+            s.fields["v"] += s.u
+            s.t += 0.25
+
+    return run
+
+
+def states(steps=12):
+    """Return the state after each step, of the whole arrays."""
+    u, v, t, found = U.copy(), U * 0, 0.5, []
+    for _ in range(steps):
+        u = u * 1.5 + t
+        v = v + u
+        t += 0.25
+        found.append((u, v, t))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_frames_are_the_states_of_all_ranks(tmp_path, ranks):
+    run_gang(grid(ranks), program(tmp_path))
+    group = zarr.open(tmp_path, mode="r")
+    assert {*group.array_keys()} == {"u", "fields.v", "t"}
+    assert (group.attrs["frames"], group.attrs["steps"]) == (4, 12)
+    for number, (u, v, t) in enumerate(states()[2::3]):
+        assert np.array_equal(group["u"][number], u)
+        assert np.array_equal(group["fields.v"][number], v)
+        assert group["t"][number] == t
+
+
+def test_a_region_of_some_values(tmp_path):
+    options = {"fields": ["fields.v"], "region": np.s_[1::5, :4]}
+    run_gang(grid(3), program(tmp_path, **options))  # ranks share chunks
+    group = zarr.open(tmp_path, mode="r")
+    assert [*group.array_keys()] == ["fields.v"]
+    for number, (_, v, _) in enumerate(states()[2::3]):
+        assert np.array_equal(group["fields.v"][number], v[1::5, :4])
+
+
+def test_a_run_that_resumes_adds_frames(tmp_path):
+    frames, files = tmp_path / "frames", tmp_path / "states"
+    with pytest.raises(StoppedError):
+        run_gang(grid(2), program(frames, stop=10, files=files))
+    group = zarr.open(frames, mode="r")
+    assert group.attrs["frames"] == 3
+    assert np.array_equal(group["u"][2], states()[8][0])
+    run_gang(grid(2), program(frames, steps=15, files=files))  # from step 8 on
+    group = zarr.open(frames, mode="r")
+    assert (group.attrs["frames"], group["u"].shape[0]) == (5, 5)
+    for number, (u, _, t) in enumerate(states(15)[2::3]):
+        assert np.array_equal(group["u"][number], u)
+        assert group["t"][number] == t
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (program("frames"), "expected an absolute path"),
+        (program("/tmp/frames", fields=["w"]), "expected names of fields"),
+        (program("/tmp/frames", fields=["mine"]), "expected names of fields"),
+        (program("/tmp/frames", compute={"w": lambda u: u}), "without computed fields"),
+        (program("/tmp/frames", steps=None), "expected a number of steps"),
+        (lambda ctx: ctx.steps(3, save=Save("/tmp/frames", 1)), "expected a state to save"),
+        (lambda ctx: [*ctx.steps(3, ctx.state(t=1), save=Save("/tmp/f", 1))], "an array of the"),
+    ],
+)
+def test_wrong_arguments(function, message):
+    with pytest.raises(InputError, match=message):
+        run_gang(grid(2), function)
+
+
+def test_on_a_cluster(client, tmp_path):
+    def grow(ctx, x, path):
+        s = ctx.state(x=x)
+        for _ in ctx.steps(6, s, save=[Save(path, 2)]):
+            s.x = s.x + 1
+        return s.x
+
+    spmd(grow, da.from_array(U, chunks=(4, 6)), path=str(tmp_path / "frames"), ranks=2).compute()
+    group = zarr.open(tmp_path / "frames", mode="r")
+    np.testing.assert_allclose(group["x"][...], U + np.array([2, 4, 6])[:, None, None])
