@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dask_p2p.ops.rechunk import rechunk as rechunk
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
+    from dask_p2p.sections.api.arguments import Whole as Whole
     from dask_p2p.sections.api.outputs import Array as Array
     from dask_p2p.sections.api.outputs import LocalBlock as LocalBlock
     from dask_p2p.sections.api.outputs import PerRank as PerRank
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from dask_p2p.sections.api.outputs import Same as Same
     from dask_p2p.sections.api.points import Points as Points
     from dask_p2p.sections.api.spmd import spmd as spmd
-    from dask_p2p.sections.iterate.constants import Whole as Whole
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.sections.iterate.series import Record as Record
@@ -71,7 +71,7 @@ _FUNCTIONS = {
     "Rows": "dask_p2p.sections.api.outputs",
     "Same": "dask_p2p.sections.api.outputs",
     "Save": "dask_p2p.sections.iterate.stores",
-    "Whole": "dask_p2p.sections.iterate.constants",
+    "Whole": "dask_p2p.sections.api.arguments",
     "check": "dask_p2p.tools.check",
     "compile": "dask_p2p.fusing.compiled",
     "estimate": "dask_p2p.ops.estimate",

@@ -20,6 +20,7 @@ from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
+from dask_p2p.backends.dlpack import LibraryFunction, is_block, own_function
 from dask_p2p.backends.host.copies import register_from_bytes
 from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
@@ -138,6 +139,7 @@ class GpuMapBlock:
         part_bytes: int | None = None,
     ) -> None:
         self.of, self.arrays, self.index, self.keywords = of, arrays, index, keywords
+        self.function, self.reduce = own_function(of.function), own_function(of.reduce)
         self.kind = kind  # kind of the function's arguments and result
         self.is_reduced = of.reduce is not None
         self.plan = of.plan(index, part_bytes)
@@ -154,7 +156,7 @@ class GpuMapBlock:
             for part in () if is_empty else self.plan.parts:
                 out[self.output_slices(part)] = self._called(part)
             return out
-        made = None
+        made: Any = None
         for part in self.plan.parts:
             made = self.combined(part, made, self._called(part))
         return made
@@ -260,7 +262,7 @@ class GpuMapBlock:
         Raises `BlockMismatchError` if the result has an unexpected type, shape or dtype.
         """
         with self._named(part):
-            result = as_array(self.of.function(*inputs, **self.keywords))
+            result = self._owned(self.function(*inputs, **self.keywords))
             self._check(result, self.of.result_shape(self.index, part.result_length))
         if self.of.reduce is not None:
             return result
@@ -269,12 +271,21 @@ class GpuMapBlock:
         sides = zip(halo, result.shape, strict=True)
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 
+    def _owned(self, result: Any) -> Any:
+        """Return a result in memory of NumPy or CuPy.
+
+        Another library may reuse the memory of its arrays while other streams still read it.
+        """
+        array = as_array(result)
+        is_other = isinstance(self.function, LibraryFunction) and is_block(array)
+        return array.copy() if is_other else array
+
     def combined(self, part: Part, made: Array | None, result: Array) -> Any:
         """Return the combined result of all parts so far."""
-        if made is None or self.of.reduce is None:
+        if made is None or self.reduce is None:
             return result
         with self._named(part):
-            both = as_array(self.of.reduce(made, result))
+            both = self._owned(self.reduce(made, result))
             self._check(both, self.of.result_shape(self.index, 0))
         return both
 

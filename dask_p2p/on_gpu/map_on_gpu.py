@@ -10,6 +10,7 @@ from dask.array.utils import meta_from_array
 from dask.layers import ArrayBlockIdDep
 from dask.utils import has_keyword
 
+from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.graph.arrays import planned_array
@@ -48,6 +49,7 @@ def map_on_gpu(
     chunks: ChunksLike = None,
     reduce: Callable[[Any, Any], Any] | None = None,
     fallback: str | None = None,
+    as_library: str | None = None,
     **kwargs: Any,
 ) -> DaskArray:
     """Map a function of CuPy arrays over the NumPy blocks of arrays.
@@ -90,6 +92,10 @@ def map_on_gpu(
     fallback : {None, "numpy"}, optional
         Behaviour of a worker without a GPU. None: the task raises `NoDeviceError`. "numpy": the
         task calls `func` with NumPy parts.
+    as_library : {"torch", "jax"}, optional
+        Library of the arrays that `func` and `reduce` receive and return, in place of CuPy arrays.
+        They use the same memory, and the stream order is kept. Give `dtype` if the client lacks the
+        library.
     **kwargs
         Keywords of `func`; Dask computes lazy ones first. Bind a keyword that `map_on_gpu` also
         has, such as ``axis``, with `functools.partial`.
@@ -107,6 +113,8 @@ def map_on_gpu(
         If chunk sizes are unknown, or `chunks` does not fit them.
     InputError
         If another argument is invalid, or the result's dtype cannot be found.
+    MissingPackageError
+        During the computation, if a worker lacks the library `as_library`.
     NoDeviceError
         During the computation, on a worker without a GPU.
     BlockMismatchError
@@ -129,11 +137,14 @@ def map_on_gpu(
     options = checked_options()
     check_functions(func, reduce)
     func, reduce = portable(func), portable(reduce)
+    library = checked_library(as_library)
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))
     depths, beyond = checked_halo(inputs, sizes, depth, boundary)
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
+    func = in_library(func, library)
+    reduce = None if reduce is None else in_library(reduce, library)
     block_ids = {"block_id": (0,) * len(sizes)} if has_block_id else {}
     plans = [
         halo_plan(x.chunks, widths, kinds)

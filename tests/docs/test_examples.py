@@ -39,6 +39,8 @@ from tests.docs.pages import (
 pytestmark = pytest.mark.programs
 
 BLOCKS = {page: blocks_of(page) for page in (README, *PAGES)}
+#: Libraries that only some pages need, which say so.
+LIBRARIES = ("jax", "torch")
 CONSOLIDATED = "Consolidated metadata is currently not part in the Zarr"  # xarray writes it
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -116,7 +118,15 @@ def test_the_code_of_a_page_runs(page, request):
     """One block after another, in one namespace, in which nothing is: each page is read alone."""
     if "import dask_array" in page.read_text("utf-8"):
         request.getfixturevalue("dask_array")
+    require_libraries(page)
     run_all(BLOCKS[page])
+
+
+def require_libraries(page):
+    """Skip a page whose library is not installed."""
+    for library in LIBRARIES:
+        if f"import {library}\n" in page.read_text("utf-8"):
+            pytest.importorskip(library)
 
 
 def test_simulations_have_the_same_values_on_several_ranks(client):
@@ -145,6 +155,7 @@ OF_LAYERS = {"fused": ("p2p.fuse", "dask_p2p.explain", "dask_p2p.compile", "__no
 )
 def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
     importlib.import_module("dask_array.xarray").register()
+    require_libraries(page)
     run_all(
         replace(block, text=block.text.replace(IMPORT, "import dask_array as da\n"))
         for block in BLOCKS[page]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index as as_int
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask
 import numpy as np
@@ -24,14 +25,36 @@ from dask_p2p.sections.gang.inside import gang_may_wait_for_this_thread, is_with
 from dask_p2p.types import DaskArray
 
 
+@dataclass(frozen=True)
+class Whole:
+    """An array that each rank receives as a whole: a constant of `iterate`, or an array of `spmd`.
+
+    Parameters
+    ----------
+    value : object
+        A Dask array, whose blocks are sent to all ranks. In `iterate` also any computed value, such
+        as a NumPy array with a table of coefficients.
+    """
+
+    value: Any
+
+
+class Inputs(NamedTuple):
+    """The arrays that a section reads."""
+
+    arrays: list[DaskArray]
+    others: dict[int, RankGrid]  # by number: decompositions of arrays of other shapes
+    wholes: frozenset[int]  # numbers of the arrays that each rank receives as a whole
+
+
 def check_computed(*given: Any) -> None:
     """Refuse lazy values where computed ones are required: `InputError`."""
     lazy, _ = unpack_collections(given)
     lazy += [value for value in given if type(value).__name__ == "Future"]  # distributed's class
     if lazy:
         raise InputError(
-            f"expected computed constants and keywords, got {lazy[0]!r}. Compute it first; only "
-            f"constants= of iterate may be lazy, as arrays of the fields' shape."
+            f"expected computed constants and keywords, got {lazy[0]!r}. Compute it first, or "
+            f"give a Dask array as a constant of iterate or an array of spmd, dask_p2p.Whole(x)."
         )
 
 
@@ -60,34 +83,38 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
             )
 
 
-def divided_inputs(
-    arrays: Sequence[DaskArray], ranks: RankGrid
-) -> tuple[list[DaskArray], dict[int, RankGrid]]:
+def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
     """Return arrays with one block for each local block where a shape is another than the first's.
 
-    The decompositions of these are those of `Context.grid_of`, by number of the array. Raises
-    `ChunksError` if the number of axes differs; otherwise the same errors as
-    `check_decompositions`.
+    The decompositions of these are those of `Context.grid_of`. Raises `ChunksError` if the number
+    of axes differs; otherwise the same errors as `check_decompositions`.
     """
+    wholes = frozenset(n for n, each in enumerate(given) if isinstance(each, Whole))
+    arrays = [each.value if isinstance(each, Whole) else each for each in given]
     check_one_library(arrays)
-    check_decompositions([x for x in arrays if getattr(x, "shape", None) == arrays[0].shape])
+    divided = [x for n, x in enumerate(arrays) if n not in wholes]
+    check_decompositions([x for x in divided if getattr(x, "shape", None) == arrays[0].shape])
     found, others = list(arrays), dict[int, RankGrid]()
     for number, x in enumerate(arrays):
-        check_array(x)
-        check_chunks_are_known(x)
-        check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
-        if x.shape == arrays[0].shape:
+        check_input(x, arrays[0])
+        if number in wholes or x.shape == arrays[0].shape:
             continue
         if x.ndim != arrays[0].ndim:
             raise ChunksError(
                 f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
-                f"{x.shape}. Give each rank the whole array as a keyword, name=x.compute(), or add "
-                f"axes."
+                f"{x.shape}. Give each rank the whole array, dask_p2p.Whole(x), or add axes."
             )
         others[number] = own = divided_alike(ranks, x.shape)
         chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in own.local_sizes)
         found[number] = x if x.chunks == chunks else rechunk(x, chunks)
-    return found, others
+    return Inputs(found, others, wholes)
+
+
+def check_input(x: Any, first: DaskArray) -> None:
+    """Refuse anything but a Dask array of known chunks, of the first array's library."""
+    check_array(x)
+    check_chunks_are_known(x)
+    check_same_kind(backend_for(first._meta), x._meta, "an array")
 
 
 def check_same_kind(backend: Backend, value: Any, name: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 from zlib import crc32
 
-from dask_p2p.errors import InputError
+import numpy as np
+
+from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.collectives import Collectives
 from dask_p2p.sections.exchange.device import Host
@@ -75,6 +78,27 @@ class Communicator(Collectives):
         ranks = [rank for _, rank in sorted(mine)]
         return self._group(ranks, f"split {self._splits}, color {own[1]}")
 
+    def nccl_id(self) -> tuple[int, ...]:
+        """Return a new identifier for a communicator of NCCL, the same on all ranks.
+
+        For example ``cupy.cuda.nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)``. The
+        function must destroy that communicator before it returns. All ranks must call this.
+
+        Returns
+        -------
+        tuple of int
+            The identifier, which rank 0 creates by `cupy.cuda.nccl.get_unique_id`.
+
+        Raises
+        ------
+        MissingPackageError
+            If rank 0 has no CuPy, or one without NCCL.
+        SectionError
+            If the ranks made different calls.
+        """
+        made = np.array(_new_nccl_id(), np.int64) if self.rank == 0 else None
+        return tuple(self.bcast(made).tolist())
+
     def _group(self, ranks: list[int], name: str) -> Communicator:
         whole = f"{name} of {self._name}" if self._name else name
         connections = GroupConnections(self._connections, ranks, name)
@@ -87,3 +111,18 @@ class Communicator(Collectives):
             options = connections, self.reads_memory, self.device
             made._redistribution = Redistribution(lines, at, *options)
         return made
+
+
+def _new_nccl_id() -> Any:
+    try:
+        from cupy.cuda import nccl
+
+        if nccl.available:
+            return nccl.get_unique_id()
+    except ImportError:
+        pass
+    raise MissingPackageError(
+        "nccl_id: expected CuPy with NCCL on the worker of rank 0, got none. Install CuPy there, "
+        "for example by pip install cupy-cuda13x, and nvidia-nccl-cu13 for NCCL.",
+        name="cupy",
+    )

@@ -7,7 +7,7 @@ any output is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -44,6 +44,7 @@ def section_arrays(
     converts: bool = True,  # whether the function may return numbers of another kind
     outputs: Outputs | None = None,  # in the place of `dtypes` and `per_rank`
     others: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
+    wholes: Collection[int] = (),  # numbers of the arrays that each rank receives as a whole
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
@@ -51,7 +52,11 @@ def section_arrays(
     tuple: an array of the local block's shape for each dtype, and then the values.
     """
     inputs = tuple(
-        _input_spec(x, arrays[0]) if n not in others else InputSpec(x.dtype, own=others[n])
+        whole_input(x)
+        if n in wholes
+        else InputSpec(x.dtype, own=others[n])
+        if n in others
+        else _input_spec(x, arrays[0])
         for n, x in enumerate(arrays)
     )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
@@ -188,6 +193,11 @@ class SectionLayer:
         """Return the tasks of the ranks, of the commit and of the array's blocks."""
         gang, tasks = self.section.tasks([x.name for x in inputs])
         return tasks | self.section.output_tasks(name, gang, self.number)
+
+
+def whole_input(x: DaskArray) -> InputSpec:
+    """Return the spec of an array that each rank receives as a whole."""
+    return InputSpec(np.dtype(x.dtype), own=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
 
 
 def _input_spec(x: DaskArray, first: DaskArray) -> InputSpec:

@@ -161,13 +161,15 @@ class Grid:
             whole[box_slices(self.ranks.box(rank))] = part
         return whole
 
-    def points(self, xy: Any) -> LocalPoints:
+    def points(self, xy: Any, weights: str = "linear") -> LocalPoints:
         """Return points of the whole array, such as sources and receivers.
 
         Parameters
         ----------
         xy : array of shape (ndim, n)
             Indices of n points along each axis; fractions lie between elements.
+        weights : {"linear", "nearest"}, optional
+            The elements that a point acts on, as for `dask_p2p.Points`.
 
         Returns
         -------
@@ -178,10 +180,10 @@ class Grid:
         Raises
         ------
         InputError
-            If a point lies outside of the array.
+            If a point lies outside of the array, or the weights are unknown.
         """
         module = self._ctx.device.module
-        return LocalPoints(checked_points(xy, self.shape), self.box, module)
+        return LocalPoints(checked_points(xy, self.shape, weights), self.box, module)
 
     def coarser(self, factor: int = 2) -> Grid:
         """Return the grid of every second point, or every `factor`-th one, along all axes.

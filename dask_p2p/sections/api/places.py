@@ -95,12 +95,12 @@ class Places(Communicator):
         """
         return self.grid_of().pad(a, depth, boundary)
 
-    def points(self, xy: Any) -> LocalPoints:
+    def points(self, xy: Any, weights: str = "linear") -> LocalPoints:
         """Return points of the whole array, such as sources and receivers.
 
         This is `Grid.points` for the section's arrays, with the same parameters and errors.
         """
-        return self.grid_of().points(xy)
+        return self.grid_of().points(xy, weights)
 
     def along(self, axis: int) -> Communicator:
         """Return the communicator of the ranks in this rank's line along an axis of the grid.

@@ -1,7 +1,7 @@
 """Points of a whole array, between its elements: sources and receivers of a simulation.
 
-A point acts on its neighbours, two along each axis, with linear weights. Each rank acts on those
-neighbours that are in its own local block::
+A point acts on its neighbours, two along each axis, with linear weights; or on the nearest one.
+Each rank acts on those neighbours that are in its own local block::
 
     elements   0     1     2  |  3     4          point at 2.25: 0.75 of element 2, which rank 0
     ranks      rank 0         |  rank 1           has, and 0.25 of element 3, which rank 1 has
@@ -33,9 +33,13 @@ class Points:
     ----------
     xy : array of shape (ndim, n)
         Indices of n points along each axis of the whole array; fractions lie between elements.
+    weights : {"linear", "nearest"}, optional
+        The elements that a point acts on: by default its neighbours, with linear weights. "nearest"
+        is the nearest element alone, the upper one of two at the same distance.
     """
 
     xy: Any
+    weights: str = "linear"
 
 
 class LocalPoints:
@@ -128,8 +132,13 @@ class LocalPoints:
         return tuple(along + first if first else along for along, first in pairs)
 
 
-def checked_points(xy: Any, shape: Sequence[int]) -> Array:
-    """Return the points of an array of a shape. Raises `InputError` if one lies outside."""
+def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Array:
+    """Return the points of an array of a shape, moved to the elements if weights are "nearest".
+
+    Raises `InputError` if a point lies outside, or the weights are unknown.
+    """
+    if weights not in ("linear", "nearest"):
+        raise InputError(f"weights: expected 'linear' or 'nearest', got {weights!r}. Give one.")
     found = np.asarray(getattr(xy, "get", lambda: xy)(), float)
     if found.ndim != 2 or len(found) != len(shape):
         raise InputError(
@@ -143,7 +152,7 @@ def checked_points(xy: Any, shape: Sequence[int]) -> Array:
             f"points: expected indices from 0 to {tuple(n - 1 for n in shape)}, got "
             f"{found[:, outside.argmax()].tolist()}. Move the point, or leave it out."
         )
-    return found
+    return np.floor(found + 0.5) if weights == "nearest" else found
 
 
 def _neighbours(xy: Array, box: Box) -> tuple[Array, Array, Array]:

@@ -32,17 +32,18 @@ class InputSpec(NamedTuple):
     extra: tuple[int, ...] = ()  # by axis: by how much it is longer; empty: nowhere
     #: Its own decomposition, if it has another shape. Each local block is one block, unless empty.
     own: RankGrid | None = None
+    is_whole: bool = False  # whether each rank has the whole array, all blocks of `own`
 
     def blocks(self, ranks: RankGrid, rank: int) -> Iterator[tuple[Index, Box]]:
         """Yield the index of each block of a rank, and its box in the local block."""
         if self.own is not None:
-            return self.own.whole_blocks(rank)
+            return self.own.blocks(0) if self.is_whole else self.own.whole_blocks(rank)
         return ranks.extended(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
         """Return the shape of a local block."""
         if self.own is not None:
-            return self.own.shape(rank)
+            return self.own.shape(0 if self.is_whole else rank)
         own = enumerate(ranks.extended(self.extra).shape(rank))
         return tuple(1 if axis in self.repeated else n for axis, n in own)
 
@@ -138,7 +139,8 @@ class RankBody:
         check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
-            returned = own_copy(self.function)(ctx, local_blocks)
+            function = own_copy(self.function)  # lives until the device has done all work
+            returned = function(ctx, local_blocks)
             return self._blocks(ctx, local_blocks, returned)
 
     def _blocks(self, ctx: Any, local_blocks: LocalBlocks, returned: Any) -> list[list[Any]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import is_dask_array
@@ -16,10 +17,12 @@ from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import (
+    Inputs,
+    Whole,
     check_computed,
     check_decompositions,
+    checked_inputs,
     chosen_ranks,
-    divided_inputs,
     ranks_without_arrays,
 )
 from dask_p2p.sections.api.context import Context
@@ -34,12 +37,13 @@ from dask_p2p.types import DaskArray, DTypeLike
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: Literal[1] = ...,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     per_rank: tuple[()] = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
 
@@ -48,12 +52,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: Literal[1] = ...,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     per_rank: Sequence[Any],
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -62,12 +67,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: Literal[2, 3, 4, 5, 6, 7, 8],
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     per_rank: Sequence[Any] = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -76,12 +82,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: Output,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: None = ...,
     per_rank: tuple[()] = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
 
@@ -90,12 +97,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: Mapping[str, Output],
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: None = ...,
     per_rank: tuple[()] = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> dict[str, DaskArray]: ...
 
@@ -105,12 +113,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: int,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     per_rank: Sequence[Any] = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> DaskArray | Any: ...
 
@@ -118,12 +127,13 @@ def spmd(
 def spmd(
     func: Callable[..., Any],
     /,
-    *arrays: DaskArray,
+    *arrays: DaskArray | Whole,
     outputs: int | Output | Mapping[str, Output] = 1,
     partition: Sequence[int] | None = None,
     ranks: int | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | None = None,
     per_rank: Sequence[Any] = (),
+    as_library: str | None = None,
     **kwargs: Any,
 ) -> DaskArray | tuple[DaskArray, ...] | dict[str, DaskArray]:
     """Run a function on all workers at the same time: ``func(ctx, *local_blocks, **kwargs)``.
@@ -141,7 +151,8 @@ def spmd(
     *arrays : dask.array.Array
         Arrays of NumPy or CuPy blocks. The first one determines the grid of ranks. Arrays of its
         shape have the same chunks; others of its number of axes are divided as
-        `Context.grid_of` divides their shapes. With CuPy blocks, `func` gets and returns CuPy
+        `Context.grid_of` divides their shapes. Each rank receives all of ``dask_p2p.Whole(x)``, an
+        array of any shape. With CuPy blocks, `func` gets and returns CuPy
         arrays. It runs with a CUDA stream of its own as the current stream, and need not
         synchronize. Without arrays, `ranks` and other outputs than local blocks are required.
     outputs : int, output, or dict of outputs, optional
@@ -164,6 +175,9 @@ def spmd(
         Examples of the values that `func` returns after its arrays, in the same tuple. An example
         is a number, or an array of the value's shape and dtype. Each value becomes an array of
         NumPy blocks, one for each rank, along a new first axis.
+    as_library : {"torch", "jax"}, optional
+        Library of the local blocks that `func` receives and of the arrays that it returns, as for
+        `iterate`. Methods of the context receive and return NumPy or CuPy arrays.
     **kwargs
         Keyword arguments for `func`. Each rank has its own copy, except of objects that cannot be
         copied. Use `functools.partial` for a keyword that `spmd` has as well.
@@ -180,7 +194,8 @@ def spmd(
         If `func` is not callable, a number is too small, or an example in `per_rank` is
         unsuitable. Also if `outputs` is no output, or has `dtype` or `per_rank` in addition. Also
         if an argument for `func` is a Dask collection, or has the name of a parameter
-        of `spmd`, or if `dtype` has another length than `outputs`.
+        of `spmd`, or if `dtype` has another length than `outputs`. Also if the library `as_library`
+        is unknown, or cannot hold the arrays.
     AxesError
         If `partition` has an axis that the arrays do not have.
     ChunksError
@@ -190,6 +205,8 @@ def spmd(
         If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
     BlockMismatchError
         At run time, if `func` returns other arrays.
+    MissingPackageError
+        At run time, if a worker lacks the library `as_library`.
     SectionError
         At run time, if the ranks' calls differ, if `p2p.attempts` attempts have failed, or if the
         workers can never run all ranks at the same time.
@@ -205,15 +222,18 @@ def spmd(
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
+    func = in_library(func, checked_library(as_library))
     has_specs = isinstance(outputs, (Output, Mapping))
     if arrays or not has_specs:
-        check_decompositions(arrays[:1])
+        first_arrays: Any = arrays[:1]
+        check_decompositions(first_arrays)
     check_computed(*kwargs.values())
-    chosen = chosen_ranks(arrays[0], ranks, partition) if arrays else ranks_without_arrays(ranks)
-    given, others = divided_inputs(arrays, chosen) if arrays else ([], {})
+    first: Any = arrays[0] if arrays else None
+    chosen = chosen_ranks(first, ranks, partition) if arrays else ranks_without_arrays(ranks)
+    inputs = checked_inputs(arrays, chosen) if arrays else Inputs([], {}, frozenset())
     options = checked_options()
     if not isinstance(outputs, int):
-        return _by_specs(func, (given, others), chosen, outputs, (dtype, per_rank), kwargs)
+        return _by_specs(func, inputs, chosen, outputs, (dtype, per_rank), kwargs)
     register_if_possible()
     if not isinstance(per_rank, (list, tuple)):
         raise InputError(
@@ -226,28 +246,28 @@ def spmd(
     made = section_arrays(
         "p2p-spmd",
         _Function(func, outputs + len(values), kwargs),
-        given,
+        inputs.arrays,
         chosen,
-        _dtypes(dtype, outputs, arrays),
+        _dtypes(dtype, outputs, inputs.arrays),
         options,
         values,
         converts=dtype is not None,
-        others=others,
+        others=inputs.others,
+        wholes=inputs.wholes,
     )
     return made[0] if len(made) == 1 else made
 
 
 def _by_specs(
     func: Callable[..., Any],
-    inputs: tuple[Sequence[DaskArray], Mapping[int, RankGrid]],  # arrays; those of other shapes
+    inputs: Inputs,
     ranks: RankGrid,
     outputs: Any,
     others: tuple[Any, Any],  # dtype and per_rank
     kwargs: Mapping[str, Any],
 ) -> DaskArray | dict[str, DaskArray]:
     """Return the outputs that have specs."""
-    arrays, others_of = inputs
-    checked = checked_outputs(outputs, [x.dtype for x in arrays])
+    checked = checked_outputs(outputs, [x.dtype for x in inputs.arrays])
     dtype, per_rank = others
     if dtype is not None or per_rank != ():
         raise InputError(
@@ -256,8 +276,9 @@ def _by_specs(
         )
     register_if_possible()
     function, options = _Function(func, None, kwargs), checked_options()
-    given = function, arrays, ranks, (), options
-    made = section_arrays("p2p-spmd", *given, outputs=checked, others=others_of)
+    given = function, inputs.arrays, ranks, (), options
+    others_of, wholes = inputs.others, inputs.wholes
+    made = section_arrays("p2p-spmd", *given, outputs=checked, others=others_of, wholes=wholes)
     return made[0] if checked.names is None else dict(zip(checked.names, made, strict=True))
 
 

@@ -13,6 +13,7 @@ and no message is added::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
@@ -106,6 +107,12 @@ class At:
             for axis, (start, stop) in enumerate(self.box)
         )
         return open_grid(along, len(self.box))
+
+    def with_indices(self, convert: Callable[[Array], Any]) -> At:
+        """Return the same position, with indices that `convert` makes of each array."""
+        own = copy(self)
+        vars(own)["index"] = tuple(map(convert, self.index))
+        return own
 
     def _placed(self, axis: int, positions: Array) -> Array:
         """Return the indices of positions along an axis."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError
 from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.sections.api.arguments import check_computed
+from dask_p2p.sections.api.points import Points
 from dask_p2p.sections.iterate.binding import (
+    OUT,
     UNNAMED,
     Binding,
     bound_by_name,
@@ -52,6 +55,13 @@ class Arguments:
         """The fields that `iterate` returns."""
         return [spec for spec in self.fields if not spec.is_constant]
 
+    @property
+    def wholes(self) -> list[int]:
+        """Numbers of the arrays that each rank receives as a whole."""
+        lazy = [each for each in self.constants if each.is_whole or each.ndim is not None]
+        first = len(self.arrays) - len(lazy)
+        return [first + number for number, each in enumerate(lazy) if each.is_whole]
+
     def sorted(self, made: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
         rest = iter(made)
@@ -67,6 +77,33 @@ class Arguments:
             names.append(STEPS)
         found |= {name: next(rest) for name in names}
         return {name: found[name] for name in dict.fromkeys((*self.names, *names))}
+
+    def in_library(self, library: str | None) -> Arguments:
+        """Return the same arguments, with functions of arrays of another library.
+
+        Raises `InputError` if a function fills arrays of JAX, or reads points.
+        """
+        if library is None:
+            return self
+        if library == "jax" and any(phase.fills_out for phase in self.phases):
+            raise InputError(
+                f"as_library='jax': expected a function that returns its new blocks, as arrays of "
+                f"JAX cannot be written, got one with a parameter {OUT}. Return the blocks."
+            )
+        if any(isinstance(constant.value, Points) for constant in self.constants):
+            raise InputError(
+                f"as_library={library!r}: expected constants that are arrays or numbers, got "
+                f"Points, which read NumPy and CuPy arrays. Leave out as_library, or the points."
+            )
+        return replace(
+            self,
+            phases=tuple(
+                replace(phase, function=LibraryFunction(phase.function, library))
+                for phase in self.phases
+            ),
+            series=tuple(spec.in_library(library) for spec in self.series),
+            stores=self.stores.in_library(library),
+        )
 
 
 def check_functions(

@@ -11,23 +11,15 @@ from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
+from dask_p2p.sections.api.arguments import (
+    Whole,
+    check_decompositions,
+    check_input,
+    check_same_kind,
+)
 from dask_p2p.sections.api.points import Points, checked_points
 from dask_p2p.sections.iterate.fields import Field, FieldSpec, check_name, field_spec
 from dask_p2p.types import DaskArray
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A constant of `iterate` that each rank receives as a whole.
-
-    Parameters
-    ----------
-    value : object
-        Any computed value, such as a NumPy array with a table of coefficients.
-    """
-
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,7 @@ class ConstantSpec:
     value: Any = None  # unless it is divided
     #: Number of dimensions of a divided array. It has the last axes of the fields.
     ndim: int | None = None
+    is_whole: bool = False  # whether each rank receives all blocks of an array
 
 
 def constants_by_position(
@@ -49,17 +42,18 @@ def constants_by_position(
             f"constants: expected a tuple of arguments for the function, got "
             f"{type(constants).__name__}. Give one as (constant,)."
         )
-    specs, arrays = [], []
+    specs: list[ConstantSpec] = []
+    arrays: list[DaskArray] = []
     for number, constant in enumerate(constants):
         check_kind_of(constant, field)
         name = f"constants[{number}]"
-        if not is_dask_array(constant):
-            specs.append(ConstantSpec(name, constant))
+        if isinstance(constant, Whole) or not is_dask_array(constant) or not constant.ndim:
+            specs.append(_whole_constant(name, constant, field, arrays))
             continue
         if constant.shape != field.shape:
             raise ChunksError(
                 f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
-                f"shape {constant.shape}. Compute it first if each rank needs the whole array."
+                f"shape {constant.shape}. Give each rank the whole array by dask_p2p.Whole(...)."
             )
         specs.append(ConstantSpec(name, ndim=constant.ndim))
         arrays.append(_aligned(constant, field))
@@ -85,13 +79,13 @@ def named_constants(
     for name, given in dict(constants).items():
         check_name(name, "a constant")
         if isinstance(given, Points):
-            specs.append(ConstantSpec(name, Points(checked_points(given.xy, field.shape))))
+            xy = checked_points(given.xy, field.shape, given.weights)
+            specs.append(ConstantSpec(name, Points(xy)))
             continue
         own = given if isinstance(given, Field) else Field(given)
         check_kind_of(own.value, field)
         if isinstance(own.value, Whole) or not len(getattr(own.value, "shape", ())):
-            value = own.value.value if isinstance(own.value, Whole) else own.value
-            specs.append(ConstantSpec(name, value))
+            specs.append(_whole_constant(name, own.value, field, arrays))
             continue
         array = _divided(name, own.value, field)
         if own is given:
@@ -105,6 +99,18 @@ def named_constants(
             specs.append(ConstantSpec(name, ndim=array.ndim))
             arrays.append(array[(None,) * (field.ndim - array.ndim)])
     return specs, arrays, with_halo, halo_arrays
+
+
+def _whole_constant(
+    name: str, given: Any, field: DaskArray, arrays: list[DaskArray]
+) -> ConstantSpec:
+    """Return the spec of a constant that is not divided; add it to `arrays` if it is lazy."""
+    value = given.value if isinstance(given, Whole) else given
+    if not is_dask_array(value):
+        return ConstantSpec(name, value)
+    check_input(value, field)
+    arrays.append(value)
+    return ConstantSpec(name, is_whole=True)
 
 
 def check_kind_of(constant: Any, field: DaskArray) -> None:

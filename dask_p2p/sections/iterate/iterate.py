@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
+from dask_p2p.backends.dlpack import checked_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_flag
@@ -49,6 +50,7 @@ def iterate(
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     capture: bool = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> dict[str, Any]: ...
 
@@ -76,6 +78,7 @@ def iterate(
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     capture: bool = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -103,6 +106,7 @@ def iterate(
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
     capture: bool = ...,
+    as_library: str | None = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
 
@@ -129,6 +133,7 @@ def iterate(
     ranks: int | None = None,
     dtype: DTypeLike | None = None,
     capture: bool = False,
+    as_library: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
@@ -184,8 +189,9 @@ def iterate(
         halo. Other values are passed unchanged. In a mapping, NumPy and CuPy arrays are divided as
         well, by the rules of broadcasting: an array of the last axes has one block for all indices
         of the others. ``dask_p2p.Field(c, depth=1)`` is a constant with a halo, and
-        ``dask_p2p.Whole(a)`` is not divided. ``dask_p2p.Points(xy)`` has sources or receivers
-        between the elements. All arrays are of the fields' kind, NumPy or CuPy.
+        ``dask_p2p.Whole(a)`` is not divided: each rank receives the whole array, lazy or not.
+        ``dask_p2p.Points(xy)`` has sources or receivers between the elements. All arrays are of the
+        fields' kind, NumPy or CuPy.
     corners : bool, optional
         If True, the default, the halo includes corners: right for all stencils. A star-shaped
         stencil does not read corners. With False they are not exchanged where several axes are
@@ -237,6 +243,11 @@ def iterate(
         stream, read no host memory, and wait for nothing. Its results and the graph's are compared
         once, bit by bit. All ranks must be on one host, and read each other's memory by CUDA IPC.
         Otherwise, and for NumPy blocks, steps are not captured.
+    as_library : {"torch", "jax"}, optional
+        Library of the arrays that `func`, `record` and computed fields receive and return, in
+        place of NumPy and CuPy arrays. They use the same memory. On a GPU work of PyTorch is
+        enqueued on the rank's stream, and JAX's streams wait for it. JAX copies host arrays whose
+        address is no multiple of 64. Functions of `boundary` receive NumPy or CuPy arrays.
     **kwargs
         Keywords for `func`, passed unchanged. Use `functools.partial` for a keyword that `iterate`
         has too.
@@ -256,12 +267,15 @@ def iterate(
         if a parameter of `func` is no known name, or a constant or a keyword is lazy; only
         constants may be Dask arrays. When it runs, if `func` writes into its fields or constants,
         or reads corners with ``corners=False``. Also if `capture` is set, and `func` cannot be
-        captured or then gives other values.
+        captured or then gives other values. Also if the library `as_library` is unknown, or cannot
+        hold the arrays.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
+    MissingPackageError
+        When it runs, if a worker lacks the library `as_library`.
     FileError
         When it runs, if a store cannot be written, or is not seen by all workers.
     BlockMismatchError
@@ -296,6 +310,12 @@ def iterate(
     first = arguments.arrays[0]
     if overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
+    arguments = arguments.in_library(checked_library(as_library))
+    if capture and as_library is not None:
+        raise InputError(
+            f"capture: expected a function of CuPy arrays, got {as_library=}. Leave out one of "
+            f"them."
+        )
     iteration = Iteration(
         phases=arguments.phases,
         fields=arguments.fields,
@@ -324,6 +344,7 @@ def iterate(
         (),
         options,
         outputs=iteration.outputs,
+        wholes=arguments.wholes,
     )
     return arguments.sorted(made, iteration.returns_steps)
 

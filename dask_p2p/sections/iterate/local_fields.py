@@ -128,6 +128,8 @@ class LocalFields:
         return LocalField(spec, levels, ranks, rank, tuple(own - of for own, of in pairs))
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
+        if spec.is_whole:
+            return local_blocks.copy(next(self._numbers))
         if spec.ndim is None:
             return spec.value
         block = local_blocks.copy(next(self._numbers))

@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.exchange.halo import HaloPart
@@ -44,6 +45,11 @@ class Phase:
     def fills_out(self) -> bool:
         """True if the function fills a parameter named `out`."""
         return self.binding.fills_out
+
+    @property
+    def is_in_library(self) -> bool:
+        """True if the function receives arrays of another library, which are never read-only."""
+        return isinstance(self.function, LibraryFunction)
 
     @cached_property
     def is_named(self) -> bool:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from dask_p2p.errors import AxesError, InputError, SectionError
+from dask_p2p.errors import AxesError, InputError, MissingPackageError, SectionError
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 
@@ -92,3 +95,33 @@ def test_lines_are_along_axes_of_the_grid(axis):
             ctx.along(axis)
 
     run_gang(RankGrid(((1,),), (1,)), along)
+
+
+def nccl_ids(ctx):
+    whole, half = ctx.nccl_id(), ctx.split(ctx.rank % 2).nccl_id()
+    return whole, half
+
+
+def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch):
+    made = []
+
+    def new_id():
+        made.append(tuple(range(len(made) - 64, len(made) + 64)))
+        return made[-1]
+
+    nccl = SimpleNamespace(available=True, get_unique_id=new_id)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
+    found = run_gang(RankGrid(((1,) * 4,), (4,)), nccl_ids)
+    assert {whole for whole, _ in found} == {made[0]}
+    halves = [half for _, half in found]
+    assert halves[:2] == halves[2:]
+    assert {*halves} == {*made[1:]}
+
+
+@pytest.mark.parametrize("cuda", [None, SimpleNamespace(nccl=SimpleNamespace(available=False))])
+def test_an_identifier_of_nccl_needs_cupy(monkeypatch, cuda):
+    monkeypatch.setitem(sys.modules, "cupy", None if cuda is None else SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    with pytest.raises(MissingPackageError, match="CuPy with NCCL on the worker of rank 0"):
+        run_gang(RankGrid(((1, 1),), (2,)), nccl_ids)

@@ -167,3 +167,45 @@ def test_wrong_blocks_and_values_are_refused():
             points.sample(block)
     with pytest.raises(InputError, match="one for each of 27 points"):
         local.add(np.zeros((4, 8)), np.zeros(3))
+
+
+def nearest(xy):
+    """Return the nearest elements of points, one by one."""
+    found = [[int(n) + (n % 1 >= 0.5) for n in point] for point in xy.T]
+    return np.array(found, float).T
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_of_the_nearest_element(client, ranks):
+    xy = np.concatenate([XY, [[2.5, 3.5, 0.49], [1.5, 2.49, 6.5]]], axis=1)
+    values, u = RNG.normal(size=xy.shape[1]), RNG.normal(size=SHAPE)
+
+    def step(u, points):
+        new = u.copy()
+        points.add(new, values)
+        return {"u": new}
+
+    made = iterate(
+        step,
+        {"u": da.from_array(u, chunks=(3, 4))},
+        0,
+        1,
+        constants={"points": Points(xy, weights="nearest")},
+        record={"seen": Record(lambda u, points: points.sample(u), shape=values.shape)},
+        ranks=ranks,
+    )
+    found = dask.compute(made)[0]
+    wanted = added(u.copy(), nearest(xy), values)
+    np.testing.assert_allclose(found["u"], wanted, rtol=1e-13)
+    np.testing.assert_allclose(found["seen"][0], sampled(wanted, nearest(xy)), rtol=1e-13)
+
+    def sample(ctx, u):
+        return ctx.allreduce(ctx.points(xy, "nearest").sample(u))
+
+    seen = spmd(sample, da.from_array(u, chunks=(3, 4)), outputs=Same(values), ranks=ranks)
+    np.testing.assert_allclose(seen.compute(), sampled(u, nearest(xy)), rtol=1e-13)
+
+
+def test_unknown_weights():
+    with pytest.raises(InputError, match="weights: expected 'linear' or 'nearest', got 'sinc'"):
+        checked_points(XY, SHAPE, "sinc")

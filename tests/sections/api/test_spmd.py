@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import LocalBlock, Same, estimate, iterate, spmd
+from dask_p2p import LocalBlock, Same, Whole, estimate, iterate, spmd
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -566,3 +566,28 @@ def test_ranks_of_one_process_share_no_arguments_of_iterate():
         for _ in range(2):
             assert (y.compute() == 6).all()
     assert (log, table) == ([], {"calls": 0})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_rank_gets_the_whole_of_an_array(client, ranks):
+    table = np.arange(35.0).reshape(5, 7)
+
+    def scaled(ctx, x, table, y):
+        assert table.shape == (5, 7)
+        assert y.shape == x.shape
+        table *= 2  # a copy of this rank
+        return x * table.sum() + y
+
+    x = array()
+    y = spmd(scaled, x, Whole(da.from_array(table, chunks=(2, 3))), x + 1, ranks=ranks)
+    values = x.compute()
+    np.testing.assert_allclose(y.compute(), values * 2 * table.sum() + values + 1)
+    made = spmd(scaled, x, Whole(da.from_array(table)), x + 1, outputs=LocalBlock(), ranks=ranks)
+    np.testing.assert_allclose(made.compute(), y.compute())
+
+
+def test_whole_arrays_are_lazy_and_not_the_first():
+    with pytest.raises(UnsupportedArrayError, match="Dask array"):
+        spmd(lambda ctx, x: x, Whole(array()))
+    with pytest.raises(UnsupportedArrayError, match="Dask array"):
+        spmd(lambda ctx, x, y: x, array(), Whole(np.ones(3)))

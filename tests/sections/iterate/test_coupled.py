@@ -215,6 +215,52 @@ def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
     assert np.array_equal(made, f)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_rank_gets_the_whole_of_a_lazy_constant(client, ranks, overlap):
+    """Of any number of axes and chunks, between divided constants; and a lazy number."""
+    table, mask = RNG.random((5, 7)), RNG.random((24, 20))
+
+    def step(u, mask, table, scale, rows):
+        assert table.shape == (5, 7)
+        assert rows.shape == (24,)
+        assert not table.flags.writeable
+        return {"u": (inner(u) + laplacian(u) * 0.1) * mask * table.sum() * scale + rows[3]}
+
+    lazy = da.from_array(table, chunks=(2, 3))
+    constants = {
+        "mask": array(mask),
+        "table": Whole(lazy),
+        "scale": lazy.max(),
+        "rows": Whole(da.from_array(mask[:, 0], chunks=5)),
+    }
+    options = {"constants": constants, "ranks": ranks, "overlap": overlap}
+    made = iterate(step, {"u": array(U)}, 1, 4, **options)["u"].compute()
+    wanted = U
+    for _ in range(4):
+        new = step(padded(wanted), mask, _read_only(table), table.max(), mask[:, 0])
+        wanted = new["u"]
+    assert np.array_equal(made, wanted)
+
+
+def _read_only(array):
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def test_whole_constants_by_position():
+    def step(u, table, number):
+        return u * table.sum() + number
+
+    table = np.arange(6.0)
+    constants = (Whole(da.from_array(table, chunks=4)), da.ones(3, chunks=2).sum())
+    made = iterate(step, array(U), 0, 1, constants=constants, ranks=1)
+    assert np.array_equal(made.compute(scheduler="sync"), U * 15 + 3)
+    made = iterate(step, array(U), 0, 1, constants=(Whole(table), 3.0), ranks=1)
+    assert np.array_equal(made.compute(scheduler="sync"), U * 15 + 3)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_constant_with_a_halo(client, ranks):
     def carried(c, u):

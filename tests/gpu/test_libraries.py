@@ -1,0 +1,123 @@
+"""Programs of PyTorch and JAX over the memory of CuPy blocks, against the same ones in NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate, map_on_gpu, spmd
+from tests.gpu.support import on_gpu
+from tests.gpu.test_sections import UNEVEN, X, check, way
+from tests.sections.iterate.test_coupled import both, inner, react
+from tests.sections.test_libraries import KINDS, called_with, enable
+
+__all__ = ["way"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+    pytest.mark.gpu(2),
+]
+U, V = abs(X) / 8, abs(X[::-1]) / 12
+
+
+@pytest.fixture(params=KINDS)
+def library(request, client, monkeypatch):
+    """The name of a library that computes on GPUs; JAX leaves memory to others there."""
+    pytest.importorskip(request.param)
+
+    def prepared(library):
+        import os
+
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        enable(library)
+        module = import_module(library)
+        return module.cuda.is_available() if library == "torch" else module.devices("gpu")
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        has_gpus = all(client.run(prepared, request.param).values())
+    except RuntimeError as exc:  # JAX without GPUs
+        pytest.skip(str(exc))
+    if not has_gpus:
+        pytest.skip(f"{request.param} without GPUs")
+    enable(request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_iterate(client, way, library, ranks, overlap):
+    fields = {"u": on_gpu(U, UNEVEN), "v": on_gpu(V, UNEVEN)}
+    made = iterate(
+        called_with(library, react),
+        fields,
+        1,
+        30,
+        record={"mass": lambda u: inner(u).sum()},
+        ranks=ranks,
+        overlap=overlap,
+        as_library=library,
+    )
+    wanted = both({"u": U, "v": V}, 1, 30, [(react, "uv")])
+    for name, value in wanted.items():
+        check(made[name], value)
+    np.testing.assert_allclose(made["mass"].compute()[-1], wanted["u"].sum(), rtol=1e-9)
+
+
+def test_results_that_are_dropped_at_once(client, library):
+    """The library may reuse their memory, but not before the GPU has copied them."""
+    x = da.zeros((2, 2**24), chunks=(1, -1))
+
+    def step(u):
+        return u + 1
+
+    made = iterate(called_with(library, step), on_gpu(x, (1, -1)), 0, 300, as_library=library)
+    assert abs(made - 300).max().compute() == 0
+
+
+def test_spmd(client, library):
+    def normalized(ctx, x):
+        total = ctx.allreduce(float((x**2).sum()))
+        return x / total**0.5
+
+    def checked(ctx, x):
+        return called_with(library, partial(normalized, ctx))(x)
+
+    check(spmd(checked, on_gpu(X, UNEVEN), as_library=library), X / (X**2).sum() ** 0.5)
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_map_on_gpu(client, library, where):
+    x = da.from_array(X, chunks=UNEVEN) if where == "host" else on_gpu(X, UNEVEN)
+
+    def sines(x):
+        module = import_module({"jax": "jax.numpy"}.get(library, library))
+        return called_with(library, module.sin)(x)
+
+    options = {"as_library": library, "dtype": float, "part_bytes": 4000}
+    (found,) = dask.compute(map_on_gpu(sines, x, **options))
+    found = found.get() if where == "gpu" else found
+    np.testing.assert_allclose(found, np.sin(X), rtol=1e-12)
+
+
+def test_a_group_of_nccl(client):
+    def summed(ctx, x):
+        import cupy
+
+        group = cupy.cuda.nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
+        stream, made = cupy.cuda.get_current_stream(), cupy.empty_like(x)
+        kinds = cupy.cuda.nccl.NCCL_FLOAT64, cupy.cuda.nccl.NCCL_SUM
+        group.allReduce(x.data.ptr, made.data.ptr, x.size, *kinds, stream.ptr)
+        stream.synchronize()
+        group.destroy()
+        return made
+
+    pytest.importorskip("cupy.cuda.nccl")
+    x = on_gpu(np.arange(8.0).reshape(2, 4), (1, 4))
+    check(spmd(summed, x, ranks=2), np.tile(np.arange(8.0).reshape(2, 4).sum(0), (2, 1)))
