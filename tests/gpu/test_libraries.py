@@ -37,7 +37,7 @@ def library(request, client, monkeypatch):
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         enable(library)
         module = import_module(library)
-        return module.cuda.is_available() if library == "torch" else module.devices("gpu")
+        return module.cuda.is_available() if library == "torch" else bool(module.devices("gpu"))
 
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:

@@ -157,6 +157,9 @@ class GpuLending(Lending):
                 gpu.check_goes_on()
                 for rank in read:
                     self._near[rank].wait(gpu.stream, _WRITTEN)
+                # In diagonal order: no two ranks begin with the memory of the same one.
+                own, size = self._connections.rank_and_size
+                self._reads.sort(key=lambda each: (each.rank - own) % size)
                 large = [copy for each in self._reads for copy in self._enqueue(each)]
                 if large:
                     self._enqueue_large(large)
