@@ -8,9 +8,11 @@ from typing import Any
 
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_flag
 from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.sections.api.arguments import check_computed
 from dask_p2p.sections.api.points import Points
+from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.binding import (
     OUT,
     UNNAMED,
@@ -224,6 +226,31 @@ def _named(
     specs = [*specs, *with_halo]
     fixed = phases, tuple(specs), tuple(plain), all_arrays
     return Arguments(*fixed, series, scalars, given, written)
+
+
+def checked_time(given: Any, arguments: Arguments) -> str | None:
+    """Return the argument `max_time` of `iterate`."""
+    if given is not None and not arguments.names:
+        raise no_names()
+    if given is None or (isinstance(given, str) and isinstance(checked_period(given), str)):
+        return given
+    raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
+
+
+def checked_capture(given: Any, library: str | None, arguments: Arguments) -> bool:
+    """Return the argument `capture` of `iterate`, for functions of a library's arrays."""
+    if given and library is not None:
+        raise InputError(
+            f"capture: expected a function of CuPy arrays, got as_library={library!r}. Leave out "
+            f"one of them."
+        )
+    capture = checked_flag("capture", given)
+    if capture and arguments.scalars:
+        raise InputError(
+            f"capture: expected fields that are arrays, as all replayed steps have the same "
+            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
+        )
+    return capture
 
 
 def no_names() -> InputError:

@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 
 from dask_p2p.backends.dlpack import checked_library
 from dask_p2p.config import checked_options
-from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import chosen_ranks
@@ -16,10 +15,10 @@ from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import (
-    Arguments,
     check_functions,
     checked_arguments,
-    no_names,
+    checked_capture,
+    checked_time,
 )
 from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.iteration import Iteration
@@ -310,12 +309,8 @@ def iterate(
     first = arguments.arrays[0]
     if overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
-    arguments = arguments.in_library(checked_library(as_library))
-    if capture and as_library is not None:
-        raise InputError(
-            f"capture: expected a function of CuPy arrays, got {as_library=}. Leave out one of "
-            f"them."
-        )
+    arguments = arguments.in_library(library := checked_library(as_library))
+    capture = checked_capture(capture, library, arguments)
     iteration = Iteration(
         phases=arguments.phases,
         fields=arguments.fields,
@@ -330,8 +325,8 @@ def iterate(
         until=until,
         check_every=checked_count("steps", check_every=check_every),
         period=checked_period(checkpoint_every),
-        max_time=_checked_time(max_time, arguments),
-        capture=_checked_capture(capture, arguments),
+        max_time=checked_time(max_time, arguments),
+        capture=capture,
         kwargs=kwargs,
     )
     options = checked_options()
@@ -347,21 +342,3 @@ def iterate(
         wholes=arguments.wholes,
     )
     return arguments.sorted(made, iteration.returns_steps)
-
-
-def _checked_time(given: Any, arguments: Arguments) -> str | None:
-    if given is not None and not arguments.names:
-        raise no_names()
-    if given is None or (isinstance(given, str) and isinstance(checked_period(given), str)):
-        return given
-    raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
-
-
-def _checked_capture(given: Any, arguments: Arguments) -> bool:
-    capture = checked_flag("capture", given)
-    if capture and arguments.scalars:
-        raise InputError(
-            f"capture: expected fields that are arrays, as all replayed steps have the same "
-            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
-        )
-    return capture
