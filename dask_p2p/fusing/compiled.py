@@ -31,7 +31,7 @@ from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
 from dask_p2p.fusing.resident_rank import RunResident
 from dask_p2p.fusing.residents import ResidentGang, Signature
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of
+from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of, kinds_of
 from dask_p2p.fusing.tasks import keys_of, name_of, read_graph
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
@@ -303,7 +303,7 @@ def _compiled(
         [Declared.of(x) for x in given],
         [Declared.of(x) for x in outputs],
         returns_several,
-        rank_programs(programs, outputs[0].dtype, kind_of((*given, *outputs), read)),
+        rank_programs(programs, outputs[0].dtype, kind_of(kinds_of((*given, *outputs)), read)),
         HighLevelGraph(others, {each: set() for each in others}),
         options,
         token,

@@ -61,4 +61,4 @@ def explain(*collections: Any) -> str:
     graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
     keys = [each.__dask_keys__() for each in found]
     cluster = cluster_of(workers_of(current_client()).values())
-    return str(choice_of(graph, keys, cluster, checked_options(), of[0].kind))
+    return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))

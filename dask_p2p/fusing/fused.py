@@ -12,7 +12,7 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang, name_of_output
 from dask_p2p.fusing.planner import programs_of
 from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of
+from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of, kinds_of
 from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
 from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
 from dask_p2p.plugins.registration import register_if_possible
@@ -139,7 +139,7 @@ def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Opti
     """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
     check_tasks(read)
     programs = programs_of(read.tasks, min(most, read.tasks.widest))
-    names, kind = [x.name for x in arrays], kind_of(arrays, read)
+    names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
     return fused_gang(read.tasks, programs, names, arrays[0].dtype, kind, options)
 
 

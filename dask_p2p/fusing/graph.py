@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ def choice_of(
     keys: Any,
     cluster: Cluster,
     options: Options,
-    kind: Kind,  # of the blocks of the arrays
+    kinds: Iterable[Kind],  # of the blocks of the arrays
     known: Known = Known(),
     is_auto: bool = True,
 ) -> Choice:
@@ -83,7 +83,7 @@ def choice_of(
         check_tasks(read)
         check_annotations(annotations, read.tasks)
         sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
-        kind = kind_of((), read) if kind == "numpy" else kind
+        kind = kind_of(kinds, read)
         size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
         if is_auto:
             check_count(read.tasks)

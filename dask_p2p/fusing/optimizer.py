@@ -62,12 +62,8 @@ class Optimizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         obstacle = self.obstacles[0] if self.obstacles else ""
-        return AtScheduler, (self.is_auto, self.options, self.scheduler, self.kind, obstacle)
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of the blocks that ranks compute with."""
-        return "cupy" if "cupy" in self.kinds else "numpy"
+        kinds = frozenset(self.kinds)
+        return AtScheduler, (self.is_auto, self.options, self.scheduler, kinds, obstacle)
 
 
 @versioned(strict=True)
@@ -78,7 +74,7 @@ class AtScheduler:
     is_auto: bool
     options: Options
     scheduler: str  # its identity
-    kind: Kind  # of the blocks
+    kinds: frozenset[Kind]  # of the arrays' blocks
     obstacle: str  # the reason why Dask computes the graph; empty: none
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
@@ -93,7 +89,7 @@ class AtScheduler:
             return self._refused(graph, keys, FuseError(_NO_PLUGIN))
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
         known = _known(graph, {*flatten([keys])}, scheduler)
-        given = self.options, self.kind, known, self.is_auto
+        given = self.options, self.kinds, known, self.is_auto
         choice = choice_of(graph, keys, cluster, *given)
         if choice.error is not None:
             return self._refused(graph, keys, choice.error)

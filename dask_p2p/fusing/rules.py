@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dask_p2p.backends import backend_for
@@ -32,15 +32,19 @@ def check_arrays(arrays: Sequence[DaskArray]) -> None:
     check_one_library(arrays)
 
 
-def kind_of(arrays: Sequence[DaskArray], read: ReadGraph) -> Kind:
+def kind_of(kinds: Iterable[Kind], read: ReadGraph) -> Kind:
     """Return the kind of the blocks that ranks compute with: CuPy's if any of them are.
 
-    `arrays` are some of those in the graph.
+    `kinds` are those of some arrays in the graph.
     """
-    kinds = {backend_for(x._meta).name for x in arrays}
     nodes = read.tasks.nodes.values()
-    kinds |= {node.output.kind for node in nodes if isinstance(node, AssembleTask)}
-    return "cupy" if "cupy" in kinds else "numpy"
+    assembled = {node.output.kind for node in nodes if isinstance(node, AssembleTask)}
+    return "cupy" if "cupy" in {*kinds, *assembled} else "numpy"
+
+
+def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
+    """Return the kinds of the blocks of arrays."""
+    return {backend_for(x._meta).name for x in arrays}
 
 
 def check_tasks(read: ReadGraph) -> None:

@@ -9,7 +9,7 @@ import dask_p2p
 from dask_p2p.config import checked_options
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import kind_of
+from dask_p2p.fusing.rules import kind_of, kinds_of
 from dask_p2p.fusing.tasks import keys_of, read_graph
 from tests.sections.emulated import on_gpu
 
@@ -48,7 +48,7 @@ def test_the_kind_of_blocks(gpu):
     ):
         layers = [tasks_of_layer(layer, checked_options()) for layer in y.dask.layers.values()]
         tasks = {key: task for layer in layers for key, task in layer.items()}
-        assert kind_of([y], read_graph(tasks, [keys_of(y)])) == kind
+        assert kind_of(kinds_of([y]), read_graph(tasks, [keys_of(y)])) == kind
 
 
 @pytest.mark.parametrize(
