@@ -216,25 +216,23 @@ class _Unpacking:
         pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
         memory, descriptor = self._where(head := next(self._heads))
         out = assembling.begun(block, dtype, memory)
-        is_other = out.dtype != dtype or not memory.holds(out)  # of an undeclared array
-        if descriptor is not None and memory.lends_whole and not is_other:
-            memory.read_pieces(self._rank, descriptor, out, pieces, axes)
-            self.read.add(memory)
-            return
-        if is_other:
+        targets: list[tuple[Array, Sequence[Piece]]] = [(out, pieces)]
+        if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
             into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
             assembling.add_others(block, item.number, into)
-        else:
-            into = [out[box_slices(dst)] for _, _, dst in pieces]
+            targets = [
+                (each, (Piece(0, src, tuple((0, length) for length in each.shape)),))
+                for each, (_, src, _) in zip(into, pieces, strict=True)
+            ]
         if descriptor is not None and memory.lends_whole:
-            for (_, src, dst), target in zip(pieces, into, strict=True):
-                whole = Piece(0, src, tuple((0, high - low) for low, high in dst))
-                memory.read_pieces(self._rank, descriptor, target, (whole,), axes)
+            for target, parts in targets:
+                memory.read_pieces(self._rank, descriptor, target, parts, axes)
             self.read.add(memory)
             return
         heads = [head, *(next(self._heads) for _ in pieces[1:])]
-        for each, (_, src, _), target in zip(heads, pieces, into, strict=True):
-            self._take(each, box_shape(src), target, axes)
+        regions = [(src, into[box_slices(dst)]) for into, parts in targets for _, src, dst in parts]
+        for each, (src, region) in zip(heads, regions, strict=True):
+            self._take(each, box_shape(src), region, axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
         """Return the memory of an array, and its descriptor."""

@@ -61,10 +61,8 @@ class LiveValues(dict[Key, Any]):
 
 def _memory(value: Any) -> int:
     """Return a number for the memory of an array, the same for all views of it; 0 for others."""
-    if _is_on_gpu(value):
-        return id(value.data.mem)
     if not isinstance(value, np.ndarray):
-        return 0
+        return id(value.data.mem) if _is_on_gpu(value) else 0
     if value.base is None:  # as most
         return id(value)
     while isinstance(value.base, np.ndarray):

@@ -92,9 +92,6 @@ class EmulatedBatch:
     def __init__(self, gpu):
         self.gpu, self.permute_into, self.pending = gpu, kernels(gpu).permute_into, []
 
-    def copy(self, dst, src, axes):
-        self.pending.append((dst, src, axes))
-
     def copy_pieces(self, dst, src, pieces, axes):
         assert dst.dtype == src.dtype
         large = []
@@ -103,7 +100,7 @@ class EmulatedBatch:
             if into.nbytes >= self.large_bytes:
                 large.append(piece)
             else:
-                self.copy(into, of, axes)
+                self.pending.append((into, of, axes))
         return large
 
     def fill(self, dst, fills):

@@ -23,7 +23,6 @@ from dask_p2p.backends.kernels._batch import (
     packed_batch,
     packed_regions,
     region_layout,
-    whole_piece,
 )
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import box_shape, box_slices
@@ -57,11 +56,6 @@ class RegionBatch:
         self._pending: list[tuple[Any, int, tuple[Array, Array]]] = []  # arrays keep their memory
         self._known: dict[Any, _Copies] = {}  # a plan takes longer than its launch
         self._fills: dict[Any, tuple[Any, list[tuple[Array, Sequence[Piece]]]]] = {}
-
-    def copy(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        """Add ``dst[...] = src.transpose(axes)``."""
-        if self.copy_pieces(dst, src, whole_piece(src.shape, dst.shape), axes):
-            permute.permute_into(dst, src, axes)
 
     def copy_pieces(
         self, dst: Array, src: Array, pieces: Sequence[Piece], axes: Sequence[int]

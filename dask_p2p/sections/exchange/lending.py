@@ -39,13 +39,8 @@ class Lending(ABC):
         """Return whether a value is a plain array in this memory, without Python objects."""
 
     @abstractmethod
-    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
-        """Copy an array with its axes permuted, before `flush` returns."""
-
     def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
         """Copy pieces of an array with its axes permuted, before `flush` returns."""
-        for _, src, dst in pieces:
-            self.copy(into[box_slices(dst)], array[box_slices(src)], axes)
 
     @abstractmethod
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
@@ -78,12 +73,7 @@ class Lending(ABC):
         """Read an array of another rank into memory here, with its axes permuted."""
 
     def read_pieces(
-        self,
-        rank: int,
-        descriptor: bytes,
-        into: Array,
-        pieces: Pieces,
-        axes: Sequence[int],
+        self, rank: int, descriptor: bytes, into: Array, pieces: Pieces, axes: Sequence[int]
     ) -> None:
         """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
         raise NotImplementedError
@@ -115,8 +105,9 @@ class HostLending(Lending):
     def holds(self, value: Any) -> bool:
         return type(value) is np.ndarray and not value.dtype.hasobject
 
-    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
-        NUMPY.permute_into(into, array, axes)
+    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+        for _, src, dst in pieces:
+            NUMPY.permute_into(into[box_slices(dst)], array[box_slices(src)], axes)
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
         for box, value in fills:

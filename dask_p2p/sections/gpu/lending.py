@@ -83,9 +83,6 @@ class GpuLending(Lending):
     def holds(self, value: Any) -> bool:
         return self._gpu.holds(value)
 
-    def copy(self, into: Array, array: Array, axes: Sequence[int]) -> None:
-        self._batch.copy(into, array, axes)
-
     def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
         self._large += self._add(into, array, pieces, axes)
 
@@ -141,12 +138,7 @@ class GpuLending(Lending):
         self.read_pieces(rank, descriptor, into, whole_piece(tuple(shape), into.shape), axes)
 
     def read_pieces(
-        self,
-        rank: int,
-        descriptor: bytes,
-        into: Array,
-        pieces: Pieces,
-        axes: Sequence[int],
+        self, rank: int, descriptor: bytes, into: Array, pieces: Pieces, axes: Sequence[int]
     ) -> None:
         self._reads.append(_Read(rank, descriptor, into, pieces, axes))
 
