@@ -19,7 +19,7 @@ from dask_p2p.sections.iterate.stores import Save, checked_save
 
 
 class _StateReader:
-    """Values of a state in the form in which `Frames` reads fields and numbers."""
+    """Values of a state, read by `Frames` as fields and numbers."""
 
     def __init__(self, ctx: Context, values: StateValues) -> None:
         self._state, kinds = values, dict(zip(values.names, values.kinds, strict=True))
