@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dask_p2p.fusing.compiled import compile as compile  # noqa: A004
     from dask_p2p.fusing.explanation import explain as explain
     from dask_p2p.fusing.fused import fused as fused
-    from dask_p2p.fusing.residents import Handle as Handle
-    from dask_p2p.fusing.residents import ResidentGang as ResidentGang
+    from dask_p2p.fusing.resident.client import Handle as Handle
+    from dask_p2p.fusing.resident.client import ResidentGang as ResidentGang
     from dask_p2p.monitoring.runs import last_runs as last_runs
     from dask_p2p.on_gpu.map_on_gpu import map_on_gpu as map_on_gpu
     from dask_p2p.ops.estimate import MemoryEstimate as MemoryEstimate
@@ -61,13 +61,13 @@ _FUNCTIONS = {
     "Checkpoint": "dask_p2p.sections.iterate.stores",
     "CompiledFunction": "dask_p2p.fusing.compiled",
     "Field": "dask_p2p.sections.iterate.fields",
-    "Handle": "dask_p2p.fusing.residents",
+    "Handle": "dask_p2p.fusing.resident.client",
     "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
     "PerRank": "dask_p2p.sections.api.outputs",
     "Points": "dask_p2p.sections.api.points",
     "Record": "dask_p2p.sections.iterate.series",
-    "ResidentGang": "dask_p2p.fusing.residents",
+    "ResidentGang": "dask_p2p.fusing.resident.client",
     "Rows": "dask_p2p.sections.api.outputs",
     "Same": "dask_p2p.sections.api.outputs",
     "Save": "dask_p2p.sections.iterate.stores",

@@ -16,9 +16,22 @@ from dask.task_spec import Task
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import FuseError, InputError
-from dask_p2p.fusing.client_streams import ClientStreams
-from dask_p2p.fusing.declared import Declared
-from dask_p2p.fusing.gang import (
+from dask_p2p.fusing.planning.declared import Declared
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.rechunks import tasks_of_layer
+from dask_p2p.fusing.planning.rules import (
+    check_annotations,
+    check_arrays,
+    check_tasks,
+    kind_of,
+    kinds_of,
+)
+from dask_p2p.fusing.planning.tasks import keys_of, name_of, read_graph
+from dask_p2p.fusing.resident.client import ResidentGang, Signature
+from dask_p2p.fusing.resident.client_streams import ClientStreams
+from dask_p2p.fusing.resident.handle_memory import HandleMemory
+from dask_p2p.fusing.resident.rank import RunResident
+from dask_p2p.fusing.running.gang import (
     FusedGang,
     RankProgram,
     gang_of,
@@ -26,13 +39,6 @@ from dask_p2p.fusing.gang import (
     name_of_output,
     rank_programs,
 )
-from dask_p2p.fusing.handle_memory import HandleMemory
-from dask_p2p.fusing.planner import programs_of
-from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.resident_rank import RunResident
-from dask_p2p.fusing.residents import ResidentGang, Signature
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of, kinds_of
-from dask_p2p.fusing.tasks import keys_of, name_of, read_graph
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible

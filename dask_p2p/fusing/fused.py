@@ -9,11 +9,17 @@ from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options, checked_options
-from dask_p2p.fusing.gang import FusedGang, FusedLayer, fused_gang, name_of_output
-from dask_p2p.fusing.planner import programs_of
-from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import check_annotations, check_arrays, check_tasks, kind_of, kinds_of
-from dask_p2p.fusing.tasks import ReadGraph, keys_of, read_graph
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.rechunks import tasks_of_layer
+from dask_p2p.fusing.planning.rules import (
+    check_annotations,
+    check_arrays,
+    check_tasks,
+    kind_of,
+    kinds_of,
+)
+from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, read_graph
+from dask_p2p.fusing.running.gang import FusedGang, FusedLayer, fused_gang, name_of_output
 from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks

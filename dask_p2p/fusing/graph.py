@@ -12,12 +12,13 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options
 from dask_p2p.errors import FuseError, UnsupportedArrayError
-from dask_p2p.fusing.gang import fused_gang
-from dask_p2p.fusing.planner import programs_of
-from dask_p2p.fusing.program import Program
-from dask_p2p.fusing.rechunks import tasks_of_layer
-from dask_p2p.fusing.rules import check_annotations, check_tasks, kind_of
-from dask_p2p.fusing.sizes import sizes_of
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.program import Program
+from dask_p2p.fusing.planning.rechunks import tasks_of_layer
+from dask_p2p.fusing.planning.rules import check_annotations, check_tasks, kind_of
+from dask_p2p.fusing.planning.sizes import sizes_of
+from dask_p2p.fusing.planning.tasks import ReadGraph, before_stores, read_graph
+from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.fusing.suitability import (
     Cluster,
     check_count,
@@ -26,7 +27,6 @@ from dask_p2p.fusing.suitability import (
     exchanges_of,
     ranks_for,
 )
-from dask_p2p.fusing.tasks import ReadGraph, before_stores, read_graph
 from dask_p2p.types import Key, Kind
 
 

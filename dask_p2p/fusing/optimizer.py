@@ -23,7 +23,7 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, optimized
-from dask_p2p.fusing.rules import ANNOTATIONS
+from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
 from dask_p2p.types import Key, Kind

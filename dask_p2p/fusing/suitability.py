@@ -11,9 +11,9 @@ from dask.utils import format_bytes
 
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError
-from dask_p2p.fusing.program import AssembleStep, Program
-from dask_p2p.fusing.sizes import peak_bytes
-from dask_p2p.fusing.tasks import FusedTasks, name_of
+from dask_p2p.fusing.planning.program import AssembleStep, Program
+from dask_p2p.fusing.planning.sizes import peak_bytes
+from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key, Kind
 
 #: A gang costs about as much as this number of Dask's tasks a rank, and its output tasks.

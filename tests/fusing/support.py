@@ -14,9 +14,9 @@ from distributed.protocol.pickle import dumps
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.fusing.planner import programs_of
-from dask_p2p.fusing.runner import ProgramContext, Runner
-from dask_p2p.fusing.tasks import keys_of, read_graph
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.tasks import keys_of, read_graph
+from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 

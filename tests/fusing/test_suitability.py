@@ -7,8 +7,8 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing import suitability
-from dask_p2p.fusing.planner import programs_of
-from dask_p2p.fusing.sizes import sizes_of
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
     check_count,

@@ -1,0 +1,1 @@
+"""Programs of ranks, planned from the tasks of a graph, without a cluster."""

@@ -1,0 +1,123 @@
+"""The owner of each task: the rank that runs it.
+
+A task belongs to the rank that has most of the bytes that it reads. Among ranks with about as many
+bytes, and for tasks without inputs, the position of the block in its array decides. Assembled
+blocks of one array are spread evenly: there, bytes move in any case.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dask.task_spec import DataNode, GraphNode
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.sizes import item_bytes_of, sizes_of
+from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
+from dask_p2p.types import Key
+
+#: Largest literal value that the program of each rank contains that reads it.
+MOST_LITERAL_BYTES = 2**12
+_ABOUT = 0.95  # a rank with this part of the most bytes has about as many
+
+
+def owners_of(
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int] | None = None,
+    pinned: Mapping[Key, int] = {},
+) -> dict[Key, int]:
+    """Return the owner of each task and input, by key. Small literals have none.
+
+    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`. `pinned` has owners
+    that are decided.
+    """
+    by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
+    owners = {key: by_position[key] for key in tasks.inputs}
+    if size == 1:
+        return owners | dict.fromkeys(tasks.nodes, 0)
+    sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
+    elements: dict[Any, Sequence[int]] = {}
+    shares = _Shares(tasks.nodes, size)
+    for key, node in tasks.nodes.items():
+        at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
+        read_bytes = _read_bytes(node, key, tasks, sizes_bytes, elements)
+        for each, count in zip(tasks.reads[key], read_bytes, strict=True):
+            if each in owners:
+                at[owners[each]] += count
+        if key in pinned:
+            owners[key] = pinned[key]
+        elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
+            owners[key] = shares.chosen(key, node, at, by_position[key])
+    return owners
+
+
+def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
+    """Return the rank of each key by its position among the keys of the same array.
+
+    Keys may have words in addition to the index of a block: then those with the same words count.
+    """
+    alike: defaultdict[Any, list[Key]] = defaultdict(list)
+    for key in keys:
+        words = [each for each in key if isinstance(each, str)] if isinstance(key, tuple) else [key]
+        alike[len(key), *words].append(key)
+    found = {}
+    for same in alike.values():
+        ordered = same
+        with suppress(TypeError):  # keys that have no order stay in that of the graph
+            ordered = sorted(same)
+        for number, key in enumerate(ordered):
+            found[key] = number * size // len(same)
+    return found
+
+
+class _Shares:
+    """The number of assembled blocks of each array that each rank has so far."""
+
+    def __init__(self, nodes: Mapping[Key, GraphNode], size: int) -> None:
+        counts = Counter(name_of(key) for key, n in nodes.items() if isinstance(n, AssembleTask))
+        self._most = {name: -(-count // size) for name, count in counts.items()}
+        self._owned = {name: [0] * size for name in counts}
+
+    def chosen(self, key: Key, node: GraphNode, at: Mapping[int, int], preferred: int) -> int:
+        """Return the owner of a task, from the bytes that it reads of each rank."""
+        if not isinstance(node, AssembleTask):
+            return _with_most(at, preferred)
+        name = name_of(key)
+        owned, most = self._owned[name], self._most[name]
+        free = {rank: count for rank, count in at.items() if owned[rank] < most}
+        owner = _with_most(free, preferred)
+        if owned[owner] >= most:  # none of its sources' owners is free
+            owner = owned.index(min(owned))
+        owned[owner] += 1
+        return owner
+
+
+def _with_most(at: Mapping[int, int], preferred: int) -> int:
+    """Return a rank with about the most bytes; the preferred one if it is among them."""
+    if not at:
+        return preferred
+    enough = _ABOUT * max(at.values())
+    if at.get(preferred, -1) >= enough:
+        return preferred
+    return next(rank for rank, count in at.items() if count >= enough)
+
+
+def _read_bytes(
+    node: GraphNode,
+    key: Key,
+    tasks: FusedTasks,
+    sizes_bytes: Mapping[Key, int],
+    elements: dict[Any, Sequence[int]],  # filled: elements of each source, by plan and index
+) -> Iterable[int]:
+    """Return the number of bytes that a task reads of each key."""
+    if not isinstance(node, AssembleTask):
+        return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    counts = elements.get((node.plan, node.index))
+    if counts is None:
+        counts = elements[node.plan, node.index] = node.plan.source_elements(node.index)
+    item_bytes = item_bytes_of(node)
+    return (count * item_bytes for count in counts)

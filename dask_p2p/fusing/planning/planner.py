@@ -1,0 +1,161 @@
+"""Programs of ranks, made from the owner and the superstep of each task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from dask.task_spec import DataNode
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.owners import owners_of
+from dask_p2p.fusing.planning.program import (
+    AssembledBlock,
+    AssembleStep,
+    Item,
+    Program,
+    Regions,
+    Superstep,
+    WholeValue,
+)
+from dask_p2p.fusing.planning.sizes import item_bytes_of, peak_bytes, sizes_of
+from dask_p2p.fusing.planning.supersteps import late_supersteps_of, supersteps_of
+from dask_p2p.fusing.planning.tasks import FusedTasks
+from dask_p2p.geometry import block_shape
+from dask_p2p.plans import Plan
+from dask_p2p.sections.exchange.regions import LEAST_BYTES
+from dask_p2p.types import Key
+
+#: Smallest memory of a rank that is worth a second plan.
+_LARGE_BYTES = 2**25
+#: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
+_FEW_EXCHANGES = 16
+_WORTHWHILE = 0.9  # least ratio of memory that counts
+
+
+def programs_of(
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int] | None = None,
+    pinned: Mapping[Key, int] = {},
+) -> list[Program]:
+    """Return the program of each rank, by rank; for `sizes_bytes` and `pinned` see `owners_of`."""
+    if sizes_bytes is None:
+        sizes_bytes = sizes_of(tasks)
+    owners = owners_of(tasks, size, sizes_bytes, pinned)
+    programs = _written(tasks, size, owners, supersteps_of(tasks, owners))
+    if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
+        return programs
+    most_bytes = _most_bytes(programs, sizes_bytes)
+    if most_bytes < _LARGE_BYTES:
+        return programs
+    late = _written(tasks, size, owners, late_supersteps_of(tasks, owners))
+    return late if _most_bytes(late, sizes_bytes) < _WORTHWHILE * most_bytes else programs
+
+
+def _written(
+    tasks: FusedTasks, size: int, owners: Mapping[Key, int], supersteps: Mapping[Key, int]
+) -> list[Program]:
+    writer = _Writer(tasks, size, owners, supersteps)
+    for key, node in tasks.nodes.items():
+        if isinstance(node, AssembleTask):
+            writer.add_assembly(key, node)
+        elif not isinstance(node, DataNode):
+            writer.add(key, node)
+    writer.add_wholes()
+    return writer.programs()
+
+
+def _most_bytes(programs: Iterable[Program], sizes_bytes: Mapping[Key, int]) -> int:
+    return max(peak_bytes(each, sizes_bytes) for each in programs)
+
+
+class _Writer:
+    """Writes the programs of all ranks, task by task in the order of the graph."""
+
+    def __init__(
+        self,
+        tasks: FusedTasks,
+        size: int,
+        owners: Mapping[Key, int],  # by key; small literals have none
+        supersteps: Mapping[Key, int],  # by key
+    ) -> None:
+        self._tasks, self._owners, self._supersteps = tasks, owners, supersteps
+        count = max(supersteps.values(), default=0) + 1
+        self._steps = [[Superstep() for _ in range(count)] for _ in range(size)]
+        self._uses = [defaultdict[Key, int](int) for _ in range(size)]
+        self._plans: dict[Plan, Plan] = {}  # one object for equal plans: it is pickled once
+        self._wholes: dict[tuple[Key, int], int] = {}  # superstep, by key and receiver
+        self._largest_bytes = 0
+
+    def add(self, key: Key, node: Any) -> None:
+        """Add a task that reads whole values."""
+        rank, superstep = self._owners[key], self._supersteps[key]
+        for each in self._tasks.reads[key]:
+            self._read(each, rank, superstep)
+        own = node if node.key == key else node.substitute({}, key=key)
+        self._steps[rank][superstep].steps.append(own)
+
+    def add_assembly(self, key: Key, node: AssembleTask) -> None:
+        """Add the assembly of a block, and the regions that other ranks send for it."""
+        rank, superstep = self._owners[key], self._supersteps[key]
+        plan = self._plans.setdefault(node.plan, node.plan)
+        output = node.output
+        block = AssembledBlock(key, plan, node.index, output.dtype, output.epilogue)
+        local = []
+        for number, each in enumerate(node.blocks.items):
+            if self._is_local(each, rank):
+                self._uses[rank][each] += 1
+                local.append((number, each))
+            else:
+                self._send(Regions(each, number, block), rank, superstep)
+        self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
+        shape = block_shape(plan.chunks, node.index)
+        self._largest_bytes = max(self._largest_bytes, prod(shape) * item_bytes_of(node))
+
+    def add_wholes(self) -> None:
+        """Add the messages with whole values, each in the first superstep that needs it."""
+        for (key, rank), superstep in self._wholes.items():
+            self._send(WholeValue(key), rank, superstep)
+
+    def programs(self) -> list[Program]:
+        """Return the programs, once all tasks and messages are added."""
+        reads_memory = self._largest_bytes >= LEAST_BYTES
+        return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
+
+    def _program(self, rank: int, reads_memory: bool) -> Program:
+        uses, owners = self._uses[rank], self._owners
+        outputs = tuple(
+            tuple(key for key in keys if owners.get(key, 0) == rank) for keys in self._tasks.outputs
+        )
+        for keys in outputs:
+            for key in keys:
+                uses[key] += 1
+        inputs = tuple(key for key in self._tasks.inputs if uses.get(key) and owners[key] == rank)
+        nodes = self._tasks.nodes
+        literals = {
+            key: nodes[key].value
+            for key in uses
+            if isinstance(nodes.get(key), DataNode) and self._is_local(key, rank)
+        }
+        supersteps = tuple(self._steps[rank])
+        return Program(inputs, literals, supersteps, dict(uses), outputs, reads_memory)
+
+    def _is_local(self, key: Key, rank: int) -> bool:
+        """Return whether a rank has a value without a message."""
+        return self._owners.get(key, rank) == rank
+
+    def _read(self, key: Key, rank: int, superstep: int) -> None:
+        """Record that a task of a rank reads a whole value."""
+        self._uses[rank][key] += 1
+        if not self._is_local(key, rank):
+            first = self._wholes.get((key, rank), superstep)
+            self._wholes[key, rank] = min(first, superstep)
+
+    def _send(self, item: Item, rank: int, superstep: int) -> None:
+        owner = self._owners[item.key]
+        self._uses[owner][item.key] += 1
+        self._steps[owner][superstep].sends.setdefault(rank, []).append(item)
+        self._steps[rank][superstep].receives.setdefault(owner, []).append(item)

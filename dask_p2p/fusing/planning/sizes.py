@@ -1,0 +1,124 @@
+"""Sizes of the values of a fused graph, as far as they are known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+from dask.task_spec import DataNode, GraphNode, Task
+
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.program import AssembleStep, Program, Superstep, WholeValue
+from dask_p2p.fusing.planning.tasks import FusedTasks
+from dask_p2p.geometry import block_shape
+from dask_p2p.types import Key
+
+_ITEM_BYTES = 8  # of arrays whose dtype is unknown
+_REDUCED = 16  # least elements along the axes of a reduction, as a guess
+
+
+def sizes_of(tasks: FusedTasks, inputs_bytes: Mapping[Key, int] = {}) -> dict[Key, int]:
+    """Return an upper bound of the size of each value, or a guess: its largest input.
+
+    `inputs_bytes` has the sizes of inputs that are known.
+    """
+    sizes_bytes = {key: inputs_bytes.get(key, 1) for key in tasks.inputs}
+    for key, node in tasks.nodes.items():
+        sizes_bytes[key] = _size_of(node, key, tasks, sizes_bytes)
+    return sizes_bytes
+
+
+def _size_of(node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]) -> int:
+    """Return an upper bound of the size of a task's result, or a guess."""
+    if isinstance(node, AssembleTask):
+        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node)
+    if isinstance(node, DataNode):
+        return int(getattr(node.value, "nbytes", 1))
+    if not tasks.reads[key]:
+        return _created_bytes(node)
+    largest = max(sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    return max(1, largest // _REDUCED) if "keepdims" in _keywords(node) else largest
+
+
+def item_bytes_of(node: AssembleTask) -> int:
+    """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
+    return _ITEM_BYTES if node.output.dtype is None else int(node.output.dtype.itemsize)
+
+
+def peak_bytes(program: Program, sizes_bytes: Mapping[Key, int]) -> int:
+    """Return the most bytes that a rank has at the same time, by the sizes of its values."""
+    uses = dict(program.uses)
+    live = sum(sizes_bytes.get(key, 1) for key in (*program.inputs, *program.literals))
+    peak = live
+
+    def used(key: Key) -> int:
+        uses[key] -= 1
+        return 0 if uses[key] else sizes_bytes.get(key, 1)
+
+    for superstep in program.supersteps:
+        live += sum(sizes_bytes.get(key, 1) for key in _received(superstep))
+        peak = max(peak, live)
+        live -= sum(used(item.key) for items in superstep.sends.values() for item in items)
+        begun = {
+            item.block.key
+            for items in superstep.receives.values()
+            for item in items
+            if not isinstance(item, WholeValue)
+        }
+        for step in superstep.steps:
+            is_block = isinstance(step, AssembleStep)
+            key = step.block.key if is_block else step.key
+            live += 0 if key in begun else sizes_bytes.get(key, 1)
+            peak = max(peak, live)
+            reads = [each for _, each in step.local] if is_block else step.dependencies
+            live -= sum(map(used, reads))
+    return peak
+
+
+def _received(superstep: Superstep) -> set[Key]:
+    """Return the keys of the values, and of the blocks, that an exchange allocates."""
+    return {
+        item.key if isinstance(item, WholeValue) else item.block.key
+        for items in superstep.receives.values()
+        for item in items
+    }
+
+
+def _created_bytes(node: GraphNode) -> int:
+    """Return the size of an array that a function creates from its shape; 1 if none is found."""
+    if not isinstance(node, Task):
+        return 1
+    shapes = [each for each in _values(node) if _is_shape(each)]
+    return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=1)
+
+
+def _keywords(node: GraphNode) -> Mapping[str, Any]:
+    """Return the keyword arguments of a task's function, as far as they are known."""
+    if not isinstance(node, Task):
+        return {}
+    bound = node.func.keywords if isinstance(node.func, partial) else {}
+    return {**bound, **node.kwargs}
+
+
+def _values(node: Task) -> list[Any]:
+    """Return the arguments of a task, and those inside of them."""
+    found: list[Any] = []
+    stack = [*node.args, *node.kwargs.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, DataNode):
+            value = value.value
+        if isinstance(value, Task):
+            stack += [*value.args, *value.kwargs.values()]
+        elif isinstance(value, dict):
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+        found.append(value)
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(type(each) is int for each in value)

@@ -1,0 +1,1 @@
+"""Gangs that stay on their workers between the calls of a compiled function."""

@@ -1,0 +1,260 @@
+"""Resident gangs: ranks that stay on their workers between the calls of a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from uuid import uuid4
+from weakref import finalize
+
+from dask.array.core import finalize as joined
+from dask.array.core import new_da_object
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed.protocol.pickle import loads
+
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.fusing.planning.declared import Declared
+from dask_p2p.fusing.resident.client_streams import ClientStreams
+from dask_p2p.fusing.resident.command_log import FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.running.assembling import nested
+from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.types import DaskArray, Key
+
+_PREFIX = "p2p-resident"  # of the names of arrays
+_ATTEMPTS = 8  # attempts to make an array
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments and results of a compiled function."""
+
+    arguments: Sequence[Declared]
+    results: Sequence[Declared]
+    returns_several: bool
+
+
+class Handle:
+    """A result of a call of a resident gang. Its blocks stay with the ranks.
+
+    The ranks drop the blocks when Python drops the handle. A handle has the attributes ``shape``,
+    ``chunks`` and ``dtype`` of a Dask array.
+    """
+
+    def __init__(self, streams: ClientStreams, number: int, declared: Declared) -> None:
+        self._streams, self._number, self._declared = streams, number, declared
+
+    @property
+    def chunks(self) -> Any:
+        return self._declared.chunks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(sum, self.chunks))
+
+    @property
+    def dtype(self) -> Any:
+        return self._declared.dtype
+
+    def __repr__(self) -> str:
+        return f"<handle of a resident gang, shape {self.shape}, {self.dtype}>"
+
+    def __del__(self) -> None:
+        self._streams.drop(self._number)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("expected an array, got a handle of a resident gang. Call run.fetch.")
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "expected a value for other processes, got a handle of a resident gang. Call run.array."
+        )
+
+
+class ResidentGang:
+    """The ranks of a compiled function, which stay on their workers between calls.
+
+    `CompiledFunction.resident` returns one. It is a context manager: the ranks begin when the
+    context is entered, and end with it. Inside of it, call the object as the function.
+    """
+
+    def __init__(
+        self,
+        streams: ClientStreams,
+        submit: Callable[[], Any],  # submits the gang, and returns the future of its commit task
+        signature: Signature,
+        names: Sequence[str],  # of the arrays that the gang begins with
+    ) -> None:
+        self._streams, self._submit, self._signature = streams, submit, signature
+        self._names = names
+        self._calls = count()
+        self._has_begun = False
+        self._end = finalize(self, streams.close)
+        self._end.atexit = False  # the client ends the gang then
+
+    def __enter__(self) -> ResidentGang:
+        """Submit the ranks to the cluster; do not wait for them."""
+        if self._has_begun:
+            raise InputError(
+                "expected a resident gang that has not begun: it begins once. Call step.resident."
+            )
+        self._has_begun = True
+        self._streams.start(self._submit)
+        return self
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        """Wait for all calls, and end the ranks. After an exception end them immediately."""
+        try:
+            if kind is None:
+                self._streams.finish()
+        finally:
+            self._end()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Begin a call; return handles of its results immediately.
+
+        Parameters
+        ----------
+        *arguments : Handle or dask.array.Array
+            Handles of this gang, or arrays that it has begun with.
+
+        Returns
+        -------
+        Handle or tuple of Handle
+            As the results of the function.
+
+        Raises
+        ------
+        InputError, ChunksError
+            If the arguments differ from the examples of `compile` in number, chunks or dtype, or
+            are neither handles of this gang nor arrays that it has begun with.
+        MemoryLimitError
+            If the results would not fit into the memory of a worker, next to other handles.
+        SectionError
+            If the gang has ended.
+        """
+        self._check_begun()
+        known, results = self._signature.arguments, self._signature.results
+        if len(arguments) != len(known):
+            raise InputError(
+                f"expected {len(known)} arguments, as in compile, got {len(arguments)}."
+            )
+        read = [self._number_of(number, x) for number, x in enumerate(arguments)]
+        first = next(self._calls) * len(results)
+        self._streams.call(read, first)
+        made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
+        return tuple(made) if self._signature.returns_several else made[0]
+
+    def fetch(self, handle: Handle) -> Any:
+        """Return the values of a handle as a NumPy array.
+
+        Parameters
+        ----------
+        handle : Handle
+            A handle of this gang.
+
+        Returns
+        -------
+        numpy.ndarray
+            As `compute` of a Dask array returns it.
+
+        Raises
+        ------
+        InputError
+            If the argument is no handle of this gang.
+        SectionError
+            If the gang has ended.
+        Exception
+            The exception of a task that the values need, in the call that made the handle or in an
+            earlier one. Notes name the task and the call.
+        """
+        self._check_handle(handle)
+        answers = self._request(FETCH, handle)
+        blocks = {tuple(index): block for answer in answers for index, block in answer}
+        for index, block in blocks.items():
+            if isinstance(block, bytes):
+                blocks[index] = loads(block)
+        return joined(nested(blocks))
+
+    def array(self, handle: Handle) -> DaskArray:
+        """Return a Dask array with the values of a handle. Its blocks are on the workers.
+
+        Parameters
+        ----------
+        handle : Handle
+            A handle of this gang.
+
+        Returns
+        -------
+        dask.array.Array
+            Array with the chunks and the dtype of the handle. It is independent of the gang. Dask
+            cannot compute its blocks again if their worker is lost, as with `client.scatter`.
+
+        Raises
+        ------
+        Exception
+            As for `fetch`.
+        """
+        self._check_handle(handle)
+        for _ in range(_ATTEMPTS):
+            attempt = self._streams.attempt
+            sizes = self._request(SIZES, handle)
+            name, futures = f"{_PREFIX}-{uuid4().hex}", dict[Key, Any]()
+            with suppress(KeyError):  # a worker is lost
+                futures = self._streams.register(name, sizes)
+                self._request(PUBLISH, handle, name)
+            if futures and self._streams.attempt == attempt:  # the ranks had the same workers
+                graph = HighLevelGraph({name: MaterializedLayer(futures)}, {name: set()})
+                known = handle._declared
+                return new_da_object(graph, name, known.chunks, meta=known.meta, dtype=known.dtype)
+        raise SectionError(
+            f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
+            f"run.array again."
+        )
+
+    def _request(self, kind: str, handle: Handle, *others: Any) -> list[Any]:
+        """Return the blocks of each rank, as the answers of a request have them.
+
+        Raises the exception of a block that has failed.
+        """
+        answers = self._streams.request(kind, handle._number, *others)
+        for answer in answers:
+            if isinstance(answer, bytes):
+                raise loads(answer)
+        return answers
+
+    def _number_of(self, number: int, x: Any) -> int:
+        """Return the number of the handle that is an argument of a call."""
+        known = self._signature.arguments[number]
+        if is_dask_array(x):
+            if x.name != self._names[number]:
+                raise InputError(
+                    f"argument {number}: expected a handle, or the array that the gang has begun "
+                    f"with, got another Dask array. Begin a gang with it: step.resident(x)."
+                )
+            found = -1 - number
+        else:
+            self._check_handle(x)
+            found = x._number
+        known.check(number, x)
+        return found
+
+    def _check_begun(self) -> None:
+        if not self._has_begun:
+            raise InputError(
+                "expected a resident gang that has begun. Write: with step.resident(x) as run."
+            )
+
+    def _check_handle(self, handle: Any) -> None:
+        self._check_begun()
+        if is_dask_array(handle):
+            raise InputError("expected a handle, got a Dask array. Call its compute().")
+        if not isinstance(handle, Handle):
+            raise InputError(f"expected a handle, got {type(handle).__name__}.")
+        if handle._streams is not self._streams:
+            raise InputError(
+                "expected a handle of this resident gang, got that of another one. Call other.array"
+                "(handle), and begin a gang from this array."
+            )

@@ -1,0 +1,144 @@
+"""The worker's side of resident gangs: commands of the client, on their way to a rank's thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+from distributed import Worker
+from distributed.core import Status
+
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import SectionError
+from dask_p2p.fusing.resident.command_log import Command
+from dask_p2p.fusing.resident.command_stream import CommandStream
+from dask_p2p.interprocess.requests import checked_text
+from dask_p2p.plugins.worker import P2PPlugin, set_up
+from dask_p2p.sections.wire.connection import AttemptEndedError
+
+#: Request of a client to a worker, which begins the stream of commands to a rank there.
+COMMANDS = "p2p_resident_commands"
+#: Topic of events: all ranks of a gang have begun, and receive commands.
+TOPIC = "p2p-resident"
+
+_LOOK_S = 0.2  # time between two checks for the end of the attempt
+_CLIENT_S = 60.0  # longest wait for the client
+
+
+class CommandQueue:
+    """The commands that a rank has received, and the stream for its answers."""
+
+    def __init__(self, has_ended: Callable[[], bool]) -> None:  # whether the attempt has ended
+        self.token = uuid4().hex
+        self._has_ended = has_ended
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+        self._stream: CommandStream | None = None
+        self._is_closed = False
+
+    # --- in the rank's thread
+
+    def get(self) -> Command:
+        """Wait for the next command, and return it.
+
+        Raises `AttemptEndedError` if the attempt or the stream has ended, and `SectionError` if the
+        client does not begin the stream.
+        """
+        until_s = time.monotonic() + _CLIENT_S
+        with self._changed:
+            while not self._commands:
+                if self._is_closed or self._has_ended():
+                    raise AttemptEndedError("the attempt or the stream of commands has ended")
+                if self._stream is None and time.monotonic() > until_s:
+                    raise SectionError(
+                        f"the client has not connected to a rank of its resident gang for "
+                        f"{_CLIENT_S:g} s. Run the client where it reaches the workers."
+                    )
+                self._changed.wait(_LOOK_S)
+            return self._commands.popleft()
+
+    def send(self, message: Any) -> None:
+        """Send a message to the client."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    # --- on the event loop
+
+    def begin(self, stream: CommandStream) -> bool:
+        """Use a stream for the answers; return False if there is one, or the rank has ended."""
+        if self._stream is not None or self._is_closed:
+            return False
+        self._stream = stream
+        return True
+
+    def put(self, commands: list[Command]) -> None:
+        """Add received commands."""
+        with self._changed:
+            self._commands += commands
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the wait of the rank's thread, after the commands that are here."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
+class CommandQueues:
+    """The ranks of resident gangs on a worker: a part of the worker's plugin."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._queues: dict[str, CommandQueue] = {}  # by token
+        self._streams: dict[str, CommandStream] = {}
+        worker.handlers[COMMANDS] = self.receive
+
+    def close(self) -> None:
+        """End all ranks here."""
+        self._worker.handlers.pop(COMMANDS, None)
+        for token in tuple(self._queues):
+            self._end(token)
+
+    @contextmanager
+    def queue(self, has_ended: Callable[[], bool]) -> Iterator[CommandQueue]:
+        """Receive the commands of a rank inside this context. In the rank's thread."""
+        queue = CommandQueue(has_ended)
+        self._queues[queue.token] = queue
+        try:
+            yield queue
+        finally:
+            self._worker.loop.add_callback(self._end, queue.token)
+
+    async def receive(self, comm: Any, token: Any) -> Status:
+        """Receive the commands of one rank until the stream ends."""
+        queue, stream = self._queues.get(checked_text("token", token)), CommandStream(comm)
+        if queue is None or not queue.begin(stream):
+            stream.close()
+            return Status.dont_reply
+        self._streams[token] = stream
+        try:
+            stream.send("ok")
+            while True:
+                queue.put(await stream.read())
+        except OSError:
+            return Status.dont_reply
+        finally:
+            self._end(token)
+
+    def _end(self, token: str) -> None:
+        if queue := self._queues.pop(token, None):
+            queue.close()
+        if stream := self._streams.pop(token, None):
+            stream.close()
+
+
+async def queues_on(worker: Worker) -> CommandQueues:
+    """Return the ranks of resident gangs on a worker; install the worker's plugin if missing."""
+    await set_up(P2PPlugin(), worker)
+    queues: CommandQueues = worker.plugins[PLUGIN_NAME].part(CommandQueues)
+    return queues

@@ -1,0 +1,244 @@
+"""A rank of a resident gang: it runs its program at each call of the client, and keeps the results.
+
+The client sends commands (`command_log`) to all ranks in the same order. So ranks exchange data in
+the same order, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from distributed import Worker, get_worker, secede
+from distributed.protocol import Serialized, serialize
+from distributed.protocol.pickle import dumps
+from distributed.sizeof import sizeof
+from distributed.utils import sync
+
+from dask_p2p.fusing.planning.program import AssembleStep, Program
+from dask_p2p.fusing.resident.command_log import (
+    ANSWER,
+    CALL,
+    DONE,
+    DROP,
+    END,
+    FETCH,
+    KEEP,
+    PUBLISH,
+    SIZES,
+)
+from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, queues_on
+from dask_p2p.fusing.resident.handle_table import HandleTable
+from dask_p2p.fusing.running.failures import FailedValue
+from dask_p2p.fusing.running.functions import Functions
+from dask_p2p.fusing.running.gang import output_of, unpacked
+from dask_p2p.fusing.running.runner import ProgramContext, Runner
+from dask_p2p.fusing.running.values import LiveValues
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS
+from dask_p2p.sections.gang.checkpoints import Checkpoints
+from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.types import DType, Kind
+
+_DONE_EVERY = 16  # calls between two reports of rank 0
+_BEGIN = "begin of a resident gang"
+
+
+class ResidentContext(ProgramContext):
+    """The context of a rank of a resident gang."""
+
+    def __init__(
+        self,
+        ranks: Any,
+        rank: int = 0,
+        connections: Connections = ONE_RANK,
+        checkpoints: Checkpoints | None = None,  # None: one rank, whose handles are not saved
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(ranks, rank, connections, checkpoints, *others, **options)
+        self.checkpoints = checkpoints
+
+
+@dataclass(frozen=True)
+class RunResident:
+    """The work of a rank: the calls of its program."""
+
+    gang: str  # its name
+    program: bytes  # packed, so that only the rank's worker opens it
+    arguments: tuple[str, ...]  # names of the arrays that stand for the arguments in the program
+    dtype: DType | None  # of the first result
+    kind: Kind  # of the arrays
+    is_resident: ClassVar[bool] = True  # the gang shares its workers
+
+    @staticmethod
+    def context(*given: Any, **options: Any) -> ResidentContext:
+        """Return the context of a rank: see `ProgramContext`."""
+        return ResidentContext(*given, **options)
+
+    def __call__(self, ctx: ResidentContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
+        program, worker = unpacked(self.program), get_worker()
+        if ctx.connections.is_alone:
+            secede()  # as ranks of a gang do: the rank mostly waits
+        queues = sync(worker.loop, queues_on, worker)
+        with (
+            ctx.device.running([block for block in blocks if ctx.device.holds(block)]),
+            queues.queue(lambda: ctx.connections.has_ended) as queue,
+        ):
+            table = HandleTable(program, self.arguments, blocks)
+            resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
+            if state is not None:
+                table.restore(state)
+            announce(self.gang, ctx, queue, worker, resume)
+            ResidentRank(ctx, worker, queue, table, ResidentRunner(ctx, program)).serve()
+        return [[] for _ in program.outputs]
+
+
+def announce(
+    gang: str, ctx: ResidentContext, queue: CommandQueue, worker: Worker, resume: int
+) -> None:
+    """Send the client the addresses of all ranks, once all of them receive commands.
+
+    `resume` is the number of the checkpoint that they have begun with; 0 without one.
+    """
+    limit = getattr(worker.memory_manager, "memory_limit", None) or 0
+    own = pickle.dumps((worker.contact_address, queue.token, limit))
+    if ctx.rank:
+        ctx.connections.exchange(_BEGIN, {0: own}, {})
+        return
+    _, size = ctx.connections.rank_and_size
+    receives: dict[int, None] = dict.fromkeys(range(1, size))
+    found: dict[int, Any] = {0: own, **ctx.connections.exchange(_BEGIN, {}, receives)}
+    ranks = [pickle.loads(found[rank]) for rank in range(size)]
+    worker.log_event(TOPIC, {"gang": gang, "ranks": ranks, "resume": resume})
+
+
+class ResidentRunner(Runner):
+    """Runs its program many times. A failed task gives a failed value, and the program goes on."""
+
+    def __init__(self, ctx: ResidentContext, program: Program) -> None:
+        super().__init__(ctx, program)
+        self._rank = ctx.rank
+        self._progress = Progress()  # that of the rank counts calls
+        self._functions = Functions(runs_again=True)
+        self._whole, self._number = program, 0
+        self._messages.failed_value = self._failed_value
+
+    def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
+        """Return the output blocks by array, from the blocks of the inputs, for a call."""
+        self._number = number
+        self._program = replace(self._whole, literals=dict(self._whole.literals))
+        self._values = LiveValues(self._whole.uses, self._assembling.is_lent)
+        try:
+            return self.run(blocks)
+        finally:
+            self._values.clear()
+
+    def _run(self, step: Any) -> None:
+        if isinstance(step, AssembleStep):
+            key, read = step.block.key, [each for _, each in step.local]
+        else:
+            key, read = step.key, list(step.dependencies)
+        # A failed value of another rank has come under the key of the block.
+        values = [self._values.get(key), *(self._values[each] for each in read)]
+        failed = next((each for each in values if type(each) is FailedValue), None)
+        if failed is None:
+            try:
+                super()._run(step)
+                return
+            except Exception as exc:
+                failed = self._failed_value(exc)
+        self._assembling.drop(key)
+        self._values[key] = failed
+        for each in read:
+            self._values.use(each)
+
+    def _failed_value(self, exc: Exception) -> FailedValue:
+        exc.add_note(f"In call {self._number} of a resident gang.")
+        return FailedValue.of(exc, self._rank)
+
+
+class ResidentRank:
+    """Does the commands of the client, one after the other."""
+
+    def __init__(
+        self,
+        ctx: ResidentContext,
+        worker: Worker,
+        queue: CommandQueue,
+        table: HandleTable,
+        runner: ResidentRunner,
+    ) -> None:
+        self._ctx, self._worker, self._queue = ctx, worker, queue
+        self._table, self._runner = table, runner
+        self._requests: Mapping[str, Callable[..., Any]] = {
+            FETCH: self._fetch,
+            SIZES: self._sizes,
+            PUBLISH: self._publish,
+        }
+
+    def serve(self) -> None:
+        """Do commands until the last one."""
+        while True:
+            number, kind, *arguments = self._queue.get()
+            if kind == CALL:
+                self._call(number, *arguments)
+            elif kind == DROP:
+                self._table.drop(*arguments)
+            elif kind == KEEP:
+                if self._ctx.checkpoints is not None:
+                    self._ctx.checkpoints.save(number, self._table.state())
+                self._queue.send((ANSWER, number, None))
+            elif kind == END:
+                return
+            else:
+                self._queue.send((ANSWER, number, self._answer(kind, arguments)))
+
+    def _answer(self, kind: str, arguments: Sequence[Any]) -> Any:
+        """Return the answer to a request; a pickled exception if it fails."""
+        try:
+            return self._requests[kind](*arguments)
+        except AttemptEndedError:
+            raise
+        except Exception as exc:
+            return FailedValue.of(exc, self._ctx.rank).error
+
+    def _call(self, number: int, handles: Sequence[int], first: int) -> None:
+        call = first // self._table.results + 1
+        self._table.add(first, self._runner.call(self._table.read(handles), call))
+        self._ctx.progress.step = call
+        if self._ctx.rank == 0 and call % _DONE_EVERY == 0:
+            self._queue.send((DONE, number))
+
+    def _fetch(self, handle: int) -> Any:
+        return self._of_blocks(handle, _sendable)
+
+    def _sizes(self, handle: int) -> Any:
+        return self._of_blocks(handle, lambda block: int(sizeof(block)))
+
+    def _of_blocks(self, handle: int, function: Callable[[Any], Any]) -> Any:
+        """Return the index of each block with a value; for a failed block its pickled exception."""
+        blocks = self._table.handles[handle]
+        failed = [each.error for each in blocks.values() if type(each) is FailedValue]
+        if failed:
+            return failed[0]
+        return [(index, function(block)) for index, block in blocks.items()]
+
+    def _publish(self, handle: int, name: str) -> None:
+        blocks = self._table.handles[handle].items()
+        data = {(name, *index): output_of(self._ctx.device, block) for index, block in blocks}
+        sync(self._worker.loop, self._update, data)
+
+    async def _update(self, data: Mapping[Any, Any]) -> None:
+        self._worker.update_data(data=data)
+
+
+def _sendable(block: Any) -> Any:
+    """Return a block for a message; as pickled bytes, unless it is a plain array."""
+    if HOST_ARRAYS.holds(block):
+        return Serialized(*serialize(block))
+    return dumps(block)

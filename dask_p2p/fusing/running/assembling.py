@@ -1,0 +1,216 @@
+"""Blocks that a rank assembles from regions of its own values, and of other ranks' values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dask.array.core import concatenate3
+
+from dask_p2p.backends import as_array
+from dask_p2p.backends.declared import checked_block
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
+from dask_p2p.geometry import box_slices
+from dask_p2p.plans import BlockPlan, Piece
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending
+from dask_p2p.types import Array, DType, Key
+
+# Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
+_MOST_PIECES = 2**15
+
+
+class Assembling:
+    """The blocks that a rank assembles in its present superstep."""
+
+    def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
+        self.memories = memories  # of arrays: that of the host first
+        self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
+        self._groups: dict[int, Mapping[int, Sequence[Piece]]] = {}  # see `pieces`, by plan
+        self._pieces = 0  # of all these plans
+        self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
+        self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
+        self._copied = defaultdict[Key, set[int]](set)  # see `begin_local`, by block
+
+    def plan(self, block: AssembledBlock) -> BlockPlan:
+        """Return the plan of a block, kept for equal blocks of later layers while there is room."""
+        wanted = id(block.plan), block.position
+        found = self._plans.get(wanted)
+        if found is None:
+            found = block.plan.block(block.position)
+            self._pieces += len(found.pieces)
+            if self._pieces > _MOST_PIECES:
+                self._plans.clear()
+                self._groups.clear()
+                self._pieces = len(found.pieces)
+            self._plans[wanted] = found
+        return found
+
+    def pieces(self, block: AssembledBlock, number: int) -> Sequence[Piece]:
+        """Return the pieces of one source of a block, always in the same order."""
+        plan = self.plan(block)
+        found = self._groups.get(id(plan))
+        if found is None:
+            groups = defaultdict[int, list[Piece]](list)
+            for piece in plan.pieces:
+                groups[piece.source].append(piece)
+            found = self._groups[id(plan)] = groups
+        return found[number]
+
+    def memory_of(self, value: Any) -> Lending | None:
+        """Return the memory of a plain array without Python objects; None for other values."""
+        return next((each for each in self.memories if each.holds(value)), None)
+
+    def is_lent(self, value: Any) -> bool:
+        """Return whether other ranks may still be reading the memory of a value."""
+        memory = self.memory_of(value)
+        return memory is not None and memory.is_lent(value)
+
+    def _memory(self, array: Array) -> Lending:
+        memory = self.memory_of(array)
+        assert memory is not None, "other values are not declared, and joined by Dask's function"
+        return memory
+
+    def source(self, block: AssembledBlock, number: int, key: Key, value: Any) -> Array:
+        """Return a source of a block in its declared dtype.
+
+        Values of undeclared arrays may be of any class. Raises `BlockMismatchError` or
+        `UnsupportedArrayError` if another value differs from its array's declaration, or holds
+        Python objects.
+        """
+        if block.dtype is None and self.memory_of(value) is None:
+            return value
+        shape = self.plan(block).source_shapes[number]
+        checked: Array = checked_block(as_array(value), key, shape, block.dtype)
+        if checked.dtype.hasobject:
+            raise UnsupportedArrayError(
+                f"block {key!r}: expected a dtype without Python objects in a fused graph, got "
+                f"{checked.dtype}. Convert the array, x.astype(...), or compute it without fused."
+            )
+        return checked
+
+    def add_others(self, block: AssembledBlock, number: int, regions: Sequence[Any]) -> None:
+        """Add the regions of a source that differ in class or dtype from those of others."""
+        self._others.setdefault(block.key, {})[number] = regions
+
+    def begun(self, block: AssembledBlock, dtype: DType | None, memory: Lending) -> Array:
+        """Return the array of a block, allocated with this dtype and memory at the first call.
+
+        Raises `UnsupportedArrayError` if a declared block has regions in several memories.
+        """
+        out = self._begun.get(block.key)
+        if out is None:
+            assert dtype is not None, "no region of the block is here yet"
+            out = memory.backend.empty(self.plan(block).shape, dtype)
+            self._begun[block.key] = out
+        if block.dtype is not None and not memory.holds(out):
+            raise UnsupportedArrayError(
+                f"block {block.key!r}: expected regions of one array library, got NumPy and CuPy "
+                f"arrays. Convert the blocks first, map_blocks(cupy.asarray)."
+            )
+        return out
+
+    def begin_local(self, superstep: Superstep, values: Mapping[Key, Any]) -> None:
+        """Copy regions of own values into blocks that also get regions of other ranks.
+
+        During these copies messages arrive, and a GPU also reads memory of others. Values that are
+        not there yet, or raise an error, are left to `finish`.
+        """
+        items = (item for each in superstep.receives.values() for item in each)
+        keys = {item.block.key for item in items if isinstance(item, Regions)}
+        for step in superstep.steps:
+            is_begun = isinstance(step, AssembleStep) and step.block.key in keys
+            if is_begun and step.block.dtype is not None:
+                self._begin_local(step, values)
+
+    def _begin_local(self, step: AssembleStep, values: Mapping[Key, Any]) -> None:
+        block = step.block
+        for number, key in step.local:
+            if key in values:
+                with suppress(Exception):
+                    source = self.source(block, number, key, values[key])
+                    self._copy(block, number, source)
+                    self._copied[block.key].add(number)
+
+    def _copy(self, block: AssembledBlock, number: int, source: Array) -> None:
+        memory = self._memory(source)
+        out = self.begun(block, source.dtype, memory)
+        memory.copy_pieces(out, source, self.pieces(block, number), self.plan(block).axes)
+
+    def drop(self, key: Key) -> None:
+        """Drop the regions of a block that cannot be assembled."""
+        self._copied.pop(key, None)
+        self._begun.pop(key, None)
+        self._others.pop(key, None)
+
+    def finish(self, step: AssembleStep, values: Mapping[Key, Any]) -> Any:
+        """Return a block, once the regions of other ranks are in it."""
+        block, epilogue = step.block, step.block.epilogue
+        plan = self.plan(block)
+        copied = self._copied.pop(block.key, ())
+        sources = {
+            n: self.source(block, n, key, values[key]) for n, key in step.local if n not in copied
+        }
+        is_shuffle = block.dtype is None  # of Dask, which copies even whole blocks
+        if plan.is_copy and sources and epilogue is None and not is_shuffle:
+            return sources[0]
+        if is_shuffle and self._has_others(block, sources):
+            return self._joined(block, sources)
+        for number, source in sources.items():
+            self._copy(block, number, source)
+        out = self._begun.pop(block.key, None)
+        if out is None:  # it has constants alone
+            assert block.dtype is not None, "rechunks of Dask have no constants"
+            out = self.memories[-1].backend.empty(plan.shape, block.dtype)
+        memory = self._memory(out)
+        memory.fill(out, plan.fills)
+        memory.flush()
+        return out if epilogue is None else epilogue(out[...], block.position)
+
+    def _has_others(self, block: AssembledBlock, sources: Mapping[int, Any]) -> bool:
+        """Return whether the regions of a block differ in class, memory or dtype."""
+        begun = self._begun.get(block.key)
+        present = [each for each in (*sources.values(), begun) if each is not None]
+        memories = [self.memory_of(each) for each in present]
+        if block.key in self._others or None in memories:
+            return True
+        return len({*memories}) > 1 or len({each.dtype for each in present}) > 1
+
+    def _joined(self, block: AssembledBlock, sources: Mapping[int, Any]) -> Any:
+        """Return a block of a rechunk as Dask joins it, for blocks of any class and dtype."""
+        plan, out = self.plan(block), self._begun.pop(block.key, None)
+        others = self._others.pop(block.key, {})
+        regions = {}
+        for number in range(len(plan.sources)):
+            for position, (_, src, dst) in enumerate(self.pieces(block, number)):
+                if number in sources:
+                    region = sources[number][box_slices(src)]
+                elif number in others:
+                    region = others[number][position]
+                else:
+                    assert out is not None, "no region of the source is here yet"
+                    region = out[box_slices(dst)]
+                regions[tuple(start for start, _ in dst)] = region
+        return concatenate3(nested(regions))
+
+
+def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return regions as nested lists, by the position of each region in its block."""
+    if () in regions:
+        return regions[()]
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for start in sorted(regions):
+        groups.setdefault(start[0], {})[start[1:]] = regions[start]
+    return [nested(group) for group in groups.values()]
+
+
+@contextmanager
+def in_task(key: Key) -> Iterator[None]:
+    """Name the task in each exception that its function, or a check of its inputs, raises."""
+    try:
+        yield
+    except Exception as exc:
+        exc.add_note(f"In task {key!r} of a fused graph.")
+        raise

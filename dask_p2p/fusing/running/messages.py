@@ -1,0 +1,268 @@
+"""Messages between ranks with the items of one superstep.
+
+A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
+assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays,
+and all arrays of GPUs, in each other's memory: then the header has a descriptor in place of the
+bytes. The owner keeps such an array until the reader has acknowledged the read. A failed value is
+sent in place of all its regions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from distributed.protocol.pickle import dumps
+
+from dask_p2p.backends import order_of
+from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
+from dask_p2p.fusing.running.assembling import Assembling, in_task
+from dask_p2p.fusing.running.failures import FailedValue
+from dask_p2p.geometry import box_shape, box_slices, round_up
+from dask_p2p.plans import Piece
+from dask_p2p.sections.exchange.lending import Lending
+from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.types import Array, DType, Key
+
+_HEADER = struct.Struct("<Q")  # length of the header
+_ALIGNMENT_BYTES = 16  # of the arrays in a message
+
+
+class _InMemory(NamedTuple):
+    """An array in another memory than the host's."""
+
+    number: int  # of the memory
+    descriptor: bytes | None
+
+
+#: The descriptor of an array; None: its bytes are in the message.
+_Head: TypeAlias = bytes | _InMemory | None
+
+
+class _Sent(NamedTuple):
+    """An array that is sent whole."""
+
+    dtype: DType
+    shape: tuple[int, ...]  # with the axes in their order in memory
+    axes: tuple[int, ...]  # by axis of the array: its number in that order
+    head: _Head
+
+
+class Messages:
+    """The exchanges of a rank with the other ranks of its gang."""
+
+    def __init__(self, connections: Connections, assembling: Assembling) -> None:
+        self._connections, self._assembling = connections, assembling
+        #: Returns the value that is sent in place of an unsuitable one; None: its error is raised.
+        self.failed_value: Callable[[Exception], FailedValue] | None = None
+
+    def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
+        """Send and receive the items of a superstep; add received whole values to `values`."""
+        text = f"superstep {number} of a fused graph"
+        memories = self._assembling.memories
+        for memory in memories:
+            memory.begin(superstep.sends)
+        packed = {rank: _Packing(self, rank) for rank in superstep.sends}
+        sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+        received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
+        self._assembling.begin_local(superstep, values)
+        found = received()
+        for memory in memories:
+            memory.received(superstep.receives)
+        unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
+        for rank, message in unpacked.items():
+            message.take(superstep.receives[rank], values)
+        for memory in memories:
+            readers = [rank for rank, each in packed.items() if memory in each.lent]
+            memory.end(text, readers, [r for r, each in unpacked.items() if memory in each.read])
+
+    @property
+    def assembling(self) -> Assembling:
+        """The blocks that regions are part of."""
+        return self._assembling
+
+
+class _Packing:
+    """One message to a rank."""
+
+    def __init__(self, messages: Messages, rank: int) -> None:
+        self._messages, self._rank = messages, rank
+        self._heads: list[Any] = []  # by array or value, in the order of items
+        self._failed: dict[int, bytes] = {}  # pickled failed values, by number of the item
+        self._arrays: list[Array] = []  # arrays whose bytes are sent
+        #: By memory: arrays that the rank reads in place; some are copies.
+        self.lent: dict[Lending, list[Array]] = {}
+
+    def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
+        """Return the message with some items."""
+        assembling = self._messages.assembling
+        for number, item in enumerate(items):
+            value = values[item.key]
+            if type(value) is FailedValue:
+                self._failed[number] = pickle.dumps(value)
+                continue
+            if isinstance(item, WholeValue):
+                self._add_whole(value)
+                continue
+            try:
+                with in_task(item.block.key):
+                    source = assembling.source(item.block, item.number, item.key, value)
+            except Exception as exc:
+                if self._messages.failed_value is None:
+                    raise
+                self._failed[number] = pickle.dumps(self._messages.failed_value(exc))
+                continue
+            pieces = assembling.pieces(item.block, item.number)
+            memory = assembling.memory_of(source)
+            if memory is None:
+                self._heads.append(dumps([source[box_slices(src)] for _, src, _ in pieces]))
+                continue
+            if item.block.dtype is None:
+                self._heads.append(source.dtype)
+            self._add_regions(memory, source, pieces)
+        return self._bytes()
+
+    def _add_regions(self, memory: Lending, source: Array, pieces: Sequence[Piece]) -> None:
+        lent = self._lent(memory, source) if memory.lends_whole else None
+        if lent is not None:
+            self._heads.append(lent)
+            return
+        add = self._sent if memory.lends_whole else self._head
+        self._heads += [add(memory, source[box_slices(src)]) for _, src, _ in pieces]
+
+    def _add_whole(self, value: Any) -> None:
+        memory = self._messages.assembling.memory_of(value)
+        if memory is None:
+            self._heads.append(dumps(value))
+            return
+        order = order_of(value.strides)
+        in_memory = value.transpose(order)
+        axes = tuple(order.index(axis) for axis in range(value.ndim))
+        head = self._head(memory, in_memory)
+        self._heads.append(_Sent(value.dtype, in_memory.shape, axes, head))
+
+    def _head(self, memory: Lending, array: Array) -> _Head:
+        """Return the head of an array: lent if the rank reads it, else its bytes are sent."""
+        return self._lent(memory, array) or self._sent(memory, array)
+
+    def _lent(self, memory: Lending, array: Array) -> _Head:
+        descriptor = memory.descriptor(self._rank, array)
+        if descriptor is None:
+            return None
+        self.lent.setdefault(memory, []).append(array)
+        return self._in(memory, descriptor)
+
+    def _sent(self, memory: Lending, array: Array) -> _Head:
+        self._arrays.append(memory.backend.to_host(array))
+        return self._in(memory, None)
+
+    def _in(self, memory: Lending, descriptor: bytes | None) -> _Head:
+        number = self._messages.assembling.memories.index(memory)
+        return _InMemory(number, descriptor) if number else descriptor
+
+    def _bytes(self) -> bytearray:
+        heads = (self._heads, self._failed) if self._failed else self._heads
+        header = pickle.dumps(heads, 5)  # without values of users: faster than `dumps`
+        starts, size_bytes = [], _HEADER.size + len(header)
+        for array in self._arrays:
+            starts.append(start := _aligned(size_bytes))
+            size_bytes = start + array.nbytes
+        message = bytearray(size_bytes)
+        _HEADER.pack_into(message, 0, len(header))
+        message[_HEADER.size : _HEADER.size + len(header)] = header
+        for start, array in zip(starts, self._arrays, strict=True):
+            if array.nbytes:
+                target = _array_at(message, start, array.shape, array.dtype)
+                NUMPY.permute_into(target, array, range(array.ndim))
+        return message
+
+
+class _Unpacking:
+    """One message from a rank."""
+
+    def __init__(self, messages: Messages, rank: int, message: memoryview) -> None:
+        self._messages, self._rank, self._message = messages, rank, message
+        (length,) = _HEADER.unpack_from(message)
+        self._next = _HEADER.size + length  # position after the bytes that are unpacked
+        heads = pickle.loads(message[_HEADER.size : self._next])
+        heads, self._failed = heads if isinstance(heads, tuple) else (heads, {})
+        self._heads: Iterator[Any] = iter(heads)
+        self.read: set[Lending] = set()  # memory of the rank that was read
+
+    def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
+        """Take the items of the message: values, and regions of the blocks that are assembled."""
+        assembling = self._messages.assembling
+        for number, item in enumerate(items):
+            if number in self._failed:
+                key = item.key if isinstance(item, WholeValue) else item.block.key
+                values[key] = pickle.loads(self._failed[number])
+                continue
+            if isinstance(item, WholeValue):
+                values[item.key] = self._whole(next(self._heads))
+                continue
+            dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
+            if isinstance(dtype, bytes):
+                assembling.add_others(item.block, item.number, pickle.loads(dtype))
+            else:
+                self._take_regions(item, dtype)
+
+    def _take_regions(self, item: Regions, dtype: DType) -> None:
+        assembling, block = self._messages.assembling, item.block
+        pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
+        memory, descriptor = self._where(head := next(self._heads))
+        out = assembling.begun(block, dtype, memory)
+        targets: list[tuple[Array, Sequence[Piece]]] = [(out, pieces)]
+        if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
+            into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
+            assembling.add_others(block, item.number, into)
+            targets = [
+                (each, (Piece(0, src, tuple((0, length) for length in each.shape)),))
+                for each, (_, src, _) in zip(into, pieces, strict=True)
+            ]
+        if descriptor is not None and memory.lends_whole:
+            for target, parts in targets:
+                memory.read_pieces(self._rank, descriptor, target, parts, axes)
+            self.read.add(memory)
+            return
+        heads = [head, *(next(self._heads) for _ in pieces[1:])]
+        regions = [(src, into[box_slices(dst)]) for into, parts in targets for _, src, dst in parts]
+        for each, (src, region) in zip(heads, regions, strict=True):
+            self._take(each, box_shape(src), region, axes)
+
+    def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
+        """Return the memory of an array, and its descriptor."""
+        number, descriptor = head if isinstance(head, _InMemory) else (0, head)
+        return self._messages.assembling.memories[number], descriptor
+
+    def _whole(self, sent: Any) -> Any:
+        if not isinstance(sent, _Sent):
+            return pickle.loads(sent)
+        memory, _ = self._where(sent.head)
+        array = memory.backend.empty(sent.shape, sent.dtype)
+        self._take(sent.head, sent.shape, array, range(array.ndim))
+        return array.transpose(sent.axes)
+
+    def _take(self, head: _Head, shape: tuple[int, ...], into: Array, axes: Sequence[int]) -> None:
+        memory, descriptor = self._where(head)
+        if descriptor is not None:
+            memory.read(self._rank, descriptor, shape, into, axes)
+            self.read.add(memory)
+            return
+        start = _aligned(self._next)
+        self._next = start + into.nbytes
+        if into.nbytes:
+            memory.place(into, _array_at(self._message, start, shape, into.dtype), axes)
+
+
+def _aligned(position: int) -> int:
+    return round_up(position, _ALIGNMENT_BYTES)
+
+
+def _array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Array:
+    """Return the array at a position of a message."""
+    return np.frombuffer(memory, dtype, prod(shape), start).reshape(shape)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
+from tests.fusing.support import read_arrays, smooth
+
+
+def read(n):
+    return np.ones((n, n))
+
+
+def of_blocks(x):
+    """Sizes of the blocks of an array."""
+    sizes = sizes_of(read_arrays(x)[1].tasks)
+    return {sizes[key] for key in sizes if key[0] == x.name}
+
+
+CREATED = {
+    "ones": lambda: da.ones((64, 64), chunks=16),
+    "full": lambda: da.full((64, 64), 3.0, chunks=16),
+    "random": lambda: da.random.default_rng(0).random((64, 64), chunks=16),
+    "old random": lambda: da.random.RandomState(0).normal(size=(64, 64), chunks=16),
+    "memory": lambda: da.from_array(np.ones((64, 64)), chunks=16),
+}
+
+
+@pytest.mark.parametrize("kind", [*CREATED][:-1])
+def test_created_blocks(kind):
+    assert of_blocks(CREATED[kind]()) == {16 * 16 * 8}
+
+
+def test_assembled_blocks():
+    x = da.from_array(np.ones((64, 64), "f4"), chunks=(8, 64))
+    assert of_blocks(dask_p2p.transpose(x)) == {64 * 8 * 4}
+    assert of_blocks(dask_p2p.transpose(x) + 1) == {64 * 8 * 4}
+
+
+def test_sizes_of_inputs():
+    x = da.from_delayed(dask.delayed(read)(8), (8, 8), float)
+    tasks = read_arrays(x + 1)[1].tasks
+    (given,) = tasks.inputs
+    assert sizes_of(tasks, {given: 512})[(x + 1).name, 0, 0] == 512
+    assert sizes_of(tasks)[(x + 1).name, 0, 0] == 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_peak_of_a_program(size):
+    block_bytes = 16 * 64 * 8
+    x = da.ones((64 * 8, 64), chunks=(16, 64))
+    tasks = read_arrays((x + 1).sum())[1].tasks
+    sizes = sizes_of(tasks)
+    blocks = 32 if size == 1 else 11
+    for program in programs_of(tasks, size, sizes):
+        # Depth first: a block is reduced before the next one is made. The size of a sum is not
+        # known, and so that of a block is assumed.
+        assert 2 * block_bytes <= peak_bytes(program, sizes) <= (blocks + 4) * block_bytes
+
+
+def test_the_peak_of_an_exchange():
+    x = da.ones((64, 64), chunks=(8, 64))
+    y = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)
+    tasks = read_arrays(y)[1].tasks
+    sizes = sizes_of(tasks)
+    (program,) = programs_of(tasks, 1, sizes)
+    assert peak_bytes(program, sizes) >= 8 * 8 * 64 * 8
+
+
+def test_reductions_are_smaller_than_their_inputs():
+    x = da.ones((64, 64), chunks=16)
+    sizes = sizes_of(read_arrays(x.sum(axis=0))[1].tasks)
+    of_sums = [size for key, size in sizes.items() if "sum" in key[0]]
+    assert max(of_sums) < 16 * 16 * 8 / 8

@@ -1,0 +1,403 @@
+"""Resident gangs on a cluster with Dask's default settings, as one uses them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, wait
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dask_p2p
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import (
+    BlockMismatchError,
+    ChunksError,
+    InputError,
+    MemoryLimitError,
+    SectionError,
+    UnsupportedArrayError,
+)
+from dask_p2p.fusing.resident.command_queues import CommandQueues
+from dask_p2p.fusing.resident.handle_table import HandleTable
+from tests.fusing.programs import array, same_bits
+from tests.fusing.support import OPERATIONS, smooth
+from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
+
+
+def heat(u):
+    return dask_p2p.map_overlap(smooth, u, depth={0: 1}, boundary="periodic", dtype=u.dtype)
+
+
+def queues_on(dask_worker):
+    """Return the number of ranks of resident gangs on a worker."""
+    plugin = dask_worker.plugins.get(PLUGIN_NAME)
+    part = plugin and plugin._parts.get(CommandQueues)
+    return len(part._queues) + len(part._streams) if part else 0
+
+
+def no_rank_is_left(client):
+    wait_until(lambda: not any(client.run(queues_on).values()))
+    nothing_is_left(client)
+
+
+def repeated(function, u, steps):
+    for _ in range(steps):
+        u = function(u)
+    return u
+
+
+def test_a_loop_as_one_writes_it(client):
+    u = x = array()
+    step = dask_p2p.compile(heat, u)
+    with step.resident(u) as run:
+        for k in range(100):
+            u = run(u)
+            if k == 49:
+                half = run.array(u)
+        values = run.fetch(u)
+        field = run.array(u)
+    assert (u.shape, u.chunks, u.dtype) == (x.shape, x.chunks, x.dtype)
+    assert same_bits(values, repeated(heat, x, 100).compute())
+    assert same_bits(field.compute(), values)
+    assert same_bits(half.compute(), repeated(heat, x, 50).compute())
+    assert (field.chunks, field.dtype) == (x.chunks, x.dtype)
+    assert same_bits((dask_p2p.transpose(field) + 1).compute(), values.T + 1)
+    del field, half
+    no_rank_is_left(client)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.integers(0, 99))
+def test_random_functions(client, operations, number):
+    """Results have the chunks of the argument, and are on the same ranks."""
+
+    def function(u):
+        for operation in operations:
+            u = operation(u, u[::-1] * 0.5, number)
+        return u.rechunk(x.chunks)
+
+    x = array(24, 5)
+    step = dask_p2p.compile(function, x)
+    with step.resident(x) as run:
+        got = run.fetch(repeated(run, x, 3))
+    assert same_bits(got, repeated(function, x, 3).compute())
+
+
+def test_several_arguments_and_results(client):
+    def both(u, v):
+        return u - v.T, (u @ v).sum(axis=0), u.sum(), u
+
+    x, y = array(), array(rows=48).rechunk((48, 6))
+    step = dask_p2p.compile(both, x, y)
+    with step.resident(x, y) as run:
+        u, columns, total, same = run(x, y)
+        u2, *_ = run(u, y)
+        u3, *_ = run(same, y)
+        got = [run.fetch(each) for each in (u, columns, total, same, u2, u3)]
+        made = [run.array(each) for each in (columns, total)]
+    first = both(x, y)
+    expected = [*first, both(first[0], y)[0], first[0]]
+    for one, other in zip(got, expected, strict=True):
+        assert same_bits(one, other.compute())
+    for one, other in zip(made, first[1:3], strict=True):
+        assert same_bits(one.compute(), other.compute())
+
+
+def test_arrays_that_the_function_reads(client):
+    other = client.persist(array())
+    step = dask_p2p.compile(lambda u: u.T @ other + u[::-1], array())
+    x = array() * 2
+    with step.resident(x) as run:
+        got = run.fetch(run(run(x)))
+    assert same_bits(got, repeated(lambda u: u.T @ other + u[::-1], x, 2).compute())
+
+
+def test_other_arguments_than_those_of_compile(client):
+    x = array()
+    step = dask_p2p.compile(lambda u: (u + 1, u.T.rechunk((12, 24)), u.astype("f4")), x)
+    with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+        step.resident(x.rechunk(12))
+    run = step.resident(x)
+    with pytest.raises(InputError, match=r"with step\.resident"):
+        run(x)
+    with run, step.resident(x) as other:
+        u, turned, small = run(x)
+        with pytest.raises(InputError, match="expected 1 arguments, as in compile, got 2"):
+            run(u, u)
+        with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+            run(turned)
+        with pytest.raises(InputError, match=r"argument 0: expected the dtype .* float32"):
+            run(small)
+        with pytest.raises(InputError, match="handle of this resident gang"):
+            other(u)
+        with pytest.raises(InputError, match="handle of this resident gang"):
+            other.fetch(u)
+        with pytest.raises(InputError, match="got another Dask array"):
+            run(x + 1)
+        with pytest.raises(InputError, match="expected a handle, got ndarray"):
+            run(np.ones((48, 48)))
+        with pytest.raises(InputError, match="Call its compute"):
+            run.fetch(x)
+        assert same_bits(run.fetch(run(u)[0]), (x + 1 + 1).compute())
+    with pytest.raises(SectionError, match="has ended"):
+        run(x)
+    with pytest.raises(SectionError, match="has ended"):
+        run.fetch(u)
+    with pytest.raises(InputError, match="it begins once"), run:
+        pass
+    del u, turned, small, other
+    no_rank_is_left(client)
+
+
+def test_a_handle_is_no_array(client):
+    x = array()
+    with dask_p2p.compile(heat, x).resident(x) as run:
+        u = run(x)
+        with pytest.raises(InputError, match=r"run\.fetch"):
+            np.asarray(u)
+        with pytest.raises(InputError, match=r"run\.array"):
+            pickle.dumps(u)
+        assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
+
+
+def test_without_a_cluster():
+    step = dask_p2p.compile(heat, array())
+    with pytest.raises(InputError, match="expected a synchronous client"):
+        step.resident(array())
+
+
+def test_an_exception_of_the_user_ends_the_gang(client):
+    def program(x):
+        with dask_p2p.compile(heat, x).resident(x) as run:
+            run(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        program(array())
+    no_rank_is_left(client)
+
+
+def test_a_gang_that_is_dropped_ends(client):
+    x = array()
+    run = dask_p2p.compile(heat, x).resident(x)
+    u = run.__enter__()(x)
+    run.fetch(u)
+    del run, u
+    no_rank_is_left(client)
+
+
+def test_a_client_that_is_closed_ends_its_gang(cluster, client):
+    with Client(cluster, set_as_default=False) as other, other.as_current():
+        x = array()
+        run = dask_p2p.compile(heat, x).resident(x)
+        run.__enter__().fetch(run(x))
+        assert sum(client.run(queues_on).values())
+    no_rank_is_left(client)
+    with pytest.raises(SectionError, match=r"has ended|cancelled"):
+        run(x)
+
+
+def test_other_work_of_dask_runs_in_between(client):
+    x = array()
+    step = dask_p2p.compile(heat, x)
+    with step.resident(x) as run:
+        u = run(x)
+        for _ in range(3):
+            assert client.gather(client.map(lambda k: k + 1, range(20), pure=False))[-1] == 20
+            y = run.array(u)
+            assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
+            for other in (dask_p2p.fused(heat(y)), step(y)):  # gangs
+                assert same_bits(other.compute(), heat(y).compute())
+            with step.resident(y) as inner:
+                assert same_bits(inner.fetch(inner(y)), heat(y).compute())
+            u = run(u)
+        assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
+
+
+def positive(block, block_info=None):
+    """Return a block, or raise an error in the last one if it has a negative number."""
+    if block.size and block_info and block_info[0]["chunk-location"][0] == 7 and block.min() < 0:
+        raise ArithmeticError(f"found {block.min()}")
+    return block
+
+
+def test_a_call_that_fails(client):
+    def function(u, v):
+        checked = u.map_blocks(positive, meta=u._meta)
+        turned = dask_p2p.transpose(checked).rechunk(u.chunks)  # of regions
+        return turned - v, checked.sum(), u + 1
+
+    x, v = abs(array()) + 1, array() * 0 + 0.25
+    step = dask_p2p.compile(function, x, v)
+    with step.resident(x, v) as run:
+        good, total, more = run(x, v)
+        low = run(x, more)[0]  # negative numbers
+        bad, bad_total, fine = run(low, v)  # call 3 fails
+        worse, *_ = run(bad, v)
+        again, again_total, _ = run(good, v)
+        for handle in (bad, bad_total, worse):
+            for read in (run.fetch, run.array):
+                with pytest.raises(ArithmeticError, match="found -") as caught:
+                    read(handle)
+                notes = "".join(caught.value.__notes__)
+                assert "In call 3 of a resident gang." in notes
+                assert "In task ('positive" in notes
+                assert "Raised by rank 1" in notes
+        got = [run.fetch(each) for each in (good, total, more, low, fine, again, again_total)]
+        del bad, bad_total, worse, caught
+    first = function(x, v)
+    expected = [*first, function(x, first[2])[0]]
+    expected += [function(expected[3], v)[2], *function(first[0], v)[:2]]
+    for one, other in zip(got, expected, strict=True):
+        assert same_bits(one, other.compute())
+    no_rank_is_left(client)
+
+
+def of_wrong_shape(block, block_info=None):
+    return block if block.min() >= 0 else block[1:]
+
+
+def test_a_block_of_the_wrong_shape(client):
+    def function(u):
+        return dask_p2p.transpose(u.map_blocks(of_wrong_shape, meta=u._meta)).rechunk(u.chunks)
+
+    x = abs(array())
+    step = dask_p2p.compile(lambda u: (function(u), u - 9), x)
+    with step.resident(x) as run:
+        u, low = run(x)
+        bad, _ = run(low)
+        with pytest.raises(BlockMismatchError, match="is declared as"):
+            run.fetch(bad)
+        assert same_bits(run.fetch(run(u)[0]), x.compute())
+
+
+def waits_for(block, path):
+    until_s = time.monotonic() + BOUND_S
+    while not path.exists() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return block
+
+
+def test_few_calls_are_ahead(client, tmp_path):
+    x = array()
+    path = tmp_path / "go"
+    step = dask_p2p.compile(lambda u: u.map_blocks(waits_for, path, meta=u._meta) + 1, x)
+    made = []
+
+    def call():
+        u = x
+        for _ in range(200):
+            u = run(u)
+            made.append(u)
+
+    with step.resident(x) as run:
+        calling = threading.Thread(target=call)
+        calling.start()
+        wait_until(lambda: len(made) >= 64)
+        time.sleep(0.2)
+        assert len(made) == 64
+        path.touch()
+        calling.join(BOUND_S)
+        assert len(made) == 200
+        assert same_bits(run.fetch(made[-1]), repeated(lambda u: u + 1, x, 200).compute())
+
+
+def handles_of(dask_worker):
+    """Return the numbers of the handles of the only rank on a worker."""
+    frames = (each for each in sys._current_frames().values())
+    for frame in frames:
+        while frame is not None:
+            if isinstance(table := frame.f_locals.get("table"), HandleTable):
+                return sorted(table.handles)
+            frame = frame.f_back
+    return None
+
+
+def test_dropped_handles_leave_the_ranks(client):
+    x = array()
+    with dask_p2p.compile(lambda u: (u + 1, u.sum()), x).resident(x) as run:
+        u, first = run(x)
+        for _ in range(20):
+            u, total = run(u)
+        run.fetch(u)
+        del total
+        # The argument, the first sum, and the last array; without another call.
+        left = [[-1, 1, 40], [-1, 1, 40]]
+        wait_until(lambda: [*client.run(handles_of).values()] == left)
+        assert same_bits(run.fetch(first), x.sum().compute())
+
+
+def test_few_handles_are_on_the_ranks_at_a_time(client, tmp_path):
+    """Although many calls are sent in one batch."""
+    x, path = array(), tmp_path / "most"
+
+    def counted(block):
+        frame = sys._getframe()
+        while frame is not None and not isinstance(frame.f_locals.get("table"), HandleTable):
+            frame = frame.f_back
+        if frame is not None and (count := len(frame.f_locals["table"].handles)) > 3:
+            path.write_text(str(count))
+        return block + 1
+
+    step = dask_p2p.compile(lambda u: u.map_blocks(counted, meta=u._meta), x)
+    with step.resident(x) as run:
+        u = repeated(run, x, 300)
+        assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 300).compute())
+    assert not path.exists(), path.read_text()
+
+
+def test_handles_that_do_not_fit(client):
+    x = array()
+    step = dask_p2p.compile(lambda u: u + 1, x)
+    with step.resident(x) as run:
+        u = first = run(x)
+        run.fetch(u)
+        streams = run._streams
+        # Room for two arrays on each worker, and a half.
+        streams.ranks = [(*each, int(2.5 * x.nbytes / 2 / 0.8)) for *each, _ in streams.ranks]
+        u = run(u)
+        with pytest.raises(MemoryLimitError, match="Drop handles that are not needed"):
+            run(u)
+        del first
+        u = run(u)
+        assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 3).compute())
+
+
+def test_one_rank(client):
+    x = array()
+    step = dask_p2p.compile(heat, x, ranks=1)
+    with step.resident(x) as run:
+        got = run.fetch(repeated(run, x, 30))
+    assert same_bits(got, repeated(heat, x, 30).compute())
+    assert step.ranks == 1
+    no_rank_is_left(client)
+
+
+def test_blocks_on_workers_stay_as_they_are(client):
+    """A result may be the block of an argument itself."""
+    x = client.persist(array())
+    wait(x)
+    step = dask_p2p.compile(lambda u: (u, u + 1), x)
+    with step.resident(x) as run:
+        same, more = run(x)
+        same, _ = run(same)
+        y = run.array(same)
+        values = run.fetch(same)
+        values[:] = 0
+        assert same_bits(run.fetch(same), array().compute())
+        assert same_bits(run.fetch(more), (array() + 1).compute())
+    assert same_bits(y.compute(), x.compute())
+    assert isinstance(y, da.Array)
+    with pytest.raises(UnsupportedArrayError):
+        step.resident(x.compute())

@@ -1,0 +1,200 @@
+"""The commands of a resident gang in any order of events: calls, requests, answers, losses.
+
+The model has ranks that do commands one after the other, each at its own time. A loss ends the
+attempt of all ranks. The next attempt begins with the newest checkpoint that all ranks have.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dask_p2p.errors import SectionError
+from dask_p2p.fusing.resident.command_log import CALL, DROP, FETCH, KEEP, CommandLog
+
+SIZE, MOST = 3, 12
+ranks = st.integers(0, SIZE - 1)
+whiches = st.integers(0, 30)
+
+
+class Rank:
+    """A rank of one attempt: its handles, the commands that it has received, and its answers."""
+
+    def __init__(self, handles):
+        self.handles, self.commands, self.messages = dict(handles), [], []
+
+    def work(self, saved):
+        """Do one command; `saved` has the rank's checkpoints by number."""
+        number, kind, *arguments = self.commands.pop(0)
+        if kind == CALL:
+            read, first = arguments
+            self.handles[first] = (first, *(self.handles[each] for each in read))
+            self.messages.append(("done", number, None))
+        elif kind == DROP:
+            for each in arguments[0]:
+                del self.handles[each]
+        elif kind == FETCH:
+            self.messages.append(("answer", number, self.handles[arguments[0]]))
+        elif kind == KEEP:
+            saved[number] = dict(self.handles)
+            self.messages.append(("answer", number, None))
+
+
+class Residents(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.log = CommandLog(SIZE, MOST)
+        self.saved = [{} for _ in range(SIZE)]
+        self.values = {-1: "argument"}  # of the handles that the user has
+        self.numbers = itertools.count()  # of handles
+        self.pending = {}  # handle and value by unanswered request
+        self.begin(0)
+
+    def begin(self, resume):
+        handles = [each.get(resume, {}) for each in self.saved]
+        self.ranks = [Rank({-1: "argument", **each}) for each in handles]
+
+    def pick(self, which):
+        return sorted(self.values)[which % len(self.values)]
+
+    @rule(first=whiches, second=whiches)
+    def the_user_calls(self, first, second):
+        read = [self.pick(first), self.pick(second)]
+        made = next(self.numbers)
+        self.values[made] = (made, *(self.values[each] for each in read))
+        self.log.add(CALL, read, made)
+        assert self.log.calls_ahead
+
+    @rule(which=whiches)
+    def the_user_drops_a_handle(self, which):
+        handle = self.pick(which)
+        if handle >= 0 and handle not in {each for each, _ in self.pending.values()}:
+            del self.values[handle]
+            self.log.add(DROP, [handle])
+
+    @rule(which=whiches)
+    def the_user_fetches(self, which):
+        handle = self.pick(which)
+        self.pending[self.log.add(FETCH, handle)] = handle, self.values[handle]
+
+    @rule()
+    def a_checkpoint_is_due(self):
+        if not self.log.is_keeping:
+            self.log.add(KEEP)
+            assert self.log.is_keeping
+
+    @rule()
+    def commands_are_sent(self):
+        commands = self.log.take_unsent()
+        for each in self.ranks:
+            each.commands += commands
+
+    @rule(rank=ranks, count=st.integers(1, 9))
+    def a_rank_works(self, rank, count):
+        for _ in range(count):
+            if self.ranks[rank].commands:
+                self.ranks[rank].work(self.saved[rank])
+
+    @rule()
+    def all_ranks_work(self):
+        self.commands_are_sent()
+        for rank in range(SIZE):
+            self.a_rank_works(rank, 1_000)
+
+    @rule(rank=ranks)
+    def messages_arrive(self, rank):
+        for kind, number, answer in self.ranks[rank].messages:
+            if kind == "done":
+                if rank == 0:
+                    self.log.record_done(number)
+                continue
+            answers = self.log.record_answer(rank, number, answer)
+            if answers is not None and number in self.pending:
+                _, value = self.pending.pop(number)
+                assert answers == dict.fromkeys(range(SIZE), value)
+        self.ranks[rank].messages = []
+
+    @rule()
+    def a_rank_is_lost(self):
+        """Its checkpoints are not: its replica rank has them."""
+        whole = set.intersection(*(set(each) for each in self.saved))
+        resume = max(whole, default=0)
+        self.saved = [{resume: each[resume]} if resume else {} for each in self.saved]
+        self.begin(resume)
+        self.log.restart(resume)
+
+    @rule()
+    def all_checkpoints_are_lost(self):
+        if self.log._forgotten:
+            with pytest.raises(SectionError, match="handles are lost"):
+                self.log.restart(0)
+            return
+        self.saved = [{} for _ in range(SIZE)]
+        self.begin(0)
+        self.log.restart(0)
+
+    @invariant()
+    def the_log_is_bounded(self):
+        """Commands from before a checkpoint are few, or are requests without an answer."""
+        old = {each for each in self.log._commands if each <= self.log._kept}
+        assert len(old) <= MOST or old <= set(self.pending)
+
+    def teardown(self):
+        for _ in range(3):
+            self.commands_are_sent()
+            for rank in range(SIZE):
+                self.a_rank_works(rank, 10_000)
+                self.messages_arrive(rank)
+        assert self.pending == {}
+        assert self.log.calls_ahead == 0
+        assert not self.log.is_keeping
+        for each in self.ranks:
+            assert each.handles == self.values
+
+
+TestResidents = Residents.TestCase
+TestResidents.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def test_lost_checkpoints():
+    log = CommandLog(2, most=3)
+    log.restart(0)
+    for count in range(2):
+        calls = [log.add(CALL, [-1], 2 * count + n) for n in range(2)]
+        kept = log.add(KEEP)
+        for rank in range(2):
+            log.record_answer(rank, kept, None)
+        if not count:  # few commands are repeated from the start
+            log.restart(0)
+            assert [number for number, *_ in log.take_unsent()] == calls
+    with pytest.raises(SectionError, match="handles are lost"):
+        log.restart(0)
+    log.restart(kept)
+
+
+def test_an_answer_after_a_loss_is_needed_from_all():
+    log = CommandLog(2)
+    number = log.add(FETCH, 5)
+    assert log.record_answer(0, number, "old") is None
+    log.restart(0)
+    assert log.take_unsent() == [(number, FETCH, 5)]
+    assert log.record_answer(1, number, "b") is None
+    assert log.record_answer(0, number, "a") == {0: "a", 1: "b"}
+    assert log.record_answer(0, number, "late") is None
+
+
+def test_a_checkpoint_whose_answers_are_lost():
+    """Calls before it are not repeated, since their arguments may have been dropped."""
+    log = CommandLog(2)
+    log.add(CALL, [-1], 0)
+    fetch = log.add(FETCH, 0)
+    kept = log.add(KEEP)
+    later = log.add(CALL, [0], 1)
+    log.take_unsent()
+    log.restart(kept)
+    assert (log.since_kept, log.is_keeping, log.calls_ahead) == (1, False, 1)
+    assert log.take_unsent() == [(fetch, FETCH, 0), (later, CALL, [0], 1)]

@@ -1,0 +1,171 @@
+"""Workers that are killed between the calls of a resident gang, and during one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+
+import dask_p2p
+from dask_p2p.errors import SectionError
+from dask_p2p.fusing.resident import client_streams
+from tests.fusing.programs import array, same_bits
+from tests.fusing.resident.test_client import heat, no_rank_is_left, queues_on, repeated
+from tests.fusing.test_kills import killed_once
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+
+
+def kill(client, *victims):
+    client.run(signal.raise_signal, signal.SIGKILL, workers=list(victims), on_error="ignore")
+
+
+def workers_of(client):
+    client.wait_for_workers(2)
+    return list(client.scheduler_info(n_workers=-1)["workers"])
+
+
+# After the first kill one worker may have all ranks, and so all states.
+@pytest.mark.parametrize(("keep", "kills"), [(20, (60,)), (10_000, (30, 60))])
+def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
+    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", keep)
+    workers_of(client)
+    x = client.persist(array())
+    wait(x)
+    step = dask_p2p.compile(lambda u: (heat(u), u.sum()), x)
+    with step.resident(x) as run:
+        u = x
+        for k in range(90):
+            u, total = run(u)
+            if k == 0 or k in kills:
+                run.fetch(total)  # the ranks have begun
+            if k in kills:
+                assert keep != 20 or run._streams.log._kept > 0
+                kill(client, run._streams.ranks[0][0])
+                run.fetch(u)
+        got, again = run.fetch(u), run.fetch(total)
+        assert run._streams.attempt > len(kills)
+        field = run.array(u)
+    expected = repeated(heat, array(), 89)
+    assert same_bits(got, heat(expected).compute())
+    assert same_bits(again, expected.sum().compute())
+    assert same_bits(field.compute(), got)
+    del field, x, u, total
+    no_rank_is_left(client)
+
+
+def test_a_worker_is_killed_during_a_call(client, tmp_path):
+    workers_of(client)
+    x = client.persist(array())
+    wait(x)
+
+    def function(u, v):
+        u = heat(u)
+        # Only the second argument of one call has a path that does not exist.
+        return heat(u.map_blocks(killed_if, v, path=tmp_path / "killed", meta=u._meta)), v
+
+    flags = da.zeros(x.shape, chunks=x.chunks)
+    step = dask_p2p.compile(function, x, flags)
+    with step.resident(x, flags) as run:
+        u, _ = run(x, flags)
+        earlier = u
+        for k in range(8):
+            u, _ = run(u, flags)
+            if k == 4:
+                u, _ = run(u, u)  # its numbers are not zero
+        got, first = run.fetch(u), run.fetch(earlier)
+    assert (tmp_path / "killed").exists()
+    assert same_bits(first, repeated(heat, array(), 2).compute())
+    assert same_bits(got, repeated(heat, array(), 20).compute())
+    del x, u, earlier
+    no_rank_is_left(client)
+
+
+def killed_if(block, flags, path):
+    return killed_once(block, path) if flags.any() else block
+
+
+@pytest.mark.parametrize("keep", [5, 10_000])
+def test_all_workers_are_killed(client, monkeypatch, keep):
+    """All calls are repeated, since no checkpoint is left."""
+    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", keep)
+    workers_of(client)
+    x = array()
+    step = dask_p2p.compile(heat, x)
+    with step.resident(x) as run:
+        u = run(x)
+        run.fetch(u)  # the ranks have begun
+        u = repeated(run, u, 20)
+        run.fetch(u)
+        assert (run._streams.log._kept > 0) == (keep == 5)
+        kill(client, *workers_of(client))
+        assert same_bits(run.fetch(run(u)), repeated(heat, x, 22).compute())
+    del u
+    no_rank_is_left(client)
+
+
+def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
+    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", 5)
+    workers_of(client)
+    x = array()
+    step = dask_p2p.compile(heat, x)
+    with step.resident(x) as run:
+        run._streams.log._most = 10
+        u = run(x)
+        run.fetch(u)  # the ranks have begun
+        u = repeated(run, u, 20)
+        run.fetch(u)
+        kill(client, *workers_of(client))
+        with pytest.raises(SectionError, match="handles are lost"):
+            run.fetch(run(u))
+    with pytest.raises(SectionError, match="handles are lost"):
+        run.fetch(u)
+    assert np.isfinite(x.sum().compute())
+    del u
+    no_rank_is_left(client)
+
+
+def test_one_rank_begins_again(client):
+    workers_of(client)
+    x = array()
+    step = dask_p2p.compile(heat, x, ranks=1)
+    with step.resident(x) as run:
+        u = repeated(run, x, 10)
+        run.fetch(u)
+        kill(client, *workers_of(client))
+        assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
+    del u
+    no_rank_is_left(client)
+
+
+PROGRAM = """
+import sys, time
+import dask.array as da
+import dask_p2p
+from distributed import Client
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client:
+        x = da.ones((16, 16), chunks=(4, 16))
+        with dask_p2p.compile(lambda u: u.T + 1, x).resident(x) as run:
+            print(run.fetch(run(x)).sum(), flush=True)
+            time.sleep(3600)
+"""
+
+
+def test_a_client_is_killed(client, tmp_path):
+    workers_of(client)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, path, client.scheduler.address], stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert float(program.stdout.readline()) == 512
+        assert sum(client.run(queues_on).values())
+        program.kill()
+    no_rank_is_left(client)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p.fusing.planning.program import Superstep, WholeValue
+from dask_p2p.fusing.running import messages
+from dask_p2p.fusing.running.assembling import Assembling
+from dask_p2p.fusing.running.messages import Messages
+from dask_p2p.fusing.running.runner import ProgramContext
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.exchange.lending import HostLending
+from dask_p2p.sections.exchange.regions import Reads
+from tests.fusing.support import check_blocks, run_programs, smooth
+from tests.sections.gangs import run_gang
+
+RANKS = RankGrid(((1, 1),), (2,))
+LARGE = np.arange(2.0**16).reshape(256, 256)
+VALUES = {
+    "scalar": np.float64(3),
+    "number": 3.5,
+    "dict": {"n": np.arange(3), "total": [1, None]},
+    "0-d": np.array(7),
+    "empty": np.zeros((0, 3), "f4"),
+    "objects": np.array([1, "a", None], dtype=object),
+    "columns": np.asfortranarray(LARGE[:5, :7]),
+    "axes": np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
+    "backwards": np.arange(5)[::-1],
+    "rows": LARGE[::2, 3:20],
+    "repeated": np.broadcast_to(np.arange(3.0), (4, 3)),
+    "dates": np.array(["2020-01-01"], "M8[D]"),
+    "large": LARGE,
+    "large columns": np.asfortranarray(LARGE),
+    "large rows backwards": LARGE[::-1, :200],
+    "large, every other": LARGE[:, ::2],
+}
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_whole_values(reads_memory):
+    superstep = [
+        Superstep(sends={1: [WholeValue(n) for n in VALUES]}),
+        Superstep(receives={0: [WholeValue(n) for n in VALUES]}),
+    ]
+
+    def run(ctx):
+        reads = Reads(ctx.connections, reads_memory)
+        reads.try_all()
+        values = dict(VALUES) if ctx.rank == 0 else {}
+        assembling = Assembling([HostLending(ctx.connections, reads)])
+        Messages(ctx.connections, assembling).exchange(1, superstep[ctx.rank], values)
+        return values
+
+    _, found = run_gang(RANKS, run, context=ProgramContext)
+    assert list(found) == list(VALUES)
+    for name, value in VALUES.items():
+        got = found[name]
+        assert type(got) is type(value), name
+        if not isinstance(value, np.ndarray):
+            assert repr(got) == repr(value)
+            continue
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value, strict=True)
+        assert got.flags.writeable
+        assert got is not value
+        order = np.argsort([-abs(stride) for stride in value.strides], kind="stable")
+        assert value.size < 2 or got.transpose(order).flags.c_contiguous or name == "objects"
+
+
+def test_large_arrays_are_read_in_place(monkeypatch):
+    sizes = []
+    original = messages._Packing._bytes
+
+    def noted(self):
+        made = original(self)
+        sizes.append(len(made))
+        return made
+
+    monkeypatch.setattr(messages._Packing, "_bytes", noted)
+    for reads_memory in (True, False):
+        sizes.clear()
+        x = da.ones((1024, 1024), chunks=(256, 1024)).map_blocks(np.copy, dtype=float)
+        run_programs([dask_p2p.transpose(x)], 2, reads_memory=reads_memory)
+        assert (max(sizes) < 2**16) == reads_memory
+
+
+def test_an_array_is_kept_until_it_is_read(monkeypatch):
+    """Otherwise its memory would be overwritten by the next array of its size."""
+    original = HostLending.read
+
+    def late(self, *args):
+        time.sleep(0.1)  # the owner would go on meanwhile
+        original(self, *args)
+
+    monkeypatch.setattr(HostLending, "read", late)
+    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(256, 512)) + 1
+    y = dask_p2p.transpose(x)
+    for _ in range(3):
+        y = dask_p2p.transpose(y * 1.5)
+    check_blocks([y], run_programs([y], 2))
+
+
+def native(block):
+    return block.astype(float)
+
+
+def test_converted_arrays_are_kept_until_they_are_read(monkeypatch):
+    """Blocks in another byte order than declared are copied, for their readers alone."""
+    original = HostLending.read
+
+    def late(self, *args):
+        time.sleep(0.05)
+        original(self, *args)
+
+    monkeypatch.setattr(HostLending, "read", late)
+    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(128, 512))
+    y = dask_p2p.transpose(x.map_blocks(native, dtype=">f8"))
+    assert y.dtype == ">f8"
+    check_blocks([y], run_programs([y], 2))
+
+
+def test_stencils_send_halos_alone(monkeypatch):
+    sent = []
+    original = messages._Packing._bytes
+    monkeypatch.setattr(
+        messages._Packing, "_bytes", lambda self: sent.append(self._arrays) or original(self)
+    )
+    x = da.ones((16, 8), chunks=(4, 8)).map_blocks(np.copy, dtype=float)
+    y = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)
+    run_programs([y], 2)
+    assert [array.shape for arrays in sent for array in arrays] == [(1, 8)] * 4
+
+
+def test_no_reads_without_large_values():
+    context = ProgramContext(RANKS, connections=SimpleNamespace(is_alone=True))
+    assert not context.reads_memory
