@@ -72,12 +72,14 @@ def test_iterate(client, way, library, ranks, overlap):
 
 def test_results_that_are_dropped_at_once(client, library):
     """The library may reuse their memory, but not before the GPU has copied them."""
-    x = da.zeros((2, 2**24), chunks=(1, -1))
+    import cupy
+
+    x = da.zeros((2, 2**24), chunks=(1, -1)).map_blocks(cupy.asarray)
 
     def step(u):
         return u + 1
 
-    made = iterate(called_with(library, step), on_gpu(x, (1, -1)), 0, 300, as_library=library)
+    made = iterate(called_with(library, step), x, 0, 300, as_library=library)
     assert abs(made - 300).max().compute() == 0
 
 
@@ -109,10 +111,11 @@ def test_map_on_gpu(client, library, where):
 def test_a_group_of_nccl(client):
     def summed(ctx, x):
         import cupy
+        from cupy.cuda import nccl
 
-        group = cupy.cuda.nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
+        group = nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
         stream, made = cupy.cuda.get_current_stream(), cupy.empty_like(x)
-        kinds = cupy.cuda.nccl.NCCL_FLOAT64, cupy.cuda.nccl.NCCL_SUM
+        kinds = nccl.NCCL_FLOAT64, nccl.NCCL_SUM
         group.allReduce(x.data.ptr, made.data.ptr, x.size, *kinds, stream.ptr)
         stream.synchronize()
         group.destroy()

@@ -81,8 +81,9 @@ class Communicator(Collectives):
     def nccl_id(self) -> tuple[int, ...]:
         """Return a new identifier for a communicator of NCCL, the same on all ranks.
 
-        For example ``cupy.cuda.nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)``. The
-        function must destroy that communicator before it returns. All ranks must call this.
+        For example ``nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)`` after ``from
+        cupy.cuda import nccl``. The function must destroy that communicator before it returns. All
+        ranks must call this.
 
         Returns
         -------
