@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, TypeAlias
 Box: TypeAlias = tuple[tuple[int, int], ...]
 Chunks: TypeAlias = tuple[tuple[int, ...], ...]
 Index: TypeAlias = tuple[int, ...]
+#: The index that selects a box from an array.
+Slices: TypeAlias = tuple[slice | EllipsisType, ...]
 
 
 def split_evenly(length: int, parts: int) -> tuple[int, ...]:
@@ -88,7 +90,7 @@ def box_size(box: Box) -> int:
     return size
 
 
-def box_slices(box: Box) -> tuple[slice | EllipsisType, ...]:
+def box_slices(box: Box) -> Slices:
     """Return the index that selects a box from an array as a view, also from 0-d arrays."""
     return (*(slice(start, stop) for start, stop in box), ...)
 

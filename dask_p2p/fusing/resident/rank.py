@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from distributed import Worker, get_worker, secede
@@ -125,18 +125,20 @@ class ResidentRunner(Runner):
         self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
         self._functions = Functions(runs_again=True)
-        self._whole, self._number = program, 0
+        self._number = 0
         self._messages.failed_value = self._failed_value
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
-        self._program = replace(self._whole, literals=dict(self._whole.literals))
-        self._values = LiveValues(self._whole.uses, self._assembling.is_lent)
+        self._values = LiveValues(self._program.uses, self._assembling.is_lent)
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
+
+    def _add_literals(self) -> None:
+        self._values.add_inputs(self._program.literals.items())  # later calls use them, too
 
     def _run(self, step: Any) -> None:
         if isinstance(step, AssembleStep):

@@ -15,11 +15,11 @@ from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
-from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, Pieces
 from dask_p2p.types import Array, DType, Key
 
 # Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
-_MOST_PIECES = 2**15
+_MOST_PIECES = 2**14
 
 
 class Assembling:
@@ -27,8 +27,8 @@ class Assembling:
 
     def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
         self.memories = memories  # of arrays: that of the host first
-        self._plans: dict[Any, BlockPlan] = {}  # by the array's plan and the index of the block
-        self._groups: dict[int, Mapping[int, Sequence[Piece]]] = {}  # see `pieces`, by plan
+        #: By the array's plan and the index of the block: its plan, and its pieces by source.
+        self._plans: dict[Any, tuple[BlockPlan, Mapping[int, Pieces]]] = {}
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
@@ -36,28 +36,27 @@ class Assembling:
 
     def plan(self, block: AssembledBlock) -> BlockPlan:
         """Return the plan of a block, kept for equal blocks of later layers while there is room."""
+        return self._planned(block)[0]
+
+    def pieces(self, block: AssembledBlock, number: int) -> Pieces:
+        """Return the pieces of one source of a block, always in the same order."""
+        return self._planned(block)[1][number]
+
+    def _planned(self, block: AssembledBlock) -> tuple[BlockPlan, Mapping[int, Pieces]]:
         wanted = id(block.plan), block.position
         found = self._plans.get(wanted)
         if found is None:
-            found = block.plan.block(block.position)
-            self._pieces += len(found.pieces)
+            plan = block.plan.block(block.position)
+            self._pieces += len(plan.pieces)
             if self._pieces > _MOST_PIECES:
                 self._plans.clear()
-                self._groups.clear()
-                self._pieces = len(found.pieces)
-            self._plans[wanted] = found
-        return found
-
-    def pieces(self, block: AssembledBlock, number: int) -> Sequence[Piece]:
-        """Return the pieces of one source of a block, always in the same order."""
-        plan = self.plan(block)
-        found = self._groups.get(id(plan))
-        if found is None:
+                self._pieces = len(plan.pieces)
             groups = defaultdict[int, list[Piece]](list)
             for piece in plan.pieces:
                 groups[piece.source].append(piece)
-            found = self._groups[id(plan)] = groups
-        return found[number]
+            found = plan, {source: Pieces(group) for source, group in groups.items()}
+            self._plans[wanted] = found
+        return found
 
     def memory_of(self, value: Any) -> Lending | None:
         """Return the memory of a plain array without Python objects; None for other values."""
@@ -80,9 +79,11 @@ class Assembling:
         `UnsupportedArrayError` if another value differs from its array's declaration, or holds
         Python objects.
         """
-        if block.dtype is None and self.memory_of(value) is None:
+        memory, shape = self.memory_of(value), self.plan(block).source_shapes[number]
+        if memory is None and block.dtype is None:
             return value
-        shape = self.plan(block).source_shapes[number]
+        if memory is not None and value.shape == shape and value.dtype == block.dtype:
+            return value
         checked: Array = checked_block(as_array(value), key, shape, block.dtype)
         if checked.dtype.hasobject:
             raise UnsupportedArrayError(
@@ -103,13 +104,20 @@ class Assembling:
         out = self._begun.get(block.key)
         if out is None:
             assert dtype is not None, "no region of the block is here yet"
-            out = memory.backend.empty(self.plan(block).shape, dtype)
-            self._begun[block.key] = out
+            out = self._begun[block.key] = self._filled(block, dtype, memory)
         if block.dtype is not None and not memory.holds(out):
             raise UnsupportedArrayError(
                 f"block {block.key!r}: expected regions of one array library, got NumPy and CuPy "
                 f"arrays. Convert the blocks first, map_blocks(cupy.asarray)."
             )
+        return out
+
+    def _filled(self, block: AssembledBlock, dtype: DType, memory: Lending) -> Array:
+        """Return the array of a block with its constants."""
+        plan = self.plan(block)
+        out = memory.backend.empty(plan.shape, dtype)
+        if plan.fills:
+            memory.fill(out, plan.fills)
         return out
 
     def begin_local(self, superstep: Superstep, values: Mapping[Key, Any]) -> None:
@@ -163,10 +171,8 @@ class Assembling:
         out = self._begun.pop(block.key, None)
         if out is None:  # it has constants alone
             assert block.dtype is not None, "rechunks of Dask have no constants"
-            out = self.memories[-1].backend.empty(plan.shape, block.dtype)
-        memory = self._memory(out)
-        memory.fill(out, plan.fills)
-        memory.flush()
+            out = self._filled(block, block.dtype, self.memories[-1])
+        self._memory(out).flush()
         return out if epilogue is None else epilogue(out[...], block.position)
 
     def _has_others(self, block: AssembledBlock, sources: Mapping[int, Any]) -> bool:

@@ -23,9 +23,9 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task
 from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.geometry import box_shape, box_slices, round_up
+from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.plans import Piece
-from dask_p2p.sections.exchange.lending import Lending
+from dask_p2p.sections.exchange.lending import Lending, Pieces
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
 
@@ -120,20 +120,20 @@ class _Packing:
             pieces = assembling.pieces(item.block, item.number)
             memory = assembling.memory_of(source)
             if memory is None:
-                self._heads.append(dumps([source[box_slices(src)] for _, src, _ in pieces]))
+                self._heads.append(dumps([source[of] for of, _ in pieces.indices]))
                 continue
             if item.block.dtype is None:
                 self._heads.append(source.dtype)
             self._add_regions(memory, source, pieces)
         return self._bytes()
 
-    def _add_regions(self, memory: Lending, source: Array, pieces: Sequence[Piece]) -> None:
+    def _add_regions(self, memory: Lending, source: Array, pieces: Pieces) -> None:
         lent = self._lent(memory, source) if memory.lends_whole else None
         if lent is not None:
             self._heads.append(lent)
             return
         add = self._sent if memory.lends_whole else self._head
-        self._heads += [add(memory, source[box_slices(src)]) for _, src, _ in pieces]
+        self._heads += [add(memory, source[of]) for of, _ in pieces.indices]
 
     def _add_whole(self, value: Any) -> None:
         memory = self._messages.assembling.memory_of(value)
@@ -216,12 +216,12 @@ class _Unpacking:
         pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
         memory, descriptor = self._where(head := next(self._heads))
         out = assembling.begun(block, dtype, memory)
-        targets: list[tuple[Array, Sequence[Piece]]] = [(out, pieces)]
+        targets: list[tuple[Array, Pieces]] = [(out, pieces)]
         if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
             into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
             assembling.add_others(block, item.number, into)
             targets = [
-                (each, (Piece(0, src, tuple((0, length) for length in each.shape)),))
+                (each, Pieces([Piece(0, src, tuple((0, length) for length in each.shape))]))
                 for each, (_, src, _) in zip(into, pieces, strict=True)
             ]
         if descriptor is not None and memory.lends_whole:
@@ -230,8 +230,8 @@ class _Unpacking:
             self.read.add(memory)
             return
         heads = [head, *(next(self._heads) for _ in pieces[1:])]
-        regions = [(src, into[box_slices(dst)]) for into, parts in targets for _, src, dst in parts]
-        for each, (src, region) in zip(heads, regions, strict=True):
+        regions = [into[at] for into, parts in targets for _, at in parts.indices]
+        for each, (_, src, _), region in zip(heads, pieces, regions, strict=True):
             self._take(each, box_shape(src), region, axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:

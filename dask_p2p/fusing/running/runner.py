@@ -50,9 +50,7 @@ class Runner:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
         values.add_inputs(zip(program.inputs, blocks, strict=True))
-        for key, value in program.literals.items():
-            values[key] = value
-        program.literals.clear()  # freed after the last use, as all values
+        self._add_literals()
         self._progress.steps = len(program.supersteps)
         for number, superstep in enumerate(program.supersteps):
             if superstep.sends or superstep.receives:
@@ -63,6 +61,12 @@ class Runner:
             self._enqueued += 1
             self._device.keep_up(self._enqueued)
         return [[values[key] for key in keys] for keys in program.outputs]
+
+    def _add_literals(self) -> None:
+        literals = self._program.literals
+        for key, value in literals.items():
+            self._values[key] = value
+        literals.clear()  # freed after the last use, as all values
 
     def _exchange(self, number: int, superstep: Superstep) -> None:
         self._messages.exchange(number, superstep, self._values)

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from dask_p2p.backends import Backend
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.geometry import box_slices
+from dask_p2p.geometry import Slices, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
-Pieces: TypeAlias = Sequence[Piece]
+_MOST_KNOWN = 1024
+
+#: The items of fills, and the indices of their regions.
+_Filled: TypeAlias = Sequence[tuple[Slices, Array]]
+
+
+class Pieces(tuple[Piece, ...]):
+    """The pieces of one source of a block. Later exchanges use them again."""
+
+    @cached_property
+    def indices(self) -> Sequence[tuple[Slices, Slices]]:
+        """The index of each piece in the source, and in the block."""
+        return [(box_slices(src), box_slices(dst)) for _, src, dst in self]
 
 
 class Lending(ABC):
@@ -101,17 +114,25 @@ class HostLending(Lending):
         reads: Reads | None = None,  # of other ranks' memory; None: all arrays are sent
     ) -> None:
         self._connections, self._reads = connections, reads
+        #: By the fills' number, for which they are kept, and dtype.
+        self._fills: dict[tuple[int, DType], tuple[Sequence[Fill], _Filled]] = {}
 
     def holds(self, value: Any) -> bool:
         return type(value) is np.ndarray and not value.dtype.hasobject
 
     def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
-        for _, src, dst in pieces:
-            NUMPY.permute_into(into[box_slices(dst)], array[box_slices(src)], axes)
+        for of, at in pieces.indices:
+            NUMPY.permute_into(into[at], array[of], axes)
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
-        for box, value in fills:
-            into[box_slices(box)] = np.full((), value, into.dtype)
+        which = id(fills), into.dtype
+        if which not in self._fills:
+            if len(self._fills) >= _MOST_KNOWN:
+                self._fills.clear()
+            items = [(box_slices(box), np.full((), item, into.dtype)) for box, item in fills]
+            self._fills[which] = fills, items
+        for at, item in self._fills[which][1]:
+            into[at] = item
 
     def flush(self) -> None:
         pass

@@ -23,7 +23,7 @@ from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.kernels._batch import whole_piece
 from dask_p2p.geometry import box_size, box_slices
 from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.plans import Fill
+from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.lending import Lending, Pieces
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.regions import read_in_parts
@@ -45,7 +45,7 @@ class _Read(NamedTuple):
     rank: int
     descriptor: bytes
     into: Array
-    pieces: Pieces
+    pieces: Sequence[Piece]
     axes: Sequence[int]
 
 
@@ -87,7 +87,7 @@ class GpuLending(Lending):
         self._large += self._add(into, array, pieces, axes)
 
     def _add(
-        self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]
+        self, into: Array, array: Array, pieces: Sequence[Piece], axes: Sequence[int]
     ) -> list[_LargeCopy]:
         """Add small pieces to the next launch; return the large ones."""
         large = self._batch.copy_pieces(into, array, pieces, axes)
@@ -135,7 +135,8 @@ class GpuLending(Lending):
     def read(
         self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
     ) -> None:
-        self.read_pieces(rank, descriptor, into, whole_piece(tuple(shape), into.shape), axes)
+        pieces = whole_piece(tuple(shape), into.shape)
+        self._reads.append(_Read(rank, descriptor, into, pieces, axes))
 
     def read_pieces(
         self, rank: int, descriptor: bytes, into: Array, pieces: Pieces, axes: Sequence[int]

@@ -57,6 +57,23 @@ def repeated(function, u, steps):
     return u
 
 
+def add_to_total(u, total):
+    total += 1
+    return u + total
+
+
+def test_functions_that_overwrite_constants(client):
+    """Each call finds the constants of the graph as they were."""
+    total = da.from_array(np.zeros((4, 3)), chunks=(2, 3))
+    u = da.zeros((4, 3), chunks=(2, 3)).persist()
+    step = dask_p2p.compile(lambda u: da.map_blocks(add_to_total, u, total, dtype=float), u)
+    with step.resident(u) as run:
+        for calls in range(1, 4):
+            u = run(u)
+            np.testing.assert_array_equal(run.fetch(u), np.full((4, 3), calls))
+    no_rank_is_left(client)
+
+
 def test_a_loop_as_one_writes_it(client):
     u = x = array()
     step = dask_p2p.compile(heat, u)
