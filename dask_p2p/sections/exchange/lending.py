@@ -114,7 +114,7 @@ class HostLending(Lending):
         reads: Reads | None = None,  # of other ranks' memory; None: all arrays are sent
     ) -> None:
         self._connections, self._reads = connections, reads
-        #: By the fills' number, for which they are kept, and dtype.
+        #: By dtype, and by the number of the fills, which are kept since it identifies them.
         self._fills: dict[tuple[int, DType], tuple[Sequence[Fill], _Filled]] = {}
 
     def holds(self, value: Any) -> bool:
