@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from dask_p2p.sections.api.outputs import PerRank as PerRank
     from dask_p2p.sections.api.outputs import Rows as Rows
     from dask_p2p.sections.api.outputs import Same as Same
-    from dask_p2p.sections.api.points import Points as Points
     from dask_p2p.sections.api.spmd import spmd as spmd
+    from dask_p2p.sections.context.points import Points as Points
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.iterate import iterate as iterate
-    from dask_p2p.sections.iterate.series import Record as Record
-    from dask_p2p.sections.iterate.stores import Checkpoint as Checkpoint
-    from dask_p2p.sections.iterate.stores import Save as Save
+    from dask_p2p.sections.iterate.output.series import Record as Record
+    from dask_p2p.sections.iterate.output.stores import Checkpoint as Checkpoint
+    from dask_p2p.sections.iterate.output.stores import Save as Save
     from dask_p2p.tools.check import check as check
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
@@ -58,19 +58,19 @@ ensure_defaults()
 # module would hide the function.
 _FUNCTIONS = {
     "Array": "dask_p2p.sections.api.outputs",
-    "Checkpoint": "dask_p2p.sections.iterate.stores",
+    "Checkpoint": "dask_p2p.sections.iterate.output.stores",
     "CompiledFunction": "dask_p2p.fusing.compiled",
     "Field": "dask_p2p.sections.iterate.fields",
     "Handle": "dask_p2p.fusing.resident.client",
     "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
     "PerRank": "dask_p2p.sections.api.outputs",
-    "Points": "dask_p2p.sections.api.points",
-    "Record": "dask_p2p.sections.iterate.series",
+    "Points": "dask_p2p.sections.context.points",
+    "Record": "dask_p2p.sections.iterate.output.series",
     "ResidentGang": "dask_p2p.fusing.resident.client",
     "Rows": "dask_p2p.sections.api.outputs",
     "Same": "dask_p2p.sections.api.outputs",
-    "Save": "dask_p2p.sections.iterate.stores",
+    "Save": "dask_p2p.sections.iterate.output.stores",
     "Whole": "dask_p2p.sections.api.arguments",
     "check": "dask_p2p.tools.check",
     "compile": "dask_p2p.fusing.compiled",

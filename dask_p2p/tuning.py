@@ -112,7 +112,7 @@ class Tuning:
     #: Lifetime of windows that peers may still read, after an attempt that failed.
     window_linger_s: float = 60.0
 
-    # sections.api.
+    # sections.context.
     #: Size of arrays that ranks reduce in parts: each rank one part, which it sends to the others.
     parted_reduction_bytes: int = 1 << 20
     #: Size of a transform's piece, if there are more than two: the host needs 0.1 ms for each.

@@ -1,1 +1,1 @@
-"""Functions and methods that users call: `spmd`, and the context of a rank."""
+"""`spmd`: checks of its arguments, the graph of a section, and the work and outputs of a rank."""

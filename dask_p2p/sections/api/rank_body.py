@@ -16,10 +16,10 @@ from dask_p2p.engine.memory import in_memory_bytes
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, Index, box_slices
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.api.outputs import Outputs
 from dask_p2p.sections.api.returned import as_numbers, becomes, holds, shape_of
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
 from dask_p2p.types import Array, DType, Kind
 

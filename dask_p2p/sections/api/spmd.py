@@ -25,10 +25,10 @@ from dask_p2p.sections.api.arguments import (
     chosen_ranks,
     ranks_without_arrays,
 )
-from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.graph import section_arrays
 from dask_p2p.sections.api.outputs import Output, checked_outputs
 from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.values import leaves
 from dask_p2p.types import DaskArray, DTypeLike
 

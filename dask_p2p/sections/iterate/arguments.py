@@ -11,7 +11,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_flag
 from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.sections.api.arguments import check_computed
-from dask_p2p.sections.api.points import Points
+from dask_p2p.sections.context.points import Points
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.binding import (
     OUT,
@@ -32,10 +32,10 @@ from dask_p2p.sections.iterate.fields import (
     field_spec,
     named_fields,
 )
+from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
+from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.scalars import ScalarSpec
-from dask_p2p.sections.iterate.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.types import DaskArray
 
 

@@ -17,7 +17,7 @@ from dask_p2p.sections.api.arguments import (
     check_input,
     check_same_kind,
 )
-from dask_p2p.sections.api.points import Points, checked_points
+from dask_p2p.sections.context.points import Points, checked_points
 from dask_p2p.sections.iterate.fields import Field, FieldSpec, check_name, field_spec
 from dask_p2p.types import DaskArray
 

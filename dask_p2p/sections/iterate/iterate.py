@@ -22,7 +22,7 @@ from dask_p2p.sections.iterate.arguments import (
 )
 from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.iteration import Iteration
-from dask_p2p.sections.iterate.stores import Checkpoint, Save
+from dask_p2p.sections.iterate.output.stores import Checkpoint, Save
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.estimate import SectionEstimate
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.ends import planned
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
@@ -22,11 +22,11 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.constants import ConstantSpec
 from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
+from dask_p2p.sections.iterate.output.series import SeriesSpec
+from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec
-from dask_p2p.sections.iterate.series import SeriesSpec
-from dask_p2p.sections.iterate.stores import StoreSpecs
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from dask_p2p.geometry import Box
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.grids import Grid
-from dask_p2p.sections.api.points import LocalPoints, Points
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.grids import Grid
+from dask_p2p.sections.context.points import LocalPoints, Points
 from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.binding import AT, VALUES

@@ -10,8 +10,8 @@ import numpy as np
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu
@@ -21,6 +21,8 @@ from dask_p2p.sections.iterate.call import Call, CallArrays
 from dask_p2p.sections.iterate.captured import Captured
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
+from dask_p2p.sections.iterate.output.series import Series
+from dask_p2p.sections.iterate.output.store_writer import Stores
 from dask_p2p.sections.iterate.phase import (
     NOTHING,
     Phase,
@@ -29,8 +31,6 @@ from dask_p2p.sections.iterate.phase import (
     replace_block,
 )
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.series import Series
-from dask_p2p.sections.iterate.store_writer import Stores
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:

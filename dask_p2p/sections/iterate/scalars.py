@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.context.context import Context
 from dask_p2p.types import Array, DTypeLike
 
 

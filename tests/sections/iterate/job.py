@@ -22,8 +22,8 @@ from distributed import Client, Scheduler, Worker
 
 import tests.forked  # noqa: F401
 from dask_p2p import Checkpoint, Save, iterate
+from tests.sections.iterate.output.test_stores import MASS, fields
 from tests.sections.iterate.test_coupled import react
-from tests.sections.iterate.test_stores import MASS, fields
 
 #: By number of ranks: chunks of the fields.
 CHUNKS = {4: ((8, 8, 8), (10, 10)), 2: ((12, 12), (20,)), 3: ((6, 6, 6, 6), (5, 5, 5, 5))}

@@ -136,7 +136,7 @@ def test_until_is_asked_in_time(gpu, replayed):
 
 def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
     """Also checkpoints within a cycle; the one at its end comes after it."""
-    from dask_p2p.sections.api.context import Context
+    from dask_p2p.sections.context.context import Context
 
     made = []
     monkeypatch.setattr(

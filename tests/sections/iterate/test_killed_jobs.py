@@ -19,7 +19,7 @@ import pytest
 import zarr
 
 from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME
-from tests.sections.iterate.test_stores import A, B, both, react
+from tests.sections.iterate.output.test_stores import A, B, both, react
 from tests.support import import_path
 
 STAGES = ((4, 24), (2, 48), (3, 72))  # ranks, and steps of the whole run until then

@@ -12,7 +12,7 @@ from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
-from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.types import Array, DTypeLike

@@ -13,9 +13,9 @@ from dask_p2p.geometry import Box
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.grids import Grid
-from dask_p2p.sections.api.stepping import Stepping
-from dask_p2p.sections.api.transforms import Transforms
+from dask_p2p.sections.context.grids import Grid
+from dask_p2p.sections.context.stepping import Stepping
+from dask_p2p.sections.context.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.ends import At, Ends, described, planned
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending

@@ -15,7 +15,7 @@ from dask_p2p.geometry import Box, block_bounds, box_slices
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.points import LocalPoints, checked_points
+from dask_p2p.sections.context.points import LocalPoints, checked_points
 from dask_p2p.sections.exchange.device import check_kind
 from dask_p2p.sections.exchange.ends import At, Ends, described, open_grid, planned
 from dask_p2p.sections.exchange.halo import HaloExchange, HaloLayout

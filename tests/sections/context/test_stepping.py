@@ -9,7 +9,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from tests.sections.api.resuming import first_step_again
+from tests.sections.context.resuming import first_step_again
 from tests.sections.gangs import run_gang
 
 STEPS = 12

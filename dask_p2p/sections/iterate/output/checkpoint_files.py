@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections.api.context import Context
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.iterate.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.folders import Folder, explained
-from dask_p2p.sections.iterate.groups import (
+from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
+from dask_p2p.sections.iterate.output.folders import Folder, explained
+from dask_p2p.sections.iterate.output.groups import (
     create_arrays,
     created,
     plain,
     seen_by_all,
     together,
 )
-from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.output.series import Series
+from dask_p2p.sections.iterate.output.stores import Checkpoint
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.series import Series
-from dask_p2p.sections.iterate.stores import Checkpoint
 
 
 class CheckpointFiles:

@@ -18,7 +18,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.folders import absolute
+from dask_p2p.sections.iterate.output.folders import absolute
 
 _MOST_PARTS = 16  # chunks of a store for each block of an array
 
@@ -60,7 +60,7 @@ class Save:
 
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
-        from dask_p2p.sections.iterate.state_frames import StateFrames
+        from dask_p2p.sections.iterate.output.state_frames import StateFrames
 
         _check_for_state(self.path)
         return StateFrames(self, ctx, state, steps)
@@ -94,7 +94,7 @@ class Checkpoint:
 
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
-        from dask_p2p.sections.iterate.state_files import StateFiles
+        from dask_p2p.sections.iterate.output.state_files import StateFiles
 
         _check_for_state(self.path)
         return StateFiles(_checked_checkpoint(self), ctx, state)

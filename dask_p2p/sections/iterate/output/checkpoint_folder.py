@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.iterate.folders import Folder
-from dask_p2p.sections.iterate.groups import difference, seen_by_all, together
-from dask_p2p.sections.iterate.stores import Checkpoint
+from dask_p2p.sections.iterate.output.folders import Folder
+from dask_p2p.sections.iterate.output.groups import difference, seen_by_all, together
+from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 _STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written the checkpoint
 _STEP_DIGITS = 12

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.iterate.checkpoint_files import CheckpointFiles
-from dask_p2p.sections.iterate.frames import Frames, FrameWriter, Values
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalFields
+from dask_p2p.sections.iterate.output.checkpoint_files import CheckpointFiles
+from dask_p2p.sections.iterate.output.frames import Frames, FrameWriter, Values
+from dask_p2p.sections.iterate.output.series import Series
+from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.series import Series
-from dask_p2p.sections.iterate.stores import StoreSpecs
 
 #: Updates the halos of some fields after a step, and returns their values.
 Current = Callable[[Collection[str]], Values]

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.sections.api.context import Context
 from dask_p2p.sections.api.returned import shape_of
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.binding import Binding
-from dask_p2p.sections.iterate.folders import Folder, explained
-from dask_p2p.sections.iterate.groups import (
+from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.output.folders import Folder, explained
+from dask_p2p.sections.iterate.output.groups import (
     create_arrays,
     created,
     difference,
@@ -23,9 +24,8 @@ from dask_p2p.sections.iterate.groups import (
     seen_by_all,
     together,
 )
-from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.output.stores import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.stores import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.types import Array
 
 #: Returns the arguments of a function, with the values after the last step; None if none is read.

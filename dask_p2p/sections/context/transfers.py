@@ -9,7 +9,7 @@ from dask_p2p.sections.exchange.values import decoded
 from dask_p2p.sections.wire.mailbox import CALL_NAMES, Receive, SentMessage
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.api.messages import Messaging
+    from dask_p2p.sections.context.messages import Messaging
 
 
 class Transfer:

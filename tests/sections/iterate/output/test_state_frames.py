@@ -10,7 +10,7 @@ from dask_p2p import Checkpoint, Save, spmd
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
 from tests.sections.gangs import run_gang
-from tests.sections.iterate.test_state_files import StoppedError, U, grid
+from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
 
 zarr = pytest.importorskip("zarr")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.collectives import Collectives
+from dask_p2p.sections.context.collectives import Collectives
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.wire.connections import Connections

@@ -10,9 +10,9 @@ from dask_p2p.errors import AxesError
 from dask_p2p.geometry import Box
 from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.communicator import Communicator
-from dask_p2p.sections.api.grids import Grid
-from dask_p2p.sections.api.points import LocalPoints
+from dask_p2p.sections.context.communicator import Communicator
+from dask_p2p.sections.context.grids import Grid
+from dask_p2p.sections.context.points import LocalPoints
 from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
 from dask_p2p.types import Array, DepthLike
 

@@ -14,13 +14,19 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.state import Leaf, State
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.state import Leaf, State
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.iterate.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.folders import explained
-from dask_p2p.sections.iterate.groups import create_arrays, created, plain, seen_by_all, together
-from dask_p2p.sections.iterate.stores import Checkpoint, store_chunks
+from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
+from dask_p2p.sections.iterate.output.folders import explained
+from dask_p2p.sections.iterate.output.groups import (
+    create_arrays,
+    created,
+    plain,
+    seen_by_all,
+    together,
+)
+from dask_p2p.sections.iterate.output.stores import Checkpoint, store_chunks
 
 DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
 

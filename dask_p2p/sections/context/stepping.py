@@ -9,9 +9,9 @@ from operator import index
 from typing import Any, Protocol
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.bindings import Bindings
-from dask_p2p.sections.api.places import Places
-from dask_p2p.sections.api.state import State
+from dask_p2p.sections.context.bindings import Bindings
+from dask_p2p.sections.context.places import Places
+from dask_p2p.sections.context.state import State
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
 from dask_p2p.sections.gang.progress import Progress, is_logged

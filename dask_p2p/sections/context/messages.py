@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.transfers import (
+from dask_p2p.sections.context.transfers import (
     FromItself,
     Receiving,
     Sending,

@@ -9,8 +9,8 @@ import numpy as np
 
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.ops.zarr_arrays import CONFIG, fast_compressor, zarr_format
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.iterate.folders import Folder, explained
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.iterate.output.folders import Folder, explained
 
 #: Shapes and dtypes of arrays by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]

@@ -10,7 +10,7 @@ import pytest
 from dask_p2p.errors import InputError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from tests.sections.api.resuming import first_step_again
+from tests.sections.context.resuming import first_step_again
 
 STEPS = 12
 

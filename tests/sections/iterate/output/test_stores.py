@@ -149,7 +149,7 @@ PROGRAM = """
 import sys
 import dask
 from dask_p2p import Checkpoint, Save, iterate
-from tests.sections.iterate.test_stores import MASS, fields, react
+from tests.sections.iterate.output.test_stores import MASS, fields, react
 
 path, steps = sys.argv[1], int(sys.argv[2])
 options = {"save": Save(path + "/frames", 50), "checkpoint": Checkpoint(path + "/states", every=20)}

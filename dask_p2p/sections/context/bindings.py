@@ -15,7 +15,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.state import State
+from dask_p2p.sections.context.state import State
 from dask_p2p.types import Array
 
 _OWN = __name__.partition(".")[0]

@@ -9,8 +9,8 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.messages import Messaging
-from dask_p2p.sections.api.reductions import check_op, combined, is_elementwise, prepared
+from dask_p2p.sections.context.messages import Messaging
+from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
 from dask_p2p.sections.exchange.device import check_not_masked
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution

@@ -26,8 +26,8 @@ from dask_p2p.types import Array
 class Points:
     """A constant of `iterate`: points, such as sources and receivers.
 
-    The function receives a `dask_p2p.sections.api.points.LocalPoints`, with the methods `add` and
-    `sample`.
+    The function receives a `dask_p2p.sections.context.points.LocalPoints`, with the methods `add`
+    and `sample`.
 
     Parameters
     ----------

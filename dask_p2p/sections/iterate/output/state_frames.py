@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.api.context import Context
-from dask_p2p.sections.api.state import State
-from dask_p2p.sections.iterate.frames import Frames
-from dask_p2p.sections.iterate.state_files import DIVIDED, NUMBER, StateValues
-from dask_p2p.sections.iterate.stores import Save, checked_save
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.state import State
+from dask_p2p.sections.iterate.output.frames import Frames
+from dask_p2p.sections.iterate.output.state_files import DIVIDED, NUMBER, StateValues
+from dask_p2p.sections.iterate.output.stores import Save, checked_save
 
 
 class _StateReader:

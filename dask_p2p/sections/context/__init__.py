@@ -1,0 +1,1 @@
+"""The context of a rank: the methods that the user's function calls."""

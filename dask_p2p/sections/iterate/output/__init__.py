@@ -1,0 +1,1 @@
+"""Output of a loop while it runs: series of numbers, frames and checkpoints."""
