@@ -204,7 +204,8 @@ def test_threads_compile_once(monkeypatch):
 
     loads = []
     real = cupy.RawModule
-    monkeypatch.setattr(module, "_functions", {})
+    for source in module._KERNELS.values():
+        monkeypatch.setattr(source, "_loaded", {})
     monkeypatch.setattr(cupy, "RawModule", lambda **given: loads.append(1) or real(**given))
     src = cupy.arange(64 * 64).reshape(64, 64)
     targets = [cupy.empty_like(src) for _ in range(8)]

@@ -8,11 +8,9 @@ another GPU's memory that is mapped into this process (`cupy.ndarray` over an `U
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib import resources
+from functools import partial
 from typing import Any, NamedTuple
 
 import cupy
@@ -20,9 +18,9 @@ import cupy
 from dask_p2p.backends.base import transposed
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.backends.kernels._launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
+from dask_p2p.backends.kernels._source import CudaSource
 from dask_p2p.types import Array
 
-COMPILER_OPTIONS = ("--std=c++17",)
 # Unused shared memory that a block reserves for low occupancy. With it two blocks of any kernel fit
 # on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), without it four or more.
 # Measured between four H200s: 328 GB/s a GPU with two blocks, 313 with four, 319 with one.
@@ -68,7 +66,7 @@ def permute_into(
                     launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, on_stream.ptr
                 )
                 continue
-            loaded = _compiled(device_id, launch.word_bytes)[launch.entry]
+            loaded = _KERNELS[launch.word_bytes].on(device_id)[launch.entry]
             unused_bytes = loaded.unused_bytes if low_occupancy else 0
             # The stream is an argument, because making it current takes as long as a launch.
             loaded.function(
@@ -83,29 +81,8 @@ class _Loaded(NamedTuple):
     unused_bytes: int  # shared memory to reserve for low occupancy
 
 
-_functions: dict[tuple[int, int], dict[str, _Loaded]] = {}  # (device, word size) -> name -> kernel
-_compiling: defaultdict[tuple[int, int], threading.Lock] = defaultdict(threading.Lock)
-
-
-def _compiled(device_id: int, word_bytes: int) -> dict[str, _Loaded]:
-    """Return the kernels for a word size, loaded on the current device, `device_id`."""
-    which = (device_id, word_bytes)
-    functions = _functions.get(which)
-    if functions is None:
-        with _compiling[which]:  # threads wait only for the compilation of the same word size
-            functions = _functions.get(which)
-            if functions is None:
-                functions = _functions[which] = _load(word_bytes)
-    return functions
-
-
-def _load(word_bytes: int) -> dict[str, _Loaded]:
-    """Compile transpose.cu for the current device (CuPy keeps the binary on disk) and load it."""
-    source = (
-        resources.files("dask_p2p.backends.kernels").joinpath("transpose.cu").read_text("utf-8")
-    )
-    options = (*COMPILER_OPTIONS, f"-DONLY_WORD_BYTES={word_bytes}")
-    module = cupy.RawModule(code=source, options=options)
+def _loaded(word_bytes: int, module: Any) -> dict[str, _Loaded]:
+    """Return the kernels for a word size by name."""
     names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
     return {name: _with_low_occupancy(module.get_function(name)) for name in names}
 
@@ -119,11 +96,18 @@ def _with_low_occupancy(kernel: Any) -> _Loaded:
     return _Loaded(kernel.kernel, unused_bytes)
 
 
+#: By word size: each is compiled for itself.
+_KERNELS = {
+    size: CudaSource("transpose.cu", partial(_loaded, size), f"-DONLY_WORD_BYTES={size}")
+    for size in WORD_SIZES_BYTES
+}
+
+
 def warm_up() -> None:
     """Compile and load the kernels of the current device before their first use.
 
     The first call on a machine takes about half a second for each word size, later calls take
     milliseconds. Do not call it on an event loop.
     """
-    for word_bytes in WORD_SIZES_BYTES:
-        _compiled(cupy.cuda.runtime.getDevice(), word_bytes)
+    for source in _KERNELS.values():
+        source.on(cupy.cuda.runtime.getDevice())

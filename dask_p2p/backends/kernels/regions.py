@@ -5,9 +5,7 @@ Import this module only if CuPy is installed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ from dask_p2p.backends.kernels._batch import (
     packed_regions,
     region_layout,
 )
+from dask_p2p.backends.kernels._source import CudaSource
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans import Fill, Piece
@@ -35,8 +34,7 @@ _MOST_KNOWN = 1024
 _LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
 _ALIGNMENT = 15
 
-_functions: dict[int, Any] = {}  # by device
-_compiling = threading.Lock()
+_SOURCE = CudaSource("regions.cu", lambda module: module.get_function("copy_regions").kernel)
 
 
 class _Copies(NamedTuple):
@@ -101,7 +99,8 @@ class RegionBatch:
         for start in range(0, len(regions), MAX_REGIONS):
             batch = packed_batch(regions[start : start + MAX_REGIONS])
             grid = grid_of(words, len(regions[start : start + MAX_REGIONS]))
-            _function()(grid, (THREADS,), (batch,), 0, stream=cupy.cuda.get_current_stream())
+            copy = _SOURCE.on(cupy.cuda.runtime.getDevice())
+            copy(grid, (THREADS,), (batch,), 0, stream=cupy.cuda.get_current_stream())
 
 
 def _copies(
@@ -147,18 +146,6 @@ def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequenc
         yield cupy.asarray(np.frombuffer(item, dtype).reshape(())), pieces
 
 
-def _function() -> Any:
-    """Return the kernel, loaded on the current device."""
-    device = cupy.cuda.runtime.getDevice()
-    if device not in _functions:
-        with _compiling:
-            folder = resources.files("dask_p2p.backends.kernels")
-            source = folder.joinpath("regions.cu").read_text("utf-8")
-            module = cupy.RawModule(code=source, options=permute.COMPILER_OPTIONS)
-            _functions[device] = module.get_function("copy_regions").kernel
-    return _functions[device]
-
-
 def warm_up() -> None:
     """Compile and load the kernel of the current device before its first use."""
-    _function()
+    _SOURCE.on(cupy.cuda.runtime.getDevice())

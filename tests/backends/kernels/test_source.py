@@ -1,0 +1,76 @@
+"""CUDA sources that are compiled at their first use, with an emulated compiler."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from importlib import util
+from types import SimpleNamespace
+
+import pytest
+
+import dask_p2p.backends.kernels as folder
+
+THREADS = 4
+
+
+class WaitForAll(dict):
+    """Kernels by device; `all_asked` is set when all threads have looked for one."""
+
+    def __init__(self):
+        self.asked, self.all_asked = 0, threading.Event()
+        self.lock = threading.Lock()
+
+    def get(self, device_id):
+        found = super().get(device_id)
+        with self.lock:
+            self.asked += 1
+            if self.asked >= THREADS:
+                self.all_asked.set()
+        return found
+
+
+@pytest.fixture
+def compiled():
+    """Options of all compilations."""
+    return []
+
+
+@pytest.fixture
+def module(monkeypatch, compiled):
+    def raw_module(code, options):
+        compiled.append(options)
+        return SimpleNamespace(code=code)
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module))
+    spec = util.spec_from_file_location("source", f"{folder.__path__[0]}/_source.py")
+    made = util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_each_device_loads_the_source_once(module, compiled):
+    source = module.CudaSource("regions.cu", lambda made: made.code, "-DX=1")
+    assert "copy_regions" in source.on(0)
+    assert source.on(0) is source.on(0)
+    assert compiled == [("--std=c++17", "-DX=1")]
+    source.on(1)
+    assert len(compiled) == 2
+
+
+def test_threads_compile_once(module, compiled):
+    known = WaitForAll()
+
+    def load(made):
+        assert known.all_asked.wait(60)
+        return made
+
+    source = module.CudaSource("transpose.cu", load)
+    source._loaded = known
+    threads = [threading.Thread(target=source.on, args=(0,)) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(compiled) == 1
+    assert [*known] == [0]
