@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 from ast import literal_eval
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, check_state, host_arrays
 from dask_p2p.types import Array, DType
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
+_ALIGNMENT_BYTES = 64  # of the first array, behind the header
 _KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
 _PYTHON = (bool, int, float, complex)
 
@@ -53,10 +55,13 @@ class State:
         self._names = [*self.leaves()]
 
     @classmethod
-    def of_arrays(cls, device: Host, arrays: Sequence[Array]) -> State:
-        """Return the state of a function that changes these arrays in place."""
+    def of_arrays(cls, device: Host, arrays: Sequence[Array], name: str) -> State:
+        """Return the state of a function that changes these arrays in place.
+
+        `name` becomes the name of each by `str.format`, with its number.
+        """
         check_state(arrays, device)
-        named = {f"save[{number}]": array for number, array in enumerate(arrays)}
+        named = {name.format(number): array for number, array in enumerate(arrays)}
         return cls(device, named, has_copies=False)
 
     def __repr__(self) -> str:
@@ -70,24 +75,25 @@ class State:
         values = (pair for name, value in vars(self).items() for pair in _values(name, value))
         return {name: _leaf(name, value, self._device) for name, value in values}
 
-    def check(self) -> None:
-        """Raise `InputError` for other values than those that the state began with."""
-        names = [*self.leaves()]
-        if names != self._names:
+    def check(self) -> dict[str, Leaf]:
+        """Return `leaves`; raise `InputError` for other values than those of the beginning."""
+        leaves = self.leaves()
+        if (names := [*leaves]) != self._names:
             raise InputError(
                 f"state: expected the values that ctx.state got, {self._names}, got {names}. Give "
                 f"all of them to ctx.state, and let dicts and lists keep their lengths."
             )
+        return leaves
 
     # --- checkpoints
 
     def arrays(self) -> list[Array]:
         """Return the header and the arrays of a checkpoint."""
-        self.check()
-        leaves = self.leaves().values()
-        each = [(of.kind, dtype_to_descr(of.array.dtype), of.array.shape) for of in leaves]
-        text = repr(each).encode()
-        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        leaves = self.check().values()
+        text = repr(_header(leaves)).encode()
+        size_bytes = round_up(_LENGTH_BYTES + len(text), _ALIGNMENT_BYTES)
+        length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+        header = (length + text).ljust(size_bytes)
         return [_on_device(np.frombuffer(header, np.uint8), self._device)] + [
             of.array for of in leaves
         ]
@@ -128,14 +134,30 @@ class State:
         return self._names[number]
 
     def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
-        """Return the kind, dtype and shape of each value in a checkpoint, and its elements."""
+        """Return the kind, dtype and shape of each value in a checkpoint, and its elements.
+
+        Raises `InputError` for arrays of a function that have other shapes or dtypes.
+        """
         length = int.from_bytes(saved[:_LENGTH_BYTES], "little")
         text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + length]).decode()
-        each = [(kind, descr_to_dtype(descr), shape) for kind, descr, shape in literal_eval(text)]
-        specs = [_Saved(*of) for of in each]
+        found, own = literal_eval(text), [*self.leaves().values()]
+        if self.has_copies:
+            specs = [_Saved(kind, descr_to_dtype(descr), shape) for kind, descr, shape in found]
+        elif found == _header(own):
+            specs = [_Saved(kind, array.dtype, array.shape) for kind, array in own]
+        else:
+            raise InputError(
+                f"expected the arrays of the last checkpoint, {found}, got {_header(own)}. Give "
+                f"ctx.restore and ctx.checkpoint the same arrays."
+            )
         header = (np.dtype(np.uint8), (_LENGTH_BYTES + length,))
         arrays = host_arrays(saved, [header, *((of.dtype, of.shape) for of in specs)])
         return list(zip(specs, arrays[1:], strict=True))
+
+
+def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
+    """Return the kind, the description of the dtype, and the shape of each value."""
+    return [(of.kind, dtype_to_descr(of.array.dtype), of.array.shape) for of in leaves]
 
 
 def _copied(value: Any, device: Host) -> Any:

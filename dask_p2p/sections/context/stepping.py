@@ -15,7 +15,6 @@ from dask_p2p.sections.context.state import State
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
 from dask_p2p.sections.gang.progress import Progress, is_logged
-from dask_p2p.sections.gang.state_memory import check_state
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
@@ -158,7 +157,7 @@ class Stepping(Places):
         if saved := tuple(each for each in given if not hasattr(each, "of_state")):
             if state is not None:
                 raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
-            state = State.of_arrays(self.device, saved)
+            state = State.of_arrays(self.device, saved, "save[{}]")
         if self._has_steps:
             raise InputError(
                 "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
@@ -209,14 +208,18 @@ class Stepping(Places):
             if is_due and self._checkpoints is not None:
                 self._checkpoints.save(step + 1, state.arrays())
 
-    def _loaded(self, state: State) -> int:
-        """Take over the state of the last checkpoint; return its step, or 0 without one."""
-        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
-        if saved is not None and self._checkpoints is not None:
-            is_in_use = self._checkpoints.is_in_use(step, state.changes(saved), state.name)
-            step = step if is_in_use else 0
-            if is_in_use:
+    def _loaded(self, state: State, may_stay: bool = False) -> int:
+        """Take over the state of the last checkpoint; return its step, or 0 without one.
+
+        With `may_stay` the values need not have changed.
+        """
+        checkpoints = self._checkpoints
+        step, saved = (0, None) if checkpoints is None else checkpoints.found()
+        if saved is not None and checkpoints is not None:
+            if may_stay or checkpoints.is_in_use(step, state.changes(saved), state.name):
                 state.load(saved)
+            else:
+                step = 0
         self.progress.step = self.progress.first = step
         return step
 
@@ -257,7 +260,7 @@ class Stepping(Places):
                 f"step: expected the number of steps done"
                 f"{more if self._saved_step >= 0 else ''}, got {step!r}."
             )
-        check_state(arrays, self.device)
+        state = State.of_arrays(self.device, arrays, "array {}")
         given = [(array.shape, array.dtype) for array in arrays]
         if self._restored not in (None, given):
             raise InputError(
@@ -265,7 +268,7 @@ class Stepping(Places):
                 f"{self._restored}, got {given}. Give both the same arrays in the same order."
             )
         if self._checkpoints is not None:
-            self._checkpoints.save(number, arrays)
+            self._checkpoints.save(number, state.arrays())
         self._saved_step = number
 
     def restore(self, *arrays: Array) -> int:
@@ -289,10 +292,9 @@ class Stepping(Places):
 
     def restore_state(self, arrays: Sequence[Array], may_stay: bool = False) -> int:
         """Fill arrays as `restore` does. With `may_stay` they need not have changed."""
-        check_state(arrays, self.device)
+        state = State.of_arrays(self.device, arrays, "array {}")
         self._restored = [(array.shape, array.dtype) for array in arrays]
-        step = 0 if self._checkpoints is None else self._checkpoints.restore(arrays, may_stay)
-        self.progress.step = self.progress.first = step
+        step = self._loaded(state, may_stay)
         self._saved_step = max(self._saved_step, step or -1)
         return step
 

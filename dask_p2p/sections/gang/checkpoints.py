@@ -28,8 +28,6 @@ from dask_p2p.sections.gang.state_memory import (
     EMPTY,
     SAME,
     StateMemory,
-    changes,
-    copied_from,
     copied_into,
     size_of,
 )
@@ -198,29 +196,6 @@ class Checkpoints:
         replica = self._replica_ranks[self._rank]
         return {} if replica is None else {replica: data}
 
-    def restore(self, arrays: Sequence[Array], may_stay: bool = False) -> int:
-        """Fill arrays with the state to resume from; return its step, or 0 without a state.
-
-        A saved array that has not changed on any rank since the start may be out of use:
-        ``x = x + 1`` binds `x` to another array. The attempt then begins at the start, which is
-        correct for a constant as well. With `may_stay` all arrays are known to be in use.
-
-        Raises `InputError` if the arrays differ in size from those saved.
-        """
-        step, own = self.found()
-        if own is None:
-            return 0
-        if len(own) != size_of(arrays):
-            raise InputError(
-                f"expected the arrays saved at step {step}, of {len(own)} bytes, got arrays of "
-                f"{size_of(arrays)} bytes. Give restore and checkpoint the same arrays."
-            )
-        own_changes = b"" if may_stay else changes(own, arrays, self._device)
-        if not may_stay and not self.is_in_use(step, own_changes, "array {}".format):
-            return 0
-        copied_from(own, arrays, self._device)
-        return step
-
     def found(self) -> tuple[int, memoryview | None]:
         """Return the step of the state to resume from, and this rank's state; None without one."""
         step, self._resume = self._resume, None
@@ -237,8 +212,9 @@ class Checkpoints:
     def is_in_use(self, step: int, changed: bytes, name: Callable[[int], str]) -> bool:
         """Return whether each value of a state has changed on some rank since the start.
 
-        A value that has not may be out of use. Then the states are dropped, and all ranks begin at
-        the start. `changed` is of this rank, and `name` returns the name of a value.
+        A value that has not may be out of use: ``x = x + 1`` binds `x` to another array. Then the
+        states are dropped, and all ranks begin at the start, which is correct for a constant as
+        well. `changed` is of this rank, and `name` returns the name of a value.
         """
         gathered = self._connections.gather(f"state of step {step}, compared", changed)
         by_value = enumerate(zip_longest(*gathered, fillvalue=EMPTY))

@@ -99,33 +99,13 @@ def size_of(arrays: Sequence[Array]) -> int:
 
 def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
     """Copy arrays of a device into a state, one after the other."""
-    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
+    host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
+    for array, host_array in zip(arrays, host, strict=True):
         device.copy_to_host(host_array, array)
-
-
-def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
-    """Copy a state into arrays of a device."""
-    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
-        device.copy_from_host(array, host_array)
-
-
-def changes(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> bytes:
-    """Compare arrays with a state; return `SAME`, `CHANGED` or `EMPTY` for each array."""
-    found = []
-    for array, host_array in zip(arrays, _host_arrays(state, arrays), strict=True):
-        own = np.empty(array.shape, array.dtype)
-        device.copy_to_host(own, array)
-        is_same = own.tobytes() == host_array.tobytes()
-        found.append(EMPTY if not own.size else SAME if is_same else CHANGED)
-    return bytes(found)
 
 
 def _view(array: Any) -> memoryview:
     return memoryview(array)
-
-
-def _host_arrays(state: memoryview, arrays: Sequence[Any]) -> list[Array]:
-    return host_arrays(state, [(array.dtype, array.shape) for array in arrays])
 
 
 def host_arrays(state: memoryview, specs: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Array]:

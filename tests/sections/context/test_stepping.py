@@ -334,6 +334,31 @@ def test_a_state_that_changes_at_one_rank_is_brought_back():
     assert attempt(3, restores) == [(3, [0] * 3, []), (3, [1] * 3, [1])]
 
 
+def test_arrays_of_another_shape_than_those_that_were_saved():
+    ranks, kept = RankGrid(((3,),), (1,)), SavedStates()
+
+    def attempt(resume, function):
+        def checkpoints(rank, connections, device):
+            own = States(kept, "x", resume, (0,), lambda: None)
+            return Checkpoints(rank, ["a"], connections, own, device)
+
+        return run_gang(ranks, function, checkpoints=checkpoints)
+
+    dtype = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    attempt(None, lambda ctx: ctx.checkpoint(5, np.ones(3), np.ones(2, dtype)))
+
+    def refuses(ctx):
+        with pytest.raises(InputError, match=r"'<f8', \(3,\).*got .*the same arrays"):
+            ctx.restore(np.zeros(2), np.zeros(3))
+
+    def restores(ctx):
+        x, y = np.zeros(3), np.zeros(2, dtype)
+        return ctx.restore(x, y), x.tolist(), y.tolist()
+
+    attempt(5, refuses)
+    assert attempt(5, restores) == [(5, [1.0] * 3, [(1, 1.0)] * 2)]
+
+
 def test_restore_and_checkpoint_take_the_same_arrays(alone):
     """Not as many bytes of others."""
     u, n = np.zeros(2), np.zeros(2, int)
