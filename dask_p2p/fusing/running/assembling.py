@@ -15,10 +15,10 @@ from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
-from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, Pieces
+from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces
 from dask_p2p.types import Array, DType, Key
 
-# Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
+# SourcePieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
 _MOST_PIECES = 2**14
 
 
@@ -28,7 +28,7 @@ class Assembling:
     def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
         self.memories = memories  # of arrays: that of the host first
         #: By the array's plan and the index of the block: its plan, and its pieces by source.
-        self._plans: dict[Any, tuple[BlockPlan, Mapping[int, Pieces]]] = {}
+        self._plans: dict[Any, tuple[BlockPlan, Mapping[int, SourcePieces]]] = {}
         self._pieces = 0  # of all these plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
@@ -38,11 +38,11 @@ class Assembling:
         """Return the plan of a block, kept for equal blocks of later layers while there is room."""
         return self._planned(block)[0]
 
-    def pieces(self, block: AssembledBlock, number: int) -> Pieces:
+    def pieces(self, block: AssembledBlock, number: int) -> SourcePieces:
         """Return the pieces of one source of a block, always in the same order."""
         return self._planned(block)[1][number]
 
-    def _planned(self, block: AssembledBlock) -> tuple[BlockPlan, Mapping[int, Pieces]]:
+    def _planned(self, block: AssembledBlock) -> tuple[BlockPlan, Mapping[int, SourcePieces]]:
         wanted = id(block.plan), block.position
         found = self._plans.get(wanted)
         if found is None:
@@ -54,7 +54,7 @@ class Assembling:
             groups = defaultdict[int, list[Piece]](list)
             for piece in plan.pieces:
                 groups[piece.source].append(piece)
-            found = plan, {source: Pieces(group) for source, group in groups.items()}
+            found = plan, {source: SourcePieces(group) for source, group in groups.items()}
             self._plans[wanted] = found
         return found
 

@@ -25,7 +25,7 @@ from dask_p2p.fusing.running.assembling import Assembling, in_task
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.plans import Piece
-from dask_p2p.sections.exchange.lending import Lending, Pieces
+from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
 
@@ -127,7 +127,7 @@ class _Packing:
             self._add_regions(memory, source, pieces)
         return self._bytes()
 
-    def _add_regions(self, memory: Lending, source: Array, pieces: Pieces) -> None:
+    def _add_regions(self, memory: Lending, source: Array, pieces: SourcePieces) -> None:
         lent = self._lent(memory, source) if memory.lends_whole else None
         if lent is not None:
             self._heads.append(lent)
@@ -216,12 +216,12 @@ class _Unpacking:
         pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
         memory, descriptor = self._where(head := next(self._heads))
         out = assembling.begun(block, dtype, memory)
-        targets: list[tuple[Array, Pieces]] = [(out, pieces)]
+        targets: list[tuple[Array, SourcePieces]] = [(out, pieces)]
         if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
             into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
             assembling.add_others(block, item.number, into)
             targets = [
-                (each, Pieces([Piece(0, src, tuple((0, length) for length in each.shape))]))
+                (each, SourcePieces([Piece(0, src, tuple((0, length) for length in each.shape))]))
                 for each, (_, src, _) in zip(into, pieces, strict=True)
             ]
         if descriptor is not None and memory.lends_whole:

@@ -27,7 +27,7 @@ _MOST_KNOWN = 1024
 _Filled: TypeAlias = Sequence[tuple[Slices, Array]]
 
 
-class Pieces(tuple[Piece, ...]):
+class SourcePieces(tuple[Piece, ...]):
     """The pieces of one source of a block. Later exchanges use them again."""
 
     @cached_property
@@ -52,7 +52,9 @@ class Lending(ABC):
         """Return whether a value is a plain array in this memory, without Python objects."""
 
     @abstractmethod
-    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+    def copy_pieces(
+        self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
+    ) -> None:
         """Copy pieces of an array with its axes permuted, before `flush` returns."""
 
     @abstractmethod
@@ -86,7 +88,7 @@ class Lending(ABC):
         """Read an array of another rank into memory here, with its axes permuted."""
 
     def read_pieces(
-        self, rank: int, descriptor: bytes, into: Array, pieces: Pieces, axes: Sequence[int]
+        self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
         """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
         raise NotImplementedError
@@ -120,7 +122,9 @@ class HostLending(Lending):
     def holds(self, value: Any) -> bool:
         return type(value) is np.ndarray and not value.dtype.hasobject
 
-    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+    def copy_pieces(
+        self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
+    ) -> None:
         for of, at in pieces.indices:
             NUMPY.permute_into(into[at], array[of], axes)
 

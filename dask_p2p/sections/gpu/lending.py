@@ -24,7 +24,7 @@ from dask_p2p.backends.kernels._batch import whole_piece
 from dask_p2p.geometry import box_size, box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans import Fill, Piece
-from dask_p2p.sections.exchange.lending import Lending, Pieces
+from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.regions import read_in_parts
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
@@ -83,7 +83,9 @@ class GpuLending(Lending):
     def holds(self, value: Any) -> bool:
         return self._gpu.holds(value)
 
-    def copy_pieces(self, into: Array, array: Array, pieces: Pieces, axes: Sequence[int]) -> None:
+    def copy_pieces(
+        self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
+    ) -> None:
         self._large += self._add(into, array, pieces, axes)
 
     def _add(
@@ -139,7 +141,7 @@ class GpuLending(Lending):
         self._reads.append(_Read(rank, descriptor, into, pieces, axes))
 
     def read_pieces(
-        self, rank: int, descriptor: bytes, into: Array, pieces: Pieces, axes: Sequence[int]
+        self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
         self._reads.append(_Read(rank, descriptor, into, pieces, axes))
 
