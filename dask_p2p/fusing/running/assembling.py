@@ -18,7 +18,7 @@ from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces
 from dask_p2p.types import Array, DType, Key
 
-# SourcePieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
+# Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
 _MOST_PIECES = 2**14
 
 
