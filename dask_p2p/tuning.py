@@ -105,6 +105,9 @@ class Tuning:
     #: 512 MiB took 0.70 ms with overlap and 0.71 ms without. At 64 MiB it took 0.36 and 0.15 ms:
     #: the host's calls limit it there.
     gpu_overlap_bytes: int = 2**28
+    #: Least number of steps that are captured by default. The compilation of the barrier, the
+    #: capture and its rehearsal take an H100 as long as 100 to 300 steps.
+    capture_steps: int = 500
     #: Limit of the last part of a read from another GPU. A kernel puts it into place in 50 µs: the
     #: host needs as long for one more part.
     last_part_bytes: int = 2**26

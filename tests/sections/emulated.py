@@ -22,7 +22,7 @@ from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu import halo_windows, lending, windows
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate import captured
+from dask_p2p.sections.iterate.capture import captured
 from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang

@@ -202,6 +202,15 @@ class HaloExchange:
         self._elements = box_size(halos[0].inner)
         self.boxes = interior_and_boundary(halos)
 
+    @property
+    def count(self) -> int:
+        """Number of exchanges so far. Only exchanges that were not made may be taken back."""
+        return self._moved.count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._moved.count = count
+
     @cached_property
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while the halos are in flight."""

@@ -41,6 +41,8 @@ class ExchangeCall:
 class HaloMover(ABC):
     """Exchanges packed halos with other ranks, repeatedly: of one local block, or of several."""
 
+    count = 0  # number of exchanges so far, if the mover needs it
+
     @abstractmethod
     def begin(
         self,

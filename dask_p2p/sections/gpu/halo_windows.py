@@ -72,7 +72,6 @@ class HaloWindows(HaloMover):
     def __init__(self, gpu: Gpu, calls: Sequence[ExchangeCall], connections: Connections) -> None:
         self._gpu, self._connections = gpu, connections
         self._text, self._order = text_of(calls), calls[0].order
-        self._exchanges = 0  # number of exchanges so far
         self._sends, receives = send_layouts(calls), receive_layouts(calls)
         shapes = [call.exchange.after for call in calls]
         self._sent, self._placed = (
@@ -102,7 +101,7 @@ class HaloWindows(HaloMover):
             return None
         if not self._slots:
             self._open()
-        slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
+        slot, self.count = self.count % SLOTS, self.count + 1
         self._pack(slot, arrays)
         if self._own is not None:
             self._own.events[slot].record(self._gpu.stream)
@@ -126,7 +125,7 @@ class HaloWindows(HaloMover):
         It synchronizes by a device barrier, so all ranks must make the same calls of `put` in the
         same order.
         """
-        slot, self._exchanges = self._exchanges % SLOTS, self._exchanges + 1
+        slot, self.count = self.count % SLOTS, self.count + 1
         if self._barrier is None:
             return
         self._pack(slot, arrays)

@@ -20,6 +20,7 @@ from dask_p2p.sections.iterate.binding import (
     bound_by_name,
     bound_by_position,
 )
+from dask_p2p.sections.iterate.capture.replays import AUTO
 from dask_p2p.sections.iterate.constants import (
     ConstantSpec,
     constants_by_position,
@@ -237,14 +238,16 @@ def checked_time(given: Any, arguments: Arguments) -> str | None:
     raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
 
 
-def checked_capture(given: Any, library: str | None, arguments: Arguments) -> bool:
+def checked_capture(given: Any, library: str | None, arguments: Arguments) -> bool | str:
     """Return the argument `capture` of `iterate`, for functions of a library's arrays."""
+    if isinstance(given, str) and given == AUTO:
+        return AUTO
     if given and library is not None:
         raise InputError(
             f"capture: expected a function of CuPy arrays, got as_library={library!r}. Leave out "
             f"one of them."
         )
-    capture = checked_flag("capture", given)
+    capture = checked_flag("capture", given, "True, False or 'auto'")
     if capture and arguments.scalars:
         raise InputError(
             f"capture: expected fields that are arrays, as all replayed steps have the same "

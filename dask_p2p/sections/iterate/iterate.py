@@ -48,7 +48,7 @@ def iterate(
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    capture: bool = ...,
+    capture: bool | str = ...,
     as_library: str | None = ...,
     **kwargs: Any,
 ) -> dict[str, Any]: ...
@@ -76,7 +76,7 @@ def iterate(
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    capture: bool = ...,
+    capture: bool | str = ...,
     as_library: str | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
@@ -104,7 +104,7 @@ def iterate(
     checkpoint_every: int | str | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    capture: bool = ...,
+    capture: bool | str = ...,
     as_library: str | None = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
@@ -131,7 +131,7 @@ def iterate(
     checkpoint_every: int | str | None = "30 s",
     ranks: int | None = None,
     dtype: DTypeLike | None = None,
-    capture: bool = False,
+    capture: bool | str = "auto",
     as_library: str | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -235,13 +235,17 @@ def iterate(
         Dtype of the fields and the result, by default that of the first field, or of each field of
         a mapping. Give it if the fields are integers and the function makes fractions:
         ``dtype=float``.
-    capture : bool, optional
+    capture : bool or "auto", optional
         If True, steps are captured as a CUDA graph and replayed, so that a step costs the host next
         to nothing. This helps with small local blocks, where the host takes most of the time.
         `func` is called in the first steps only. It must enqueue all its work on the current
         stream, read no host memory, and wait for nothing. Its results and the graph's are compared
         once, bit by bit. All ranks must be on one host, and read each other's memory by CUDA IPC.
-        Otherwise, and for NumPy blocks, steps are not captured.
+        Otherwise, and for NumPy blocks, steps are not captured. "auto", the default, captures steps
+        if all fields of a rank have less than 256 MiB, at least 500 steps are left, and the code of
+        `func` shows that it depends on its arguments alone: it is a plain function of NumPy, CuPy
+        and other plain functions, with numbers and kernels as its global values. If such steps
+        cannot be captured, they are made one by one.
     as_library : {"torch", "jax"}, optional
         Library of the arrays that `func`, `record` and computed fields receive and return, in
         place of NumPy and CuPy arrays. They use the same memory. On a GPU work of PyTorch is
@@ -265,7 +269,7 @@ def iterate(
         If `func` cannot be called, a number is too small, or `depth` or `boundary` is invalid. Also
         if a parameter of `func` is no known name, or a constant or a keyword is lazy; only
         constants may be Dask arrays. When it runs, if `func` writes into its fields or constants,
-        or reads corners with ``corners=False``. Also if `capture` is set, and `func` cannot be
+        or reads corners with ``corners=False``. Also if `capture` is True, and `func` cannot be
         captured or then gives other values. Also if the library `as_library` is unknown, or cannot
         hold the arrays.
     ChunksError

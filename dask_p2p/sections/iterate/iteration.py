@@ -47,7 +47,7 @@ class Iteration:
     check_every: int
     period: int | str | None
     max_time: str | None
-    capture: bool
+    capture: bool | str
     kwargs: Mapping[str, Any]
 
     @property

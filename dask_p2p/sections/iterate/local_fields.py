@@ -58,6 +58,15 @@ class LocalField:
             self._spare = HaloArray(self.layout)
         return self._spare
 
+    def restoring(self) -> Callable[[], None]:
+        """Return a function that restores the present order of all memory."""
+        levels, spare = self.levels, self.spare
+
+        def restore() -> None:
+            self.levels, self._spare = levels, spare
+
+        return restore
+
     def turn(self) -> None:
         """Make the filled memory the newest level, and reuse that of the oldest for the next."""
         self.levels, self._spare = [self.spare, *self.levels[:-1]], self.levels[-1]
@@ -140,6 +149,21 @@ class LocalFields:
         """The local blocks of all levels, of the fields that are no constants."""
         own = [each for each in self.fields.values() if not each.spec.is_constant]
         return tuple(level.inner for each in own for level in each.levels)
+
+    @property
+    def levels(self) -> list[HaloArray]:
+        """All levels of all fields."""
+        return [level for field in self.fields.values() for level in field.levels]
+
+    def restoring(self) -> Callable[[], None]:
+        """Return a function that restores the present order of the memory of all fields."""
+        of_fields = [field.restoring() for field in self.fields.values()]
+
+        def restore() -> None:
+            for each in of_fields:
+                each()
+
+        return restore
 
     def lasting(self) -> Iterator[list[HaloArray]]:
         """Yield arrays whose halos no step updates: constants, and then each older level."""

@@ -6,19 +6,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import Binding
 from dask_p2p.sections.iterate.call import Call, CallArrays
-from dask_p2p.sections.iterate.captured import Captured
+from dask_p2p.sections.iterate.capture.captured import Captured
+from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
@@ -36,6 +34,8 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration
 
+_CYCLES = 64  # cycles in which a replay has to be possible
+
 
 class RankLoop:
     """All steps of one rank.
@@ -46,7 +46,8 @@ class RankLoop:
 
     def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
         self._of, self._ctx = of, ctx
-        ctx.replays_steps = of.capture
+        ctx.replays_steps = of.capture is True
+        self._replays = Replays(of, ctx)
         given = of.shape, local_blocks, of.fields, of.constants, of.exchange
         self._series = Series(of.series, of.steps, ctx)
         self._scalars = Scalars(of.scalars, ctx)
@@ -69,10 +70,10 @@ class RankLoop:
         step = first = self._first = self._resumed()
         graph: Captured | None = None
         while step < of.steps:
-            if of.capture and step == first + cycle and step + 2 * cycle < of.steps:
+            if step == first + cycle and step + 2 * cycle < of.steps:
                 graph = self._captured(step)
             if graph is not None and step == first + 2 * cycle:
-                graph.check(self._levels)
+                graph = graph if self._replays.is_right(graph) else None
             is_ready = graph is not None and step >= first + 2 * cycle
             if graph is not None and is_ready and self._is_free(step):
                 graph()
@@ -175,7 +176,7 @@ class RankLoop:
             overlap = False
         for call in self._calls_of(step):
             if overlap == "auto":
-                is_overlapped = not self._of.capture and call.is_worth_hiding
+                is_overlapped = self._of.capture is not True and call.is_worth_hiding
             else:
                 is_overlapped = bool(overlap)
             for box in self._boxes(call, is_overlapped):
@@ -314,15 +315,10 @@ class RankLoop:
 
     # --- captured steps
 
-    @property
-    def _levels(self) -> list[HaloArray]:
-        return [level for field in self._fields.values() for level in field.levels]
-
     def _captured(self, step: int) -> Captured | None:
-        """Return a graph that replays a cycle of steps; None if ranks need messages."""
-        ctx, calls = self._ctx, self._calls.values()
-        answers = [call.exchange.can_put() for call in calls if call.exchange is not None]
-        if not ctx.allreduce(np.array(all(answers)), "min") or not isinstance(ctx.device, Gpu):
+        """Return a graph that replays a cycle of steps; None if the steps go on one by one."""
+        later = range(step + self._cycle, self._of.steps, self._cycle)
+        if not any(map(self._is_free, later[:_CYCLES])) or not self._replays.is_worthwhile(step):
             return None
 
         def steps() -> None:
@@ -333,7 +329,12 @@ class RankLoop:
                     self._apply(call, self._whole)
                     self._turn(call.changed)
 
-        return Captured(ctx.device, self._levels, steps)
+        def restore() -> None:
+            restore_order()
+            self._stale = stale
+
+        stale, restore_order = {*self._stale}, self._local.restoring()
+        return self._replays.captured(self._calls.values(), self._local.levels, steps, restore)
 
     def _is_free(self, step: int) -> bool:
         """Return whether a cycle without work for the host can begin after a step."""

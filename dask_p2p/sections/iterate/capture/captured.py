@@ -26,8 +26,8 @@ class Captured:
     """Steps that are replayed as a CUDA graph, without calls of their function.
 
     A graph misses all work that the function does outside its stream, and every change of a value
-    other than its arguments. So the graph runs once on the current fields. These are then restored,
-    the function does the same steps, and `check` compares both results.
+    other than its arguments. So `rehearse` runs the graph once on the current fields, and restores
+    them. The function then does the same steps, and `difference` compares both results.
 
     Parameters
     ----------
@@ -45,36 +45,36 @@ class Captured:
     """
 
     def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
-        self._device = device
+        self._device, self._fields = device, fields
         self._replay = _graph(device, steps)
-        before = [field.data.copy() for field in fields]
-        self._replay()
+        # Before other ranks wait for this one: there may be no memory.
+        self._before = [field.data.copy() for field in fields]
         self._tried = [field.inner.copy() for field in fields]
-        for field, data in zip(fields, before, strict=True):
-            field.data[...] = data
+
+    def rehearse(self) -> None:
+        """Run the graph once, keep its results, and restore the fields. All ranks must do so."""
+        for field, before in zip(self._fields, self._before, strict=True):
+            before[...] = field.data
+        self._replay()
+        for field, tried in zip(self._fields, self._tried, strict=True):
+            tried[...] = field.inner
+        for field, before in zip(self._fields, self._before, strict=True):
+            field.data[...] = before
+        self._before = []
 
     def __call__(self) -> None:
         """Enqueue the steps once more."""
         self._replay()
 
-    def check(self, fields: Sequence[HaloArray]) -> None:
-        """Compare the graph's result with the function's result of the same steps.
-
-        Raises
-        ------
-        InputError
-            If they differ.
-        """
-        for field, tried in zip(fields, self._tried, strict=True):
-            same = self._count(tried.view(np.uint8) == field.inner.copy().view(np.uint8))
-            if same < tried.nbytes:
-                raise InputError(
-                    f"capture: expected a function that does the same in each step, all of it on "
-                    f"the current stream, got one whose captured steps differ from its own in "
-                    f"{tried.nbytes - same} of {tried.nbytes} bytes. Leave out capture=True, or "
-                    f"remove step counters, random numbers and other streams from the function."
-                )
-        self._tried = []
+    def difference(self) -> str:
+        """Return a text if the function's results of the same steps differ; "" if they do not."""
+        fields, tried = self._fields, self._tried
+        self._fields = self._tried = []
+        for field, found in zip(fields, tried, strict=True):
+            same = self._count(found.view(np.uint8) == field.inner.copy().view(np.uint8))
+            if same < found.nbytes:
+                return f"{found.nbytes - same} of {found.nbytes} bytes"
+        return ""
 
     def _count(self, array: Array) -> int:
         return int(self._device.module.count_nonzero(array))
@@ -103,7 +103,11 @@ def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
                     capturing.end_capture()
                 raise
             graph = capturing.end_capture()
+    except MemoryError:
+        pool.free_all_blocks()
+        raise
     except RuntimeError as exc:  # from CUDA, or from CuPy, which refuses some calls itself
+        pool.free_all_blocks()
         if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
             raise
         raise InputError(

@@ -1,0 +1,1 @@
+"""Steps that a GPU replays as one graph, without the host."""

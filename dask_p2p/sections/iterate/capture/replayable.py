@@ -1,0 +1,142 @@
+"""Functions whose kernels may be replayed in place of further calls.
+
+Such a function depends on its arguments alone, and changes nothing but its results: it has no
+counter, no random numbers, no output. That is found in its code, and in the code of the functions
+that it calls. The rules refuse some functions that would do, such as methods: these are called.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+
+#: Packages whose functions keep no state, apart from their modules of random numbers.
+_PACKAGES = frozenset({"cupy", "cupyx", "numpy", "math", "operator", "_operator"})
+_STATEFUL = "random"
+_CONSTANT = (bool, int, float, complex, str, bytes, slice, range, type(None), type(Ellipsis))
+#: Classes of these packages whose objects are functions.
+_KERNELS = frozenset({
+    *("ufunc", "RawKernel", "ElementwiseKernel", "ReductionKernel", "Fusion", "vectorize"),
+    *("_JitRawKernel", "_ArrayFunctionDispatcher"),
+})  # fmt: skip
+_BUILTINS = frozenset({
+    *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float"),
+    *("int", "isinstance", "len", "list", "map", "max", "min", "pow", "range", "reversed"),
+    *("round", "set", "slice", "sorted", "str", "sum", "tuple", "type", "zip"),
+    *("AssertionError", "IndexError", "NotImplementedError", "RuntimeError", "TypeError"),
+    "ValueError",
+})  # fmt: skip
+_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"})
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def is_replayable(function: Callable[..., Any]) -> bool:
+    """Return whether a function is known to depend on its arguments alone."""
+    return _is_plain(function, set())
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether no function can change an argument: a number, a text, or an array.
+
+    The first step finds functions that write into arrays.
+    """
+    is_array = _package(type(value)) in _PACKAGES and type(value).__name__ == "ndarray"
+    return is_array or isinstance(value, (*_CONSTANT, np.generic, np.dtype)) or (
+        type(value) is tuple and all(map(is_constant, value))
+    )  # fmt: skip
+
+
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    """Return whether a value that a function uses neither changes nor has a state."""
+    if isinstance(value, (*_CONSTANT, np.generic, np.dtype)) or id(value) in seen:
+        return True
+    seen.add(id(value))
+    if type(value) in (tuple, frozenset):
+        return all(_is_plain(each, seen) for each in value)
+    if type(value) is functools.partial:
+        parts = value.func, value.args, tuple(value.keywords.values())
+        return not vars(value) and all(_is_plain(each, seen) for each in parts)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return _is_plain(value.__wrapped__, seen)
+    if isinstance(value, (ModuleType, type, BuiltinFunctionType)) or _is_kernel(value):
+        return _is_of_library(value)
+    if type(value) is not FunctionType:
+        return False
+    return _is_of_library(value) or _is_plain_function(value, seen)
+
+
+def _is_plain_function(function: FunctionType, seen: set[int]) -> bool:
+    code = function.__code__
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    cells = [each.cell_contents for each in function.__closure__ or () if _is_filled(each)]
+    if code.co_flags & _GENERATORS or vars(function):
+        return False
+    if not all(_is_plain(each, seen) for each in (*values, *cells)):
+        return False
+    return all(_is_plain_code(each, function, seen) for each in _codes(code))
+
+
+def _is_plain_code(code: CodeType, function: FunctionType, seen: set[int]) -> bool:
+    outer = function.__code__.co_freevars
+    for instruction in dis.get_instructions(code):
+        name, kind = instruction.argval, instruction.opname
+        if kind in _STORES or (kind in ("STORE_DEREF", "DELETE_DEREF") and name in outer):
+            return False
+        if kind == "IMPORT_NAME" and not _is_stateless(name):
+            return False
+        if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") and name == _STATEFUL:
+            return False
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_plain_global(name, function, seen):
+            return False
+    return True
+
+
+def _is_plain_global(name: str, function: FunctionType, seen: set[int]) -> bool:
+    if name in function.__globals__:
+        return _is_plain(function.__globals__[name], seen)
+    return name in _BUILTINS
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code, and those of the functions inside."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # of a function that is being defined
+        return False
+    return True
+
+
+def _is_kernel(value: Any) -> bool:
+    kind = type(value)
+    return kind.__name__ in _KERNELS and _package(kind) in _PACKAGES
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a module, function, class or kernel belongs to a package without a state."""
+    if isinstance(value, ModuleType):
+        return _is_stateless(value.__name__)
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
+        return False  # a method of an object
+    return _is_kernel(value) or _is_stateless(str(getattr(value, "__module__", None)))
+
+
+def _is_stateless(module: str) -> bool:
+    package, *others = module.split(".")
+    return package in _PACKAGES and _STATEFUL not in others
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None)).partition(".")[0]

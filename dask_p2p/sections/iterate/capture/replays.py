@@ -1,0 +1,117 @@
+"""The decision whether a GPU replays the steps of `iterate`. All ranks decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_p2p import tuning
+from dask_p2p.errors import InputError
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.halo import HaloArray
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.iterate.binding import AT, VALUES
+from dask_p2p.sections.iterate.call import Call
+from dask_p2p.sections.iterate.capture.captured import Captured
+from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
+from dask_p2p.sections.wire.connection import AttemptEndedError
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.iteration import Iteration
+
+AUTO = "auto"  # value of `capture`
+
+
+class Replays:
+    """The captured steps of one rank.
+
+    With ``capture=True`` the user promises that the function does the same in each step. With
+    "auto" the code of the function has to show it, and steps that cannot be captured go on one by
+    one.
+    """
+
+    def __init__(self, of: Iteration, ctx: Context) -> None:
+        self._of, self._ctx = of, ctx
+        self._is_promised = of.capture is True
+
+    def is_worthwhile(self, step: int) -> bool:
+        """Return whether the steps after this one may be captured. The same on all ranks."""
+        if self._of.capture != AUTO:
+            return self._is_promised
+        left = self._of.steps - step
+        return left >= tuning.current.capture_steps and _is_replayable(self._of)
+
+    def captured(
+        self,
+        calls: Collection[Call],
+        levels: Sequence[HaloArray],  # of all fields
+        steps: Callable[[], None],  # enqueues a cycle of steps
+        restore: Callable[[], None],  # restores the fields after an incomplete cycle
+    ) -> Captured | None:
+        """Return a graph that replays a cycle of steps; None if a rank cannot capture it.
+
+        Raises `InputError` if ``capture=True``, and the steps cannot be captured.
+        """
+        device = self._ctx.device
+        if not self._all(self._can_begin(calls, levels)) or not isinstance(device, Gpu):
+            return None
+        made: Captured | None = None
+        exchanges = [each.exchange for each in calls if each.exchange is not None]
+        counts = [each.count for each in exchanges]
+        try:
+            made = Captured(device, levels, steps)
+        except AttemptEndedError:
+            raise
+        except Exception:
+            if self._is_promised:
+                raise
+            restore()
+            for exchange, count in zip(exchanges, counts, strict=True):
+                exchange.count = count
+        if not self._is_promised and not self._all(made is not None):
+            return None
+        assert made is not None
+        made.rehearse()
+        return made
+
+    def is_right(self, graph: Captured) -> bool:
+        """Return whether the graph and the functions have made the same values on all ranks.
+
+        Raises `InputError` if ``capture=True``, and they differ.
+        """
+        difference = graph.difference()
+        if difference and self._is_promised:
+            raise InputError(
+                f"capture: expected a function that does the same in each step, all of it on "
+                f"the current stream, got one whose captured steps differ from its own in "
+                f"{difference}. Leave out capture=True, or remove step counters, random numbers "
+                f"and other streams from the function."
+            )
+        return self._is_promised or self._all(not difference)
+
+    def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
+        """Return whether this rank can capture steps; with "auto" also whether they are short."""
+        can = [call.exchange.can_put() for call in calls if call.exchange is not None]
+        if not all(can) or not isinstance(self._ctx.device, Gpu):
+            return False
+        if self._is_promised:
+            return True
+        has_functions = any(level.layout.ends is not None for level in levels)
+        size_bytes = sum(int(level.data.nbytes) for level in levels)
+        return not has_functions and size_bytes < tuning.current.gpu_overlap_bytes
+
+    def _all(self, own: bool) -> bool:
+        return bool(self._ctx.allreduce(np.array(own), "min"))
+
+
+def _is_replayable(of: Iteration) -> bool:
+    """Return whether the code of an iteration shows that all steps do the same."""
+    given: list[Any] = [*of.kwargs.values(), *(spec.value for spec in of.constants)]
+    if of.overlap is True or of.scalars or not all(map(is_constant, given)):
+        return False
+    return all(
+        VALUES[AT] not in phase.binding.names and is_replayable(phase.function)
+        for phase in of.phases
+    )

@@ -1,0 +1,109 @@
+"""Steps as one writes them, captured by default if that is safe: values are those of NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_p2p import Record, iterate
+from tests.gpu.support import on_gpu
+from tests.gpu.test_operations import on_host
+from tests.gpu.test_sections import UNEVEN, X, check, heat, heat_of, way
+from tests.sections.iterate.test_iterate import reference
+from tests.support import persisted
+
+__all__ = ["way"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+    pytest.mark.gpu(2),
+]
+STEPS = 700
+WANTED = reference(heat, [X], 1, STEPS, "periodic")[0]
+replays = []  # on a worker
+
+
+@pytest.fixture
+def count_of_replays(client):
+    """Return the number of replays on all workers since the last call."""
+
+    def note():
+        from dask_p2p.sections.iterate.capture.captured import Captured
+        from tests.gpu import test_captured_by_default as here
+
+        if not hasattr(Captured, "original"):
+            Captured.original = Captured.__call__
+            Captured.__call__ = lambda graph: (here.replays.append(1), graph.original())
+
+    def count():
+        from tests.gpu import test_captured_by_default as here
+
+        found = len(here.replays)
+        here.replays.clear()
+        return found
+
+    client.run(note)
+    client.run(count)
+    return lambda: sum(client.run(count).values())
+
+
+@pytest.mark.parametrize("function", [heat, heat_of])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_plain_steps(client, way, count_of_replays, function, ranks):
+    x = persisted(client, on_gpu(X, UNEVEN))
+    check(iterate(function, x, 1, STEPS, ranks=ranks), WANTED)
+    assert (count_of_replays() > 0) == (way == "windows" or ranks == 1)
+
+
+def test_steps_that_read_the_host(client, way, count_of_replays):
+    def step(u):
+        return heat_of(u) if float(abs(u).max()) < 1e9 else u * 0
+
+    check(iterate(step, on_gpu(X, UNEVEN), 1, STEPS), WANTED)
+    assert not count_of_replays()
+
+
+def test_steps_of_one_rank_that_read_the_host(client, way, count_of_replays):
+    def step(u):
+        if u.shape == (15, 35):
+            u.get()
+        return heat_of(u)
+
+    check(iterate(step, on_gpu(X, UNEVEN), 1, STEPS, ranks=8), WANTED)
+    assert not count_of_replays()
+
+
+def counter():
+    count = 0
+
+    def step(u):
+        nonlocal count
+        count += 1
+        return heat_of(u) * (1 if count < 300 else 0.999)
+
+    return step
+
+
+def test_steps_that_count(client, way, count_of_replays):
+    found, wanted = (
+        on_host(iterate(counter(), on_gpu(X, UNEVEN), 1, STEPS, **options))
+        for options in ({}, {"capture": False})
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert not count_of_replays()
+
+
+def test_coupled_fields_with_records(client, way, count_of_replays):
+    def react(u, v, rate):
+        return {"u": heat_of(u) - rate * v[1:-1, 1:-1], "v": heat_of(v) + rate * u[1:-1, 1:-1]}
+
+    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(X + 1, UNEVEN)}
+    total = Record(lambda u: u[1:-1, 1:-1].sum(), every=100)
+    options = {"record": {"total": total}, "rate": 1e-3}
+    found, wanted = (
+        iterate(react, fields, 1, STEPS, **options, **more) for more in ({}, {"capture": False})
+    )
+    for name in ("u", "v"):
+        np.testing.assert_array_equal(on_host(found[name]), on_host(wanted[name]))
+    np.testing.assert_array_equal(found["total"].compute(), wanted["total"].compute())

@@ -1,0 +1,194 @@
+"""Functions whose calls a graph may replace, found by their code."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from functools import cache, lru_cache, partial
+
+import numpy as np
+import pytest
+from numpy import roll
+
+from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
+
+RATE, SHAPE = 0.1, (3, 4)
+COUNTS, TOTAL = {"steps": 0}, 0
+WEIGHTS = np.ones(3)
+GENERATOR = np.random.default_rng(0)
+
+
+def laplacian(u):
+    return u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:] - 4 * u[1:-1, 1:-1]
+
+
+def heat(u, out, *, rate=RATE):
+    out[:] = u[1:-1, 1:-1] + rate * laplacian(u)
+
+
+def gray_scott(u, v):
+    uvv = u * v * v
+    return {"u": u + np.float32(0.2) * uvv, "v": v - math.sqrt(RATE) * uvv}
+
+
+def shifted(u):
+    import numpy
+
+    return sum(numpy.roll(u, n, 0) for n in range(3)) + roll(u, 1)
+
+
+def with_helpers(u):
+    scale = 2.0
+
+    def scaled(a):
+        return scale * a
+
+    total = [scaled(part) for part in (u, -u)]
+    return max(len(total), 3) * total[0] + np.add(u, 1) + np.zeros(SHAPE)[0, 0]
+
+
+@cache
+def table(n):
+    return n + 1
+
+
+def tabled(u):
+    return u * table(2)
+
+
+def counted(u):
+    global TOTAL
+    TOTAL += 1
+    return u * TOTAL
+
+
+def counted_in_a_dict(u):
+    COUNTS["steps"] += 1
+    return u * COUNTS["steps"]
+
+
+def counter():
+    count = 0
+
+    def step(u):
+        nonlocal count
+        count += 1
+        return u * count
+
+    return step
+
+
+def calls_a_counter(u):
+    return counted(u)
+
+
+def in_a_loop(u):
+    return sum(counted(u) for _ in range(2))
+
+
+def noisy(u):
+    return u + np.random.random(u.shape)
+
+
+def noisy_by_name(u):
+    from numpy.random import random as draw
+
+    return u + draw(u.shape)
+
+
+def with_generator(u):
+    return u + GENERATOR.random()
+
+
+def with_python_random(u):
+    return u * random.random()
+
+
+def timed(u):
+    return u * time.time()
+
+
+def prints(u):
+    print("a step")
+    return u
+
+
+def marks(u, out):
+    out.done = True
+    return u
+
+
+def remembers(u, seen=[]):  # noqa: B006
+    seen.append(u)
+    return u * len(seen)
+
+
+def weighted(u):
+    return u * WEIGHTS[0]
+
+
+def yields(u):
+    yield u
+
+
+def unknown(u):
+    return no_such_name(u)  # noqa: F821
+
+
+class Stepper:
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, u):
+        self.steps += 1
+        return u * self.steps
+
+    def __call__(self, u):
+        return self.step(u)
+
+
+def attributed(u):
+    return u * attributed.steps
+
+
+attributed.steps = 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(heat, gray_scott, shifted, with_helpers, tabled, np.negative, np.roll, math.sqrt),
+        *(partial(heat, rate=0.5), lambda u: u + RATE, lru_cache(laplacian)),
+    ],
+    ids=lambda function: getattr(function, "__name__", type(function).__name__),
+)
+def test_functions_of_their_arguments(function):
+    assert is_replayable(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(counted, counted_in_a_dict, counter(), calls_a_counter, in_a_loop, noisy, noisy_by_name),
+        *(with_generator, with_python_random, timed, prints, marks, remembers, weighted, yields),
+        *(unknown, attributed, Stepper(), Stepper().step, Stepper, partial(heat, rate=[1])),
+        *(np.random.random, GENERATOR.normal, random.random, [].append, WEIGHTS.sum, None.__eq__),
+        cache(counted),
+    ],
+    ids=lambda function: getattr(function, "__name__", type(function).__name__),
+)
+def test_functions_that_may_have_a_state(function):
+    assert not is_replayable(function)
+
+
+def test_a_function_that_calls_itself():
+    def halved(u, n):
+        return u if n == 0 else halved(u / 2, n - 1)
+
+    assert is_replayable(halved)
+
+
+def test_constants():
+    assert all(map(is_constant, (1, 2.5, "a", None, (1, (2, "b")), np.float32(1), np.ones(3))))
+    assert not any(map(is_constant, ([1], {"n": 1}, (1, [2]), Stepper(), {1}, bytearray(2))))

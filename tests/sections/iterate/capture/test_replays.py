@@ -1,0 +1,178 @@
+"""Steps that are captured by default, and those that cannot be: values, on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import InputError, SectionError
+from dask_p2p.sections.exchange.halo import HaloExchange
+from dask_p2p.sections.iterate.capture import replays
+from dask_p2p.sections.iterate.capture.replays import Replays
+from dask_p2p.sections.iterate.local_fields import LocalField
+from tests.sections.emulated import kernel, on_gpu, run_section
+from tests.sections.iterate.capture.test_captured import CHUNKS, X, replayed
+from tests.sections.iterate.test_iterate import reference, star
+from tests.simulation.streams import RaceError
+from tests.support import tune
+
+__all__ = ["replayed"]
+
+STEPS = 19
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """Steps of emulated kernels, whose Python code is not plain, may be captured."""
+    monkeypatch.setattr(replays, "is_replayable", lambda function: True)
+    tune(monkeypatch, capture_steps=10)
+
+
+def made(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
+    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
+    y = iterate(function, a, 1, steps, boundary=boundary, ranks=ranks, **kwargs)
+    (got,) = run_section(gpu, y, [X])
+    gc.collect()
+    gpu.check()
+    return got
+
+
+def wanted(steps=STEPS, boundary="periodic"):
+    return reference(star, [X], 1, steps, boundary)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_short_steps_are_captured(gpu, replayed, ranks):
+    assert np.array_equal(made(gpu, kernel(gpu, star), ranks), wanted())
+    assert len(replayed) == ranks * 8
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["few steps", "unknown code", "a list", "overlap", "large", "always asked", "refused"],
+)
+def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
+    options = {}
+    if how == "few steps":
+        tune(monkeypatch, capture_steps=STEPS)
+    elif how == "unknown code":
+        monkeypatch.setattr(replays, "is_replayable", lambda function: False)
+    elif how == "a list":
+        options["unused"] = [1]
+    elif how == "overlap":
+        options["overlap"] = True
+    elif how == "large":
+        tune(monkeypatch, gpu_overlap_bytes=300)
+        options["overlap"] = False
+    elif how == "refused":
+        options["capture"] = False
+    apply = kernel(gpu, star)
+
+    def step(u, out, unused=None):
+        apply(u, out=out)
+        return 0.0 if how == "always asked" else None
+
+    if how == "always asked":
+        options["until"] = bool
+    assert np.array_equal(made(gpu, step, **options), wanted())
+    assert not replayed
+
+
+def reads_the_host(gpu, is_meant):
+    apply = kernel(gpu, star)
+
+    def step(u, out):
+        if is_meant(out):
+            u.get()
+        apply(u, out=out)
+
+    return step
+
+
+def nth_of_a_cycle(number):
+    """Return a condition of a rank's calls: the one of this number in a capture."""
+    calls = threading.local()
+
+    def is_meant(gpu):
+        calls.count = getattr(calls, "count", 0) + 1 if gpu.capture is not None else 0
+        return calls.count == number
+
+    return is_meant
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("on", ["all ranks", "one rank"])
+def test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, on, number):
+    is_meant = nth_of_a_cycle(number)
+
+    def condition(out):
+        return is_meant(gpu) and (on == "all ranks" or out.shape == (3, 6))
+
+    assert np.array_equal(made(gpu, reads_the_host(gpu, condition)), wanted())
+    assert not replayed
+
+
+def test_memory_that_is_missing_for_a_graph(gpu, replayed, monkeypatch):
+    apply = kernel(gpu, star)
+
+    def step(u, out):
+        if gpu.capture is not None:
+            raise MemoryError
+        apply(u, out=out)
+
+    assert np.array_equal(made(gpu, step), wanted())
+    assert not replayed
+
+
+@pytest.mark.parametrize("on", ["all ranks", "one rank"])
+def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
+    apply = kernel(gpu, star)
+
+    def step(u, out):
+        apply(u, out=out)
+        if gpu.capture is not None and (on == "all ranks" or out.shape == (3, 6)):
+            out[...] = 7.0
+
+    assert np.array_equal(made(gpu, step), wanted())
+    assert len(replayed) == 4, "each graph was tried once"
+
+
+def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed):
+    def rim(rim, inside, at):
+        rim[...] = 0.5
+
+    assert np.array_equal(made(gpu, kernel(gpu, star), boundary=rim), wanted(boundary=0.5))
+    assert not replayed
+
+
+def test_promised_steps_raise(gpu):
+    with pytest.raises(InputError, match="capture: expected a function that only enqueues"):
+        made(gpu, reads_the_host(gpu, lambda out: True), capture=True)
+
+
+# --- without one of the rules
+
+
+def no_counts(monkeypatch):
+    monkeypatch.setattr(HaloExchange, "count", property(lambda own: 0, lambda own, count: None))
+
+
+def no_order(monkeypatch):
+    monkeypatch.setattr(LocalField, "restoring", lambda own: bool)
+
+
+def no_agreement(monkeypatch):
+    monkeypatch.setattr(Replays, "_all", lambda own, value: value)
+
+
+@pytest.mark.parametrize(("broken", "number"), [(no_counts, 1), (no_order, 2), (no_agreement, 1)])
+def test_each_rule_is_needed(gpu, replayed, monkeypatch, broken, number):
+    broken(monkeypatch)
+    gpu.barrier_timeout_s = 0.5  # of the ranks that are left when one has failed
+    with pytest.raises((RaceError, AssertionError, SectionError)):
+        test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, "one rank", number)
