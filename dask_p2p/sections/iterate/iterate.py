@@ -241,11 +241,11 @@ def iterate(
         `func` is called in the first steps only. It must enqueue all its work on the current
         stream, read no host memory, and wait for nothing. Its results and the graph's are compared
         once, bit by bit. All ranks must be on one host, and read each other's memory by CUDA IPC.
-        Otherwise, and for NumPy blocks, steps are not captured. "auto", the default, captures steps
-        if all fields of a rank have less than 256 MiB, at least 500 steps are left, and the code of
-        `func` shows that it depends on its arguments alone: it is a plain function of NumPy, CuPy
-        and other plain functions, with numbers and kernels as its global values. If such steps
-        cannot be captured, they are made one by one.
+        Otherwise, and for NumPy blocks, steps are not captured. "auto", the default, captures at
+        least 500 steps of less than 256 MiB of fields a rank, if the code of `func` shows that it
+        depends on its arguments alone. Such a function calls NumPy, CuPy and functions like itself,
+        and its global values are numbers and kernels. If its steps cannot be captured, they are
+        made one by one.
     as_library : {"torch", "jax"}, optional
         Library of the arrays that `func`, `record` and computed fields receive and return, in
         place of NumPy and CuPy arrays. They use the same memory. On a GPU work of PyTorch is

@@ -34,7 +34,7 @@ from dask_p2p.types import Array
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration
 
-_CYCLES = 64  # cycles in which a replay has to be possible
+_CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
 
 
 class RankLoop:
