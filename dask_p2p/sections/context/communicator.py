@@ -78,7 +78,7 @@ class Communicator(Collectives):
         ranks = [rank for _, rank in sorted(mine)]
         return self._group(ranks, f"split {self._splits}, color {own[1]}")
 
-    def nccl_id(self) -> tuple[int, ...]:
+    def nccl_id(self) -> bytes | tuple[int, ...]:
         """Return a new identifier for a communicator of NCCL, the same on all ranks.
 
         For example ``nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)`` after ``from
@@ -87,8 +87,9 @@ class Communicator(Collectives):
 
         Returns
         -------
-        tuple of int
-            The identifier, which rank 0 creates by `cupy.cuda.nccl.get_unique_id`.
+        bytes or tuple of int
+            The identifier, as `cupy.cuda.nccl.get_unique_id` returns it on rank 0: bytes from CuPy
+            14 on.
 
         Raises
         ------
@@ -97,8 +98,11 @@ class Communicator(Collectives):
         SectionError
             If the ranks made different calls.
         """
-        made = np.array(_new_nccl_id(), np.int64) if self.rank == 0 else None
-        return tuple(self.bcast(made).tolist())
+        made = None
+        if self.rank == 0:
+            made = np.array([isinstance(own := _new_nccl_id(), bytes), *own], np.int64)
+        is_bytes, *values = self.bcast(made).tolist()
+        return bytes(values) if is_bytes else tuple(values)
 
     def _group(self, ranks: list[int], name: str) -> Communicator:
         whole = f"{name} of {self._name}" if self._name else name

@@ -102,11 +102,13 @@ def nccl_ids(ctx):
     return whole, half
 
 
-def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch):
+@pytest.mark.parametrize("kind", [tuple, bytes])  # of CuPy 13, and of CuPy 14
+def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch, kind):
     made = []
 
     def new_id():
-        made.append(tuple(range(len(made) - 64, len(made) + 64)))
+        start = len(made) if kind is bytes else len(made) - 64
+        made.append(kind(range(start, start + 128)))
         return made[-1]
 
     nccl = SimpleNamespace(available=True, get_unique_id=new_id)

@@ -110,7 +110,7 @@ def timed(u):
 
 
 def prints(u):
-    print("a step")
+    print("a step")  # noqa: T201
     return u
 
 
