@@ -1,11 +1,19 @@
-"""A folder of checkpoints in files: which are complete, and which are too old."""
+"""A folder of checkpoints in files: which are complete, and which are too old.
+
+Rank 0 creates the arrays of a checkpoint, all ranks write their parts, and then rank 0 records that
+the checkpoint is complete.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.iterate.output.folders import Folder
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import difference, seen_by_all, together
 from dask_p2p.sections.iterate.output.stores import Checkpoint
 
@@ -13,25 +21,80 @@ _STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written
 _STEP_DIGITS = 12
 
 
-class CheckpointFolder:
-    """The folder of a `Checkpoint`, for one rank."""
+class CheckpointFolder(ABC):
+    """The checkpoints of one rank in the folder of a `Checkpoint`."""
 
-    def __init__(self, spec: Checkpoint, ctx: Any) -> None:
-        self._spec, self._ctx = spec, ctx
-        self._folder = Folder(str(spec.path))
+    def __init__(self, spec: Checkpoint, ctx: Context) -> None:
+        self.ctx, self._spec = ctx, spec
+        self._folder, self._period = Folder(str(spec.path)), Period(spec.every)
 
     def __str__(self) -> str:
         return str(self._folder)
 
-    def newest(self, first: int, steps: int | None) -> int:
-        """Return the step of the newest complete checkpoint, or 0; remove incomplete ones.
+    @property
+    def every(self) -> int | str:
+        """The interval: a number of steps, or a time."""
+        return self._spec.every
 
-        Raises `InputError` if it has more steps than the run. `first` is a step that the run
-        resumes from otherwise.
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step: the same on all ranks."""
+        return self.ctx.has_ended(self._period, step)
+
+    def resumed(self, first: int, steps: int | None) -> int:
+        """Load the newest complete checkpoint if it is newer than a step; return the first step.
+
+        Raises `InputError` if it has more steps than the run, or another program wrote it.
         """
+        newest = self._newest(first, steps)
+        if newest <= first:
+            return first
+        group = self._opened(newest)
+        with explained(self._of(newest)):
+            self._load(group)
+        return newest
+
+    def write(self, step: int, before_end: Callable[[], None] = lambda: None) -> None:
+        """Write a checkpoint; `before_end` is called on all ranks before it is complete."""
+        ctx, folder = self.ctx, self._of(step)
+
+        def create() -> None:
+            folder.remove()  # of an attempt that has ended
+            self._create(folder, step)
+
+        self._prepare()
+        together(ctx, folder, create)
+        group = seen_by_all(ctx, folder)
+        with explained(folder):
+            self._fill(group)
+        before_end()
+        ctx.barrier()
+        together(ctx, folder, lambda: self._complete(step))
+
+    @abstractmethod
+    def _program(self) -> dict[str, Any]:
+        """Return a description of the values, which that of a later run must equal."""
+
+    @abstractmethod
+    def _load(self, group: Any) -> None:
+        """Read this rank's part of a checkpoint."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Gather the values to write. A collective call of all ranks."""
+
+    @abstractmethod
+    def _create(self, folder: Folder, step: int) -> None:
+        """Create the group of a checkpoint, with its arrays and numbers. On rank 0."""
+
+    @abstractmethod
+    def _fill(self, group: Any) -> None:
+        """Write this rank's part of a checkpoint."""
+
+    def _newest(self, first: int, steps: int | None) -> int:
+        """Return the step of the newest complete checkpoint, or 0; remove incomplete ones."""
         found = list[int]()
-        together(self._ctx, self._folder, lambda: found.extend(self._found(first)))
-        newest = int(self._ctx.broadcast(max(found, default=0)))
+        together(self.ctx, self._folder, lambda: found.extend(self._found(first)))
+        newest = int(self.ctx.broadcast(max(found, default=0)))
         if steps is not None and newest > steps:
             raise InputError(
                 f"expected at least {newest} steps, as the checkpoint at {self} has, got "
@@ -39,10 +102,10 @@ class CheckpointFolder:
             )
         return newest
 
-    def opened(self, step: int, program: dict[str, Any]) -> Any:
+    def _opened(self, step: int) -> Any:
         """Return the group of a checkpoint. Raises `InputError` if another program wrote it."""
-        group = seen_by_all(self._ctx, self.of(step))
-        found = group.attrs["program"]
+        group = seen_by_all(self.ctx, self._of(step))
+        found, program = group.attrs["program"], self._program()
         if found != program:
             raise InputError(
                 f"expected a checkpoint of the same fields at {self}, got "
@@ -54,7 +117,7 @@ class CheckpointFolder:
         """Return the steps of complete checkpoints; remove others. On rank 0."""
         folder = self._folder
         folder.make()
-        found = self._complete()
+        found = self._steps()
         for name in folder.names():  # of runs that have ended in a write
             if name.startswith(_STEP) and name[-1].isdigit() and _step_of(name) not in found:
                 folder.child(name).remove()
@@ -65,14 +128,14 @@ class CheckpointFolder:
             )
         return found
 
-    def complete(self, step: int) -> None:
+    def _complete(self, step: int) -> None:
         """Record that all ranks have written a checkpoint; remove old ones. On rank 0."""
         self._marker(step).touch()
-        for old in sorted(self._complete())[: -self._spec.keep]:
+        for old in sorted(self._steps())[: -self._spec.keep]:
             self._marker(old).remove()
-            self.of(old).remove()
+            self._of(old).remove()
 
-    def of(self, step: int) -> Folder:
+    def _of(self, step: int) -> Folder:
         """Return the folder of one checkpoint."""
         return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}")
 
@@ -80,7 +143,7 @@ class CheckpointFolder:
         """Return the file that exists as soon as a checkpoint is complete."""
         return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}{_COMPLETE}")
 
-    def _complete(self) -> list[int]:
+    def _steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
         names = self._folder.names()
         marks = [name for name in names if name.startswith(_STEP) and name.endswith(_COMPLETE)]

@@ -16,16 +16,9 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import Leaf, State
-from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.output.folders import explained
-from dask_p2p.sections.iterate.output.groups import (
-    create_arrays,
-    created,
-    plain,
-    seen_by_all,
-    together,
-)
+from dask_p2p.sections.iterate.output.folders import Folder
+from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
 from dask_p2p.sections.iterate.output.stores import Checkpoint, store_chunks
 
 DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
@@ -77,104 +70,72 @@ class StateValues:
         return found
 
 
-class StateFiles:
-    """The checkpoints in files of one rank's state.
-
-    Parameters
-    ----------
-    spec : Checkpoint
-        Checked arguments.
-    ctx : Context
-        The rank.
-    state : State
-        The values.
-    """
+class StateFiles(CheckpointFolder):
+    """The checkpoints in files of one rank's state."""
 
     def __init__(self, spec: Checkpoint, ctx: Context, state: State) -> None:
-        self._ctx, self._state, self._values = ctx, state, StateValues(ctx, state)
-        self._names, self._kinds = self._values.names, self._values.kinds
-        self._folder, self._period = CheckpointFolder(spec, ctx), Period(spec.every)
-        self._grid = self._values.grid
-        self._chunks = store_chunks(self._grid.chunks)
+        super().__init__(spec, ctx)
+        self._state, self._values = state, StateValues(ctx, state)
+        self._kinds = dict(zip(self._values.names, self._values.kinds, strict=True))
+        self._chunks = store_chunks(self._values.grid.chunks)
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}  # copies for the next checkpoint
 
-    def _program(self, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-        shape = tuple(map(sum, self._grid.chunks))
-        kinds = dict(zip(arrays, self._kinds, strict=True))
-        divided = {n: (shape, a.dtype) for n, a in arrays.items() if kinds[n] == DIVIDED}
-        found: dict[str, Any] = {
-            "format": "dask_p2p state 1",
-            "values": kinds,
-            "arrays": plain(divided),
+    def _shapes(self) -> dict[str, Any]:
+        """Return the shape in the store, and the dtype, of each value."""
+        whole, kinds = tuple(map(sum, self._values.grid.chunks)), self._kinds
+        return {
+            name: (whole if kinds[name] == DIVIDED else (), leaf.array.dtype)
+            for name, leaf in self._values.leaves().items()
         }
-        if OWN in self._kinds:
-            found["ranks"] = self._ctx.size
-        return found
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step: the same on all ranks."""
-        return self._ctx.has_ended(self._period, step)
+    def _program(self) -> dict[str, Any]:
+        shapes, kinds = self._shapes(), self._kinds
+        divided = {name: each for name, each in shapes.items() if kinds[name] == DIVIDED}
+        found: dict[str, Any] = {"format": "dask_p2p state 1", "values": kinds}
+        found["arrays"] = plain(divided)
+        return found | ({"ranks": self.ctx.size} if OWN in kinds.values() else {})
 
-    def resumed(self, first: int, steps: int | None) -> int:
-        """Load the newest complete checkpoint if it is newer than a step; return the first step.
-
-        Raises `InputError` if it has more steps than the run, or other values.
-        """
-        newest = self._folder.newest(first, steps)
-        if newest <= first:
-            return first
-        group = self._folder.opened(newest, self._program(self._values.arrays()))
+    def _load(self, group: Any) -> None:
         values = []
-        with explained(self._folder.of(newest)):
-            for name, kind in zip(self._names, self._kinds, strict=True):
-                array = group[self._own(name) if kind == OWN else name]
-                where = box_slices(self._ctx.box) if kind == DIVIDED else ...
-                values.append(np.asarray(array[where]))
+        for name, kind in self._kinds.items():
+            array = group[self._own(name) if kind == OWN else name]
+            where = box_slices(self.ctx.box) if kind == DIVIDED else ...
+            values.append(np.asarray(array[where]))
         self._state.fill(values)
-        return newest
 
-    def write(self, step: int) -> None:
-        """Write a checkpoint. Raises `InputError` for numbers that differ between ranks."""
-        arrays, folder = self._values.arrays(), self._folder.of(step)
-        kinds = dict(zip(self._names, self._kinds, strict=True))
-        self._check_numbers({n: a for n, a in arrays.items() if kinds[n] == NUMBER})
-        together(self._ctx, folder, lambda: self._create(step, arrays))
-        group = seen_by_all(self._ctx, folder)
-        with explained(folder):
-            for name, array in arrays.items():
-                if kinds[name] == DIVIDED and array.size:
-                    group[name][box_slices(self._ctx.box)] = array
-                elif kinds[name] == OWN:
-                    group.create_array(self._own(name), data=array)
-        self._ctx.barrier()
-        together(self._ctx, folder, lambda: self._folder.complete(step))
-
-    def _own(self, name: str) -> str:
-        return f"{name}.rank-{self._ctx.rank}"
-
-    def _create(self, step: int, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        folder = self._folder.of(step)
-        folder.remove()  # of an attempt that has ended
-        shape, kinds = tuple(map(sum, self._grid.chunks)), self._kinds
-        shapes: dict[str, Any] = {
-            name: (shape if kind == DIVIDED else (), array.dtype)
-            for (name, array), kind in zip(arrays.items(), kinds, strict=True)
-        }
-        group = created(folder, shapes, {"program": self._program(arrays), "step": step})
-        of_all = {n: s for (n, s), kind in zip(shapes.items(), kinds, strict=True) if kind != OWN}
-        create_arrays(group, of_all, self._chunks)
-        for name, array in arrays.items():
-            if name in of_all and shapes[name][0] == ():
-                group[name][()] = array
-
-    def _check_numbers(self, numbers: dict[str, np.ndarray[Any, Any]]) -> None:
-        for name, number in numbers.items():
-            every = self._ctx.allgather(np.frombuffer(number.tobytes(), np.uint8), ragged=True)
+    def _prepare(self) -> None:
+        """Copy the values. Raises `InputError` for numbers that differ between ranks."""
+        self._arrays = self._values.arrays()
+        for name, number in self._arrays.items():
+            if self._kinds[name] != NUMBER:
+                continue
+            every = self.ctx.allgather(np.frombuffer(number.tobytes(), np.uint8), ragged=True)
             if any(own.tobytes() != every[0].tobytes() for own in every):
                 raise InputError(
                     f"state: expected numbers that are the same on all ranks, as checkpoint= "
                     f"requires, got {name}, which differs. Give an array of one element, "
                     f"np.array([...]): each rank has its own."
                 )
+
+    def _create(self, folder: Folder, step: int) -> None:
+        shapes, kinds = self._shapes(), self._kinds
+        group = created(folder, shapes, {"program": self._program(), "step": step})
+        of_all = {name: each for name, each in shapes.items() if kinds[name] != OWN}
+        create_arrays(group, of_all, self._chunks)
+        for name, (shape, _) in of_all.items():
+            if shape == ():
+                group[name][()] = self._arrays[name]
+
+    def _fill(self, group: Any) -> None:
+        while self._arrays:
+            name, array = self._arrays.popitem()
+            if self._kinds[name] == DIVIDED and array.size:
+                group[name][box_slices(self.ctx.box)] = array
+            elif self._kinds[name] == OWN:
+                group.create_array(self._own(name), data=array)
+
+    def _own(self, name: str) -> str:
+        return f"{name}.rank-{self.ctx.rank}"
 
 
 def _array_names(texts: list[str]) -> list[str]:
