@@ -6,11 +6,9 @@ where an array of `dask_array` exists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
-from dask.array.utils import meta_from_array
 from dask_array import _overlap as overlaps
 from dask_array._blockwise import Elemwise
 from dask_array._expr import ArrayExpr, ChunksFreeze
@@ -24,7 +22,7 @@ from dask_array.reductions import _reduction as reductions
 from dask_array.slicing import SliceSlicesIntegers
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import LazyLayer, PlannedLayer
+from dask_p2p.graph.layer import LayerArray, LazyLayer, PlannedLayer
 from dask_p2p.graph.redistribution import Expressions, LateExchange, PassPlanner
 
 __all__ = [
@@ -48,29 +46,8 @@ _EXACT = _OF_ANY_ORDER | {
 }
 
 
-class PlannerExpr(ArrayExpr):  # type: ignore[misc]
-    """An array of a `LazyLayer`, which is the first operand; the others are its inputs."""
-
-    _parameters = ("lazy_layer",)
-
-    @cached_property
-    def _name(self) -> str:
-        name: str = self.lazy_layer.name(self.deterministic_token)
-        return name
-
-    @cached_property
-    def chunks(self) -> Chunks:
-        chunks: Chunks = self.lazy_layer.chunks
-        return chunks
-
-    @cached_property
-    def _meta(self) -> Any:
-        meta = self.lazy_layer.meta(next(iter(self.dependencies()), None))
-        return meta_from_array(meta, len(self.chunks), meta.dtype)
-
-    def _layer(self) -> Mapping[Any, Any]:
-        tasks: Mapping[Any, Any] = self.lazy_layer.tasks(self._name, self.dependencies())
-        return tasks
+class PlannerExpr(LayerArray, ArrayExpr):  # type: ignore[misc]
+    """An array of a `LazyLayer`."""
 
 
 class P2PRechunk(PlannerExpr):

@@ -6,7 +6,7 @@ parts of Dask, and is only imported if arrays are expressions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from typing import Any
@@ -19,10 +19,9 @@ from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
 from dask.array._array_expr._rechunk import Rechunk, TasksRechunk
 from dask.array._array_expr._reductions import PartialReduce, _tree_reduce
 from dask.array._array_expr._slicing import SliceSlicesIntegers
-from dask.array.utils import meta_from_array
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import LazyLayer
+from dask_p2p.graph.layer import LayerArray, LazyLayer
 from dask_p2p.graph.redistribution import (
     Expressions,
     LateExchange,
@@ -44,37 +43,12 @@ _OF_ANY_ORDER: dict[Any, str] = {
 _OF_INTEGERS: dict[Any, str] = {np.prod: "prod", np.sum: "sum"}
 
 
-class LayerExpr(ArrayExpr):  # type: ignore[misc]
-    """An array of a `LazyLayer`, which is the first operand; the others are its inputs.
-
-    Tasks are made when Dask requests the graph, since planning may first replace the inputs by
-    equal ones with another name.
-    """
-
-    _parameters: tuple[str, ...] = ("lazy_layer",)
-
-    @cached_property
-    def _name(self) -> str:
-        name: str = self.lazy_layer.name(self.deterministic_token)
-        return name
-
-    @cached_property
-    def chunks(self) -> Chunks:
-        chunks: Chunks = self.lazy_layer.chunks
-        return chunks
-
-    @cached_property
-    def _meta(self) -> Any:
-        meta = self.lazy_layer.meta(next(iter(self.dependencies()), None))
-        return meta_from_array(meta, len(self.chunks), meta.dtype)
+class LayerExpr(LayerArray, ArrayExpr):  # type: ignore[misc]
+    """An array of a `LazyLayer`."""
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         made = SliceableElemwise.of(parent)
         return None if made is None else made._lower()  # with aligned operands, if they are not
-
-    def _layer(self) -> Mapping[Any, Any]:
-        tasks: Mapping[Any, Any] = self.lazy_layer.tasks(self._name, self.dependencies())
-        return tasks
 
 
 def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> LayerExpr:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from dask.array.utils import meta_from_array
 from dask.tokenize import normalize_token, tokenize
 
 from dask_p2p.backends import backend_for
@@ -42,6 +43,37 @@ class LazyLayer(Protocol):
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Any, Any]:
         """Return the tasks by key; `inputs` are arrays or expressions."""
+
+
+class LayerArray:
+    """An array of a `LazyLayer`, its first operand; a base of the libraries' expressions.
+
+    The other operands are its inputs. Tasks are made when Dask requests the graph, since planning
+    may first replace the inputs by equal ones with another name.
+    """
+
+    _parameters = ("lazy_layer",)
+    # Parameters, and attributes of all expressions.
+    lazy_layer: LazyLayer
+    deterministic_token: str
+    dependencies: Callable[[], list[Any]]
+
+    @cached_property
+    def _name(self) -> str:
+        return self.lazy_layer.name(self.deterministic_token)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        return self.lazy_layer.chunks
+
+    @cached_property
+    def _meta(self) -> Any:
+        meta = self.lazy_layer.meta(next(iter(self.dependencies()), None))
+        return meta_from_array(meta, len(self.chunks), meta.dtype)
+
+    def _layer(self) -> Mapping[Any, Any]:
+        return self.lazy_layer.tasks(self._name, self.dependencies())
 
 
 @dataclass(frozen=True)
