@@ -27,7 +27,7 @@ from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.regions import read_in_parts
-from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened_by_all, try_share
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
@@ -70,15 +70,7 @@ class GpuLending(Lending):
         self._reads: list[_Read] = []  # of the present exchange
         self._large: list[_LargeCopy] = []  # of this rank's own arrays, before `flush`
         if not connections.is_alone:
-            own, size = connections.rank_and_size
-            self._own, self._near = opened(
-                gpu,
-                connections,
-                "lending of arrays",
-                {*range(size)} - {own},
-                lambda _: OwnEvents(gpu, 2),
-                lambda _, descriptor: PeerMemory(gpu, descriptor),
-            )
+            self._own, self._near = opened_by_all(gpu, connections, "lending of arrays", 2)
 
     def holds(self, value: Any) -> bool:
         return self._gpu.holds(value)

@@ -39,7 +39,7 @@ from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.exchange.regions import regions_of
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.messages import GpuMessages
-from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened, try_share
+from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened_by_all, try_share
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
@@ -236,14 +236,8 @@ class GpuRegions(RegionMover):
     def _open(self, call: ExchangeCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
-            gpu, (own_rank, size) = self._gpu, self._connections.rank_and_size
-            self._own, self._near = opened(
-                gpu,
-                self._connections,
-                call.text,
-                {*range(size)} - {own_rank},
-                lambda _: OwnEvents(gpu, _WRITTEN + MOST_PIECES),
-                lambda _, descriptor: PeerMemory(gpu, descriptor),
+            self._own, self._near = opened_by_all(
+                self._gpu, self._connections, call.text, _WRITTEN + MOST_PIECES
             )
             self._messages.prepare()
         return self._near

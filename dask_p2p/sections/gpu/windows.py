@@ -293,6 +293,21 @@ def try_share(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
     return None
 
 
+def opened_by_all(
+    gpu: Gpu, connections: Connections, call: str, events: int
+) -> tuple[OwnEvents | None, dict[int, PeerMemory]]:
+    """Open the memory of all other ranks of this host: `opened`, with events for all of them."""
+    own, size = connections.rank_and_size
+    return opened(
+        gpu,
+        connections,
+        call,
+        {*range(size)} - {own},
+        lambda _: OwnEvents(gpu, events),
+        lambda _, descriptor: PeerMemory(gpu, descriptor),
+    )
+
+
 def opened(
     gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
     connections: Connections,
