@@ -17,7 +17,6 @@ def usage(transport):
     if isinstance(transport, PackedTransport):
         held["opened"] = len(transport.opened)
         held["requested"] = sum(len(reading.calls) for reading in list(transport.opened))
-        held["serving"] = transport.serving
     if isinstance(transport, IpcTransport):
         held["mapped"] = len(transport.mappings)
     if isinstance(transport, PinnedTransport):

@@ -200,7 +200,6 @@ class Transport(ABC):
         self.packed = ByteBudget(options.staging_limit_bytes)
         self.pools: list[Buffers] = []  # the transport's buffers
         self.is_closed = False
-        self.serving = 0  # number of requests in progress; changed on the event loop only
         self._in_background: set[asyncio.Future[Any]] = set()
 
     @abstractmethod
@@ -304,10 +303,6 @@ def answers(handler: Handler) -> Handler:
     async def answer(self: Transport, /, **request: Any) -> dict[str, Any]:
         if self.is_closed:
             return {"status": "error", "message": "the worker is closing"}
-        self.serving += 1
-        try:
-            return await answered(self, **request)
-        finally:
-            self.serving -= 1
+        return await answered(self, **request)
 
     return answer

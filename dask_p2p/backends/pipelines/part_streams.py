@@ -66,7 +66,6 @@ class Copied:
 
     up_bytes: int = 0
     down_bytes: int = 0
-    staged_bytes: int = 0  # bytes of both that threads copied into or out of pinned memory
     up: Timer = field(default_factory=Timer)
     run: Timer = field(default_factory=Timer)
     down: Timer = field(default_factory=Timer)
@@ -219,7 +218,6 @@ class _BlockInTransit:
                 for event in (*events, *self._of_block_before(self._host_slots, part, slot)):
                     event.synchronize()
                 self._filling[slot].append(begin_copy(to, view))
-                self._of.copied.staged_bytes += view.nbytes
 
     def _wait_until_filled(self, slot: int) -> None:
         for wait in self._filling.pop(slot, ()):
@@ -284,7 +282,6 @@ class _BlockInTransit:
         for event in events:
             event.synchronize()
         copy_on_host(target, array_in(self._host(slot), self._plan.slot_bytes, target))
-        self._of.copied.staged_bytes += target.nbytes
 
     def _inputs(self, part: Part) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
         """Return a part's view of each array, and its byte offset in a slot."""

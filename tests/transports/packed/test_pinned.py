@@ -359,7 +359,7 @@ def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
         with pytest.raises(TransferError, match=r"no memory to share: .* No space left"):
             PackedConformance().read(setup, "block", array, ((0, 3), (0, 4)))
     assert shared_files() <= before
-    assert usage(setup.reader) == {"opened": 0, "requested": 0, "serving": 0, "mapped": 0}
+    assert usage(setup.reader) == {"opened": 0, "requested": 0, "mapped": 0}
 
 
 GOOD = {

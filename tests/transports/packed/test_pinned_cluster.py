@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_leaves_nothing(mortal, moment):
         np.testing.assert_array_equal(result, expected((1200, 900)).T)
         assert victim not in addresses(client)
         wait_until(lambda: not of_victim & set().union(*client.run(mapped_segments).values()))
-        assert all(of["pinned.serving"] == 0 for of in held(client).values())
+        assert all(of["pinned.requested"] == 0 for of in held(client).values())
 
 
 def die_while_packing(dask_worker):
