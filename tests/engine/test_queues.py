@@ -42,7 +42,7 @@ def parts(monkeypatch):
     seen = []
     copy_up = HostStreams.copy_up
 
-    def noted(streams, to, of, pitch):
+    def noted(streams, to, of, pitch=None):
         seen.append(to.shape)
         copy_up(streams, to, of, pitch)
 

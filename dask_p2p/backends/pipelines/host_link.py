@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from dask_p2p import tuning
 from dask_p2p.backends.host.pinned import is_pinned
-from dask_p2p.backends.kernels.pitch import Pitch
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.slots import Slot
 
@@ -38,7 +37,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
     try:
         if not is_pinned(host.memory):
             return None
-        streams.copy_up(memory.memory[:whole], host.memory[:whole], Pitch(1, whole, whole))
+        streams.copy_up(memory.memory[:whole], host.memory[:whole])
         streams.synchronize()
         up_s, down_s, both_s = (
             min(_seconds(streams, memory, host, directions) for _ in range(copies))
@@ -53,16 +52,16 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
 def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
     half = tuning.current.link_copy_bytes
-    cuda, pitch = of.cupy.cuda, Pitch(1, half, half)
+    cuda = of.cupy.cuda
     first, *others = (of.streams[direction] for direction in directions)
     start, stop = cuda.Event(), cuda.Event()
     start.record(first)
     for stream in others:
         stream.wait_event(start)
     if "up" in directions:
-        of.copy_up(memory.memory[:half], host.memory[:half], pitch)
+        of.copy_up(memory.memory[:half], host.memory[:half])
     if "down" in directions:
-        of.copy_down(host.memory[half : 2 * half], memory.memory[half : 2 * half], pitch)
+        of.copy_down(host.memory[half : 2 * half], memory.memory[half : 2 * half])
     for stream in others:
         first.wait_event(stream.record())
     stop.record(first)

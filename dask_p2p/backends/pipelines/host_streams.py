@@ -73,14 +73,14 @@ class HostStreams:
             if each:
                 kept.keep(device, each)
 
-    def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch) -> None:
-        """Queue a copy of a host array with this pitch to device memory."""
-        ptr = to.data.ptr
+    def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
+        """Queue a copy of a host array with this pitch to device memory; None: it is contiguous."""
+        ptr, pitch = to.data.ptr, pitch or _contiguous(of)
         self._copy(ptr, pitch.run_bytes, of.ctypes.data, pitch.stride_bytes, pitch, "up")
 
-    def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch) -> None:
-        """Queue a copy of device memory to a host array with this pitch."""
-        ptr = of.data.ptr
+    def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch | None = None) -> None:
+        """Queue a copy of device memory to a host array with this pitch; None: contiguous."""
+        ptr, pitch = of.data.ptr, pitch or _contiguous(to)
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
@@ -109,8 +109,12 @@ def _slots(memory: Any, count: int) -> list[Slot]:
 def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
     """Return the pitch of a view of host memory; None if copy engines cannot copy it."""
     if view.flags.c_contiguous:
-        return Pitch(1, view.nbytes, view.nbytes)
+        return _contiguous(view)
     return engine_pitch(view.shape, view.strides, view.itemsize)
+
+
+def _contiguous(view: np.ndarray[Any, Any]) -> Pitch:
+    return Pitch(1, view.nbytes, view.nbytes)
 
 
 def array_in(memory: np.ndarray[Any, Any], at: int, like: Any) -> np.ndarray[Any, Any]:

@@ -27,7 +27,6 @@ from dask_p2p.backends.host.copies import copy_on_host
 from dask_p2p.backends.host.hardware import on_gpu
 from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.kernels.pitch import Pitch
 from dask_p2p.backends.pipelines.host_streams import HostStreams, array_in, pitch_of
 from dask_p2p.backends.pipelines.slots import Slot
 from dask_p2p.geometry import box_slices, split_box
@@ -150,7 +149,7 @@ class HostThroughDeviceQueue(HostQueue):
         if pitch is None:
             filled = self._on_the_host(slot, 0, src)
             copy_on_host(filled, src)
-            src, pitch = filled, Pitch(1, src.nbytes, src.nbytes)
+            src = filled
         self._streams.copy_up(given, src, pitch)
         is_up.record(streams["up"])
         streams["run"].wait_event(is_up)
@@ -160,7 +159,6 @@ class HostThroughDeviceQueue(HostQueue):
         staged, pitch = None, pitch_of(dst) if is_pinned(dst) else None
         if pitch is None:
             staged = self._on_the_host(slot, 1, dst)
-            pitch = Pitch(1, dst.nbytes, dst.nbytes)
         elif any(each.staged is not None for each in self._under_way):
             self._finish_all()  # keeps the order: a failed part may have the same target
         self._streams.copy_down(dst if staged is None else staged, made, pitch)

@@ -237,7 +237,6 @@ class _BlockInTransit:
         for number, (view, at) in enumerate(self._inputs(part)):
             pitch = self._pitch(number, view)
             source = view if pitch else array_in(self._host(slot), at, view)
-            pitch = pitch or Pitch(1, view.nbytes, view.nbytes)
             self._of.copy_up(self._device_slot(slot)[at:], source, pitch)
             self._of.copied.up_bytes += view.nbytes
 
@@ -270,7 +269,6 @@ class _BlockInTransit:
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
             target = array_in(self._host(slot), self._plan.slot_bytes, target)
-            pitch = Pitch(1, target.nbytes, target.nbytes)
         self._of.copy_down(target, result, pitch)
         self._of.copied.down_bytes += result.nbytes
 
