@@ -26,11 +26,11 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.outputs import Output, Outputs
-from dask_p2p.sections.api.rank_body import InputSpec, RankBody, ValueSpec
+from dask_p2p.sections.api.outputs import Outputs
+from dask_p2p.sections.api.rank_body import InputSpec, RankBody
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
-from dask_p2p.types import Array, DaskArray, DType
+from dask_p2p.types import Array, DaskArray
 
 
 def section_arrays(
@@ -38,18 +38,14 @@ def section_arrays(
     function: Callable[..., Any],
     arrays: Sequence[DaskArray],  # of like chunks, or of length 1; in blocks of one kind
     ranks: RankGrid,  # decomposition of the arrays
-    dtypes: Sequence[DType],  # of the arrays that are made
+    outputs: Outputs,  # the arrays that are made
     options: Options,  # sent with the tasks
-    per_rank: Sequence[ValueSpec] = (),  # of values that become arrays with a block for each rank
-    converts: bool = True,  # whether the function may return numbers of another kind
-    outputs: Outputs | None = None,  # in the place of `dtypes` and `per_rank`
     others: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
     wholes: Collection[int] = (),  # numbers of the arrays that each rank receives as a whole
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
-    Each rank calls the function with a context and its `LocalBlocks`. The function returns a
-    tuple: an array of the local block's shape for each dtype, and then the values.
+    Each rank calls the function with a context and its `LocalBlocks`.
     """
     inputs = tuple(
         whole_input(x)
@@ -60,17 +56,16 @@ def section_arrays(
         for n, x in enumerate(arrays)
     )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
-    made = tuple(map(np.dtype, dtypes))
-    body = RankBody(function, ranks, inputs, made, tuple(per_rank), kind, converts, outputs)
+    body = RankBody(function, ranks, inputs, outputs, kind)
     section = Section(prefix, body, options)
     if arrays and is_expression(arrays[0]):
-        layers = [SectionLayer(section, number) for number in range(body.arrays)]
+        layers = [SectionLayer(section, number) for number in range(len(outputs.each))]
         return tuple(expression_array(arrays[0], layer, arrays) for layer in layers)
     names = [x.name for x in arrays]
     gang, tasks = section.tasks(names)
     graph = HighLevelGraph.from_collections(gang, tasks, dependencies=list(arrays))
     collections = []
-    for number in range(body.arrays):
+    for number in range(len(outputs.each)):
         name = f"{prefix}-{number}-{section.token(names)}"
         output_tasks = MaterializedLayer(section.output_tasks(name, gang, number))
         all_tasks = {**graph.layers, name: output_tasks}
@@ -112,45 +107,22 @@ class Section:
         commit = commit_task(gang, tasks)
         return gang, tasks | {commit.key: commit}
 
-    def _value(self, number: int) -> ValueSpec | None:
-        """Return the spec of the values in an array; None for an array of local blocks."""
-        position = number - self.body.outputs
-        return None if position < 0 else self.body.per_rank[position]
-
-    def _output(self, number: int) -> Output | None:
-        """Return the spec of an array, if the outputs have specs."""
-        return None if self.body.specs is None else self.body.specs.each[number]
-
     def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
         """Return the chunks of one of the arrays."""
-        if (output := self._output(number)) is not None:
-            return output.chunks(self.body.ranks)
-        ranks, value = self.body.ranks, self._value(number)
-        if value is None:
-            return ranks.chunks
-        return ((1,) * ranks.size, *((length,) for length in value.shape))
+        return self.body.outputs.each[number].chunks(self.body.ranks)
 
     def meta(self, number: int) -> Array:
         """Return an empty array of the same kind as one of the arrays."""
-        if (output := self._output(number)) is not None:
-            kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
-            return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
-        value = self._value(number)
-        dtype = self.body.dtypes[number] if value is None else value.dtype
-        backend = backend_named(self.body.kind) if value is None else NUMPY
-        return backend.empty((0,) * len(self.chunks(number)), dtype)
+        output = self.body.outputs.each[number]
+        kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
+        return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
 
     def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
         """Return the output tasks of one of the arrays, one for each block."""
         tasks: dict[Any, Task] = {}
-        output, commit = self._output(number), commit_of(gang)
-        value = self._value(number) if output is None else None
-        for rank in range(self.body.ranks.size):
-            indices = [index for index, _ in self.body.ranks.blocks(rank)]
-            if output is not None:
-                indices = output.indices(self.body.ranks, rank)
-            if value is not None:
-                indices = [(rank, *(0 for _ in value.shape))]
+        ranks, commit = self.body.ranks, commit_of(gang)
+        for rank in range(ranks.size):
+            indices = self.body.outputs.each[number].indices(ranks, rank)
             for position, index in enumerate(indices):
                 key = (name, *index)
                 tasks[key] = output_task(key, commit, (gang, rank), number, position)

@@ -251,15 +251,16 @@ class Same(_OfExample):
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of a function: one, or several by name."""
+    """The outputs of a function: one, several in order, or several by name."""
 
     each: tuple[Output, ...]
-    names: tuple[str, ...] | None = None  # None: the function returns the only output itself
+    names: tuple[str, ...] | None = None  # None: the function returns the only output, or a tuple
+    labels: tuple[str, ...] = ("the output",)  # for errors, without names
 
-    def values(self, ctx: Any, returned: Any) -> list[Any]:
+    def values(self, ctx: Any, returned: Any) -> Sequence[Any]:
         """Return the values for the outputs. Raises `BlockMismatchError` if they differ."""
         if self.names is None:
-            return [returned]
+            return self._in_order(ctx, returned)
         found = set(returned) if isinstance(returned, Mapping) else set()
         if found != {*self.names}:
             given = sorted(map(str, found)) if found else type(returned).__name__
@@ -269,9 +270,23 @@ class Outputs:
             )
         return [returned[name] for name in self.names]
 
+    def _in_order(self, ctx: Any, returned: Any) -> Sequence[Any]:
+        """Return the values from a tuple, or the rows of an array; or the only value."""
+        if (count := len(self.each)) == 1:
+            return [returned]
+        is_array = isinstance(returned, ctx.device.module.ndarray)
+        has_rows = is_array and returned.shape[:1] == (count,)
+        found = returned if has_rows or isinstance(returned, (tuple, list)) else (returned,)
+        if len(found) != count:
+            raise BlockMismatchError(
+                f"expected a tuple of {', '.join(self.labels)} from the function on rank "
+                f"{ctx.rank}, got {len(found)} in all. Return all of them in one tuple."
+            )
+        return found
+
     def blocks(self, ctx: Any, ranks: RankGrid, returned: Any) -> list[list[Any]]:
         """Return a rank's blocks, by output."""
-        values, names = self.values(ctx, returned), self.names or ("the output",)
+        values, names = self.values(ctx, returned), self.names or self.labels
         of_each = zip(self.each, values, names, strict=True)
         return [output.blocks(ctx, ranks, value, name) for output, value, name in of_each]
 
@@ -295,6 +310,17 @@ def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
     return Outputs(tuple(each), tuple(given))
 
 
+def outputs_in_order(dtypes: Sequence[Any], converts: bool, examples: Sequence[Any]) -> Outputs:
+    """Return outputs of local blocks by dtype, and then of values that are like examples.
+
+    Without `converts`, the local blocks may only change the precision of floats.
+    """
+    each = [_local_block(dtype, converts) for dtype in dtypes]
+    labels = [f"output {number}" for number, _ in enumerate(dtypes)]
+    labels += [f"per_rank[{number}]" for number, _ in enumerate(examples)]
+    return Outputs((*each, *map(PerRank, examples)), labels=tuple(labels))
+
+
 def _with_dtype(output: Output, position: int, dtypes: Sequence[Any]) -> Output:
     if not isinstance(output, LocalBlock):
         return output
@@ -305,8 +331,12 @@ def _with_dtype(output: Output, position: int, dtypes: Sequence[Any]) -> Output:
         )
     if output.dtype is not None:
         return replace(output, dtype=_checked_dtype(output.dtype))
-    made = LocalBlock(np.dtype(dtypes[position if position < len(dtypes) else 0]))
-    object.__setattr__(made, "converts", False)
+    return _local_block(dtypes[position if position < len(dtypes) else 0], converts=False)
+
+
+def _local_block(dtype: Any, converts: bool) -> LocalBlock:
+    made = LocalBlock(np.dtype(dtype))
+    object.__setattr__(made, "converts", converts)
     return made
 
 

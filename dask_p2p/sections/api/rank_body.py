@@ -13,14 +13,12 @@ import numpy as np
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.engine.memory import in_memory_bytes
-from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, Index, box_slices
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
 from dask_p2p.sections.api.outputs import Outputs
-from dask_p2p.sections.api.returned import as_numbers, becomes, holds, shape_of
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.device import HOST, Host, check_kind, check_not_masked
+from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.types import Array, DType, Kind
 
 
@@ -50,13 +48,6 @@ class InputSpec(NamedTuple):
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
         """Return the size of a local block."""
         return prod(self.shape(ranks, rank)) * self.dtype.itemsize
-
-
-class ValueSpec(NamedTuple):
-    """Shape and dtype of a value that each rank returns in addition to its arrays."""
-
-    shape: tuple[int, ...]
-    dtype: DType
 
 
 class LocalBlocks:
@@ -104,29 +95,14 @@ class RankBody:
     function: Callable[..., Any]
     ranks: RankGrid
     inputs: tuple[InputSpec, ...]
-    dtypes: tuple[DType, ...]  # of the arrays that are made
-    per_rank: tuple[ValueSpec, ...] = ()
+    outputs: Outputs
     kind: Kind = "numpy"
-    converts: bool = True
-    specs: Outputs | None = None  # in the place of `dtypes` and `per_rank`
-
-    @property
-    def arrays(self) -> int:
-        """Number of arrays that are made."""
-        if self.specs is not None:
-            return len(self.specs.each)
-        return self.outputs + len(self.per_rank)
-
-    @property
-    def outputs(self) -> int:
-        """Number of arrays with the local block's shape."""
-        return len(self.dtypes)
 
     @property
     def dtype(self) -> DType:
         """The dtype of the first array."""
-        of_specs = () if self.specs is None else [each.dtype for each in self.specs.each]
-        found: DType = (*self.dtypes, *of_specs, *(each.dtype for each in self.inputs))[0]
+        of_each: list[Any] = [*self.outputs.each, *self.inputs]
+        found: DType = np.dtype(of_each[0].dtype)
         return found
 
     @staticmethod
@@ -140,43 +116,7 @@ class RankBody:
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
-            returned = function(ctx, local_blocks)
-            return self._blocks(ctx, local_blocks, returned)
-
-    def _blocks(self, ctx: Any, local_blocks: LocalBlocks, returned: Any) -> list[list[Any]]:
-        """Return the results of the function as blocks, by array."""
-        if self.specs is not None:
-            return self.specs.blocks(ctx, self.ranks, returned)
-        values = self._values(ctx, returned) if self.per_rank else []
-        returned = returned[: self.outputs] if self.per_rank else returned
-        self._check(ctx, local_blocks.shape, returned)
-        block = ctx.device.block
-        made = [
-            [block(each[box], dtype) for box in local_blocks.boxes]
-            for each, dtype in zip(returned, self.dtypes, strict=True)
-        ]
-        return made + [[value] for value in values]
-
-    def _values(self, ctx: Any, returned: Any) -> list[Array]:
-        """Return the blocks of the values that a rank returns in addition to its arrays."""
-        found, rank = [], ctx.rank
-        count = len(returned) if isinstance(returned, (tuple, list)) else 1
-        if count != self.arrays:
-            raise BlockMismatchError(
-                f"expected {self.outputs} array{'s' * (self.outputs != 1)} and "
-                f"{len(self.per_rank)} per_rank from the function on rank {rank}, got "
-                f"{count} in all. Return all of them in one tuple."
-            )
-        for value, spec in zip(returned[self.outputs :], self.per_rank, strict=True):
-            check_not_masked("per_rank", value)
-            own = as_numbers(ctx.device.to_host(value))
-            if own.shape != spec.shape or not holds(spec.dtype, own):
-                raise BlockMismatchError(
-                    f"expected a per_rank value of shape {spec.shape} that becomes {spec.dtype} "
-                    f"from the function on rank {rank}, got {own.shape} {own.dtype}."
-                )
-            found.append(own.astype(spec.dtype)[np.newaxis])
-        return found
+            return self.outputs.blocks(ctx, self.ranks, function(ctx, local_blocks))
 
     def estimate(self) -> SectionEstimate:
         """Return the estimate of the rank that needs most memory."""
@@ -184,35 +124,13 @@ class RankBody:
         return max(each, key=lambda found: found.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
-        shape, size = self.ranks.shape(rank), self.ranks.size
+        size = self.ranks.size
         inputs_bytes = [each.size_bytes(self.ranks, rank) for each in self.inputs]
-        made = sum(prod(shape) * each.itemsize for each in self.dtypes)
-        if self.specs is not None:
-            made = sum(each.size_bytes(self.ranks, rank) for each in self.specs.each)
+        made = sum(each.size_bytes(self.ranks, rank) for each in self.outputs.each)
         given = sum(inputs_bytes)
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
         return found if more is None else more(found, self.ranks, rank, inputs_bytes)
-
-    def _check(self, ctx: Any, shape: tuple[int, ...], returned: Any) -> None:
-        rank, kind = ctx.rank, ctx.device.module.ndarray
-        each = returned if isinstance(returned, (tuple, list, kind)) else (returned,)
-        found = [shape_of(array, kind) for array in each[: self.outputs + 1]]
-        if found != [shape] * self.outputs:
-            raise BlockMismatchError(
-                f"expected {self.outputs} array{'s' * (self.outputs > 1)} of shape {shape} from "
-                f"the function on rank {rank}, got {found}. Return arrays of the local block's "
-                f"shape, in a tuple if outputs is not 1."
-            )
-        for number, (array, dtype) in enumerate(zip(each, self.dtypes, strict=True)):
-            if not becomes(array.dtype, dtype, self.converts):
-                named = ", ".join(repr(str(array.dtype)) for array in each)
-                named = named if self.outputs == 1 else f"({named})"
-                raise BlockMismatchError(
-                    f"expected an array that becomes {dtype} from the function on rank {rank} "
-                    f"as output {number}, got {array.dtype}. Give dtype={named}, or convert it, "
-                    f"astype(...)."
-                )
 
 
 def own_copy(value: Any) -> Any:

@@ -11,10 +11,8 @@ import numpy as np
 from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
-from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function, check_names
-from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import (
     Inputs,
@@ -26,8 +24,8 @@ from dask_p2p.sections.api.arguments import (
     ranks_without_arrays,
 )
 from dask_p2p.sections.api.graph import section_arrays
-from dask_p2p.sections.api.outputs import Output, checked_outputs
-from dask_p2p.sections.api.rank_body import LocalBlocks, ValueSpec
+from dask_p2p.sections.api.outputs import Output, Outputs, checked_outputs, outputs_in_order
+from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.values import leaves
 from dask_p2p.types import DaskArray, DTypeLike
@@ -232,54 +230,45 @@ def spmd(
     chosen = chosen_ranks(first, ranks, partition) if arrays else ranks_without_arrays(ranks)
     inputs = checked_inputs(arrays, chosen) if arrays else Inputs([], {}, frozenset())
     options = checked_options()
-    if not isinstance(outputs, int):
-        return _by_specs(func, inputs, chosen, outputs, (dtype, per_rank), kwargs)
+    check: Any = _in_order if isinstance(outputs, int) else _by_specs
+    checked: Outputs = check(outputs, inputs.arrays, dtype, per_rank)
     register_if_possible()
+    made = section_arrays(
+        "p2p-spmd",
+        _Function(func, kwargs),
+        inputs.arrays,
+        chosen,
+        checked,
+        options,
+        others=inputs.others,
+        wholes=inputs.wholes,
+    )
+    if checked.names is not None:
+        return dict(zip(checked.names, made, strict=True))
+    return made[0] if len(made) == 1 else made
+
+
+def _in_order(outputs: int, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
+    """Return a number of outputs with dtypes, and those with a value of each rank."""
     if not isinstance(per_rank, (list, tuple)):
         raise InputError(
             f"per_rank: expected a list with an example of each value, got {per_rank!r}. Give "
             f"one as [example]."
         )
-    values = [_checked_example(example) for example in per_rank]
-    if not values or outputs != 0:
+    if not per_rank or outputs != 0:
         checked_count("outputs", outputs=outputs)
-    made = section_arrays(
-        "p2p-spmd",
-        _Function(func, outputs + len(values), kwargs),
-        inputs.arrays,
-        chosen,
-        _dtypes(dtype, outputs, inputs.arrays),
-        options,
-        values,
-        converts=dtype is not None,
-        others=inputs.others,
-        wholes=inputs.wholes,
-    )
-    return made[0] if len(made) == 1 else made
+    return outputs_in_order(_dtypes(dtype, outputs, arrays), dtype is not None, per_rank)
 
 
-def _by_specs(
-    func: Callable[..., Any],
-    inputs: Inputs,
-    ranks: RankGrid,
-    outputs: Any,
-    others: tuple[Any, Any],  # dtype and per_rank
-    kwargs: Mapping[str, Any],
-) -> DaskArray | dict[str, DaskArray]:
+def _by_specs(outputs: Any, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
     """Return the outputs that have specs."""
-    checked = checked_outputs(outputs, [x.dtype for x in inputs.arrays])
-    dtype, per_rank = others
+    checked = checked_outputs(outputs, [x.dtype for x in arrays])
     if dtype is not None or per_rank != ():
         raise InputError(
             "expected outputs= without dtype= and per_rank=, got both. Give them in the outputs, "
             "LocalBlock(dtype) and PerRank(example)."
         )
-    register_if_possible()
-    function, options = _Function(func, None, kwargs), checked_options()
-    given = function, inputs.arrays, ranks, (), options
-    others_of, wholes = inputs.others, inputs.wholes
-    made = section_arrays("p2p-spmd", *given, outputs=checked, others=others_of, wholes=wholes)
-    return made[0] if checked.names is None else dict(zip(checked.names, made, strict=True))
+    return checked
 
 
 def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
@@ -297,30 +286,15 @@ def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
     return [np.dtype(each) for each in dtype]
 
 
-def _checked_example(example: Any) -> ValueSpec:
-    value = np.asarray(example)
-    if is_dask_array(example) or value.dtype.kind in "OSU":
-        raise InputError(
-            f"per_rank: expected numbers or NumPy arrays, as examples of returned values, got "
-            f"{type(example).__name__}. Give a number or an array for each value."
-        )
-    return ValueSpec(value.shape, value.dtype)
-
-
 @dataclass(frozen=True)
 class _Function:
     """The user's function, with its keyword arguments."""
 
     function: Callable[..., Any]
-    outputs: int | None  # None: the outputs have specs
     kwargs: Mapping[str, Any]
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> Any:
         arrays = map(local_blocks.copy, range(len(local_blocks)))
         returned = self.function(ctx, *arrays, **self.kwargs)
-        if self.outputs is None:
-            ctx.check_returned(leaves(returned))
-            return returned
-        made = (returned,) if self.outputs == 1 else returned
-        ctx.check_returned(made if isinstance(made, tuple) else ())
-        return made
+        ctx.check_returned(leaves(returned))
+        return returned

@@ -340,9 +340,8 @@ def iterate(
         iteration,
         arguments.arrays,
         chosen_ranks(first, ranks, None),
-        (),
+        iteration.outputs,
         options,
-        outputs=iteration.outputs,
         wholes=arguments.wholes,
     )
     return arguments.sorted(made, iteration.returns_steps)
