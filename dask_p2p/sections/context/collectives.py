@@ -211,14 +211,10 @@ class Collectives(Messaging):
         SectionError
             If the ranks made different calls.
         """
-        root, tag, sent = self._checked_root(root), CALL_TAGS["scatter()"], []
+        root = self._checked_root(root)
         if self.rank == root:
             self._check_parts("parts", parts)
-            sent = [self._sent(part, rank, tag) for rank, part in enumerate(parts or [])]
-        found = self._received(root, tag).wait()
-        for each in sent:
-            each.wait()
-        return found
+        return self._from_root(root, parts or (), CALL_TAGS["scatter()"])
 
     def bcast(self, value: Any = None, root: int = 0) -> Any:
         """Return the value of one rank. Only that rank needs to have it.
@@ -244,9 +240,12 @@ class Collectives(Messaging):
         UnsupportedArrayError
             If an array is masked.
         """
-        root, tag = self._checked_root(root), CALL_TAGS["bcast()"]
-        ranks = range(self.size) if self.rank == root else ()
-        sent = [self._sent(value, rank, tag) for rank in ranks]
+        return self._from_root(self._checked_root(root), [value] * self.size, CALL_TAGS["bcast()"])
+
+    def _from_root(self, root: int, parts: Sequence[Any], tag: int) -> Any:
+        """Return the value that one rank has for this one; `parts` count on that rank."""
+        given = parts if self.rank == root else ()
+        sent = [self._sent(part, rank, tag) for rank, part in enumerate(given)]
         found = self._received(root, tag).wait()
         for each in sent:
             each.wait()

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import Layout, round_up
 from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.mailbox import ALIGNMENT
@@ -61,7 +62,7 @@ def decoded(description: bytes, data: Any, device: Host) -> Any:
         nonlocal at
         size_bytes = dtype.itemsize * prod(shape)
         own = data[at : at + size_bytes]
-        at += -(-size_bytes // ALIGNMENT) * ALIGNMENT
+        at += round_up(size_bytes, ALIGNMENT)
         if not isinstance(own, np.ndarray):
             own = np.frombuffer(bytearray(own), np.uint8)
         return own.view(dtype).reshape(shape) if size_bytes else np.empty(shape, dtype)
@@ -72,11 +73,10 @@ def decoded(description: bytes, data: Any, device: Host) -> Any:
 def copied(value: Any, device: Host) -> Any:
     """Return a value as another rank would receive it."""
     description, parts = encoded(value, device)
-    sizes = [-(-len(part) // ALIGNMENT) * ALIGNMENT for part in parts]
-    data, at = np.empty(sum(sizes), np.uint8), 0
-    for part, size_bytes in zip(parts, sizes, strict=True):
-        data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-        at += size_bytes
+    layout = Layout(((len(part),) for part in parts), alignment=ALIGNMENT)
+    data = np.empty(layout.size_bytes, np.uint8)
+    for start, part in zip(layout.starts, parts, strict=True):
+        data[start : start + len(part)] = np.frombuffer(part, np.uint8)
     return decoded(description, data, device)
 
 

@@ -176,9 +176,7 @@ class Connections(PointToPoint):
         self._setup.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
-            connection = self._connections.get(rank)
-            if connection is None and self._rank < rank:
-                connection = self.admit(rank, self._connect(rank))
+            connection = self._connection_to(rank)
             if connection is not None:
                 self._begin(rank, connection)
         if in_background and self._waiting:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import SectionError
+from dask_p2p.geometry import round_up
 from dask_p2p.interprocess import process_memory
 from dask_p2p.types import Array
 
@@ -276,4 +277,4 @@ def _address(part: Any) -> int:
 
 
 def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    return round_up(size_bytes, ALIGNMENT)
