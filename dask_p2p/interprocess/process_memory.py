@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -26,6 +27,8 @@ from dask_p2p.geometry import gapless_from
 from dask_p2p.types import Array, DType
 
 TOKEN_BYTES = 16
+_PROOF = struct.Struct(f"<QQ{TOKEN_BYTES}s")  # process, its token's address, the token
+PROOF_BYTES = _PROOF.size
 _LET_READ = (
     "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
     "forbids it"
@@ -223,6 +226,17 @@ def own_token() -> tuple[int, bytes]:
 def _own_token() -> np.ndarray[Any, Any]:
     """Return random bytes; a reader that finds them at their address reads the right process."""
     return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+
+
+def own_proof() -> bytes:
+    """Let other processes read this one. Return the proof for `readable_pid`."""
+    return _PROOF.pack(os.getpid(), *own_token())
+
+
+def readable_pid(proof: bytes) -> int:
+    """Return the process of a proof if this one can read its memory, else 0."""
+    pid, *token = _PROOF.unpack(proof)
+    return int(pid) if pid and obstacle(pid, *token) is None else 0
 
 
 def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:

@@ -8,7 +8,6 @@ fails as well.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,9 +25,6 @@ from dask_p2p.types import Array, DType
 
 LEAST_BYTES = 1 << 16  # mean size of regions: below, messages are faster
 _LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
-_PROOF = struct.Struct(
-    f"<QQ{process_memory.TOKEN_BYTES}s"
-)  # process, address of the token, the token
 
 
 class RegionExchange(RegionMover):
@@ -141,28 +137,24 @@ class Reads:
     ) -> None:
         self._connections, (self._rank, self._size) = connections, connections.rank_and_size
         self._is_allowed = is_allowed and process_memory.is_supported()
-        self._pids: list[int] = []  # by rank, after the probe
+        self._pids: list[int] = []  # by rank, after the probe; 0: this rank cannot read it
         self._readers: Any = None  # by holder and reader: whether the reader can read
 
     def try_all(self) -> None:
         """Probe, once, which ranks can read which. A collective call of all ranks."""
         if self._readers is not None:
             return
-        proof = bytes(_PROOF.size)
-        if self._is_allowed:
-            proof = _PROOF.pack(os.getpid(), *process_memory.own_token())
+        nothing = bytes(process_memory.PROOF_BYTES)
+        proof = process_memory.own_proof() if self._is_allowed else nothing
         proofs = self._connections.gather("probe of memory reads", proof)
-        self._pids = [_PROOF.unpack(each)[0] for each in proofs]
-        row = bytes(self._sees(rank, proofs[rank]) for rank in range(self._size))
+        self._pids = [self._readable_pid(rank, proof) for rank, proof in enumerate(proofs)]
+        row = bytes(map(bool, self._pids))
         rows = self._connections.gather("results of the probe of memory reads", row)
         self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
 
-    def _sees(self, rank: int, proof: Any) -> bool:
-        pid, address, token = _PROOF.unpack(proof)
-        own = rank == self._rank or self._connections.is_on_other_host(rank)
-        if own or not (pid and self._is_allowed):
-            return False
-        return process_memory.obstacle(pid, address, token) is None
+    def _readable_pid(self, rank: int, proof: Any) -> int:
+        is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
+        return process_memory.readable_pid(proof) if is_near and self._is_allowed else 0
 
     def reads_from(self, holder: int) -> bool:
         """Return whether this rank reads a holder's memory."""

@@ -11,7 +11,6 @@ its address, the receiver copies it from the sender's memory and acknowledges.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -48,7 +47,6 @@ _LAST_KIND = _PROBE
 _KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
 _LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
 _ROOM_BYTES = TEXT_BYTES - _LABEL.size
-_PROOF = struct.Struct(f"<QQ{process_memory.TOKEN_BYTES}s")  # process, its token's address, token
 _PART = struct.Struct("<QQ")  # address, size
 _BYTE = np.dtype(np.uint8)
 
@@ -112,7 +110,7 @@ class Mailbox:
     probes: list[bytes] = field(default_factory=list)  # of ranks that wait: see `deadlocks`
     received: int = 0  # number of messages
     received_bytes: int = 0
-    _reads: dict[bytes, bool] = field(default_factory=dict)  # by proof: whether memory is readable
+    _reads: dict[bytes, int] = field(default_factory=dict)  # by proof: its process if readable
 
     def receive(self, receive: Receive) -> None:
         """Begin to receive the next message."""
@@ -173,14 +171,14 @@ class Mailbox:
     def _read(self, frame: Frame, descriptor: Any) -> bool:
         """Copy a value from the sender's memory, if it is readable; return whether it is."""
         assert frame.arrival is not None
-        own, proof = descriptor.tobytes(), descriptor[: _PROOF.size].tobytes()
-        parts = [*_PART.iter_unpack(own[_PROOF.size :])]
+        own = descriptor.tobytes()
+        proof, rest = own[: process_memory.PROOF_BYTES], own[process_memory.PROOF_BYTES :]
+        parts = [*_PART.iter_unpack(rest)]
         sizes = [size_bytes for _, size_bytes in parts]
         memory = frame.arrival.data = frame.memory(sum(map(_aligned, sizes[:-1])) + sizes[-1])
-        pid, *token = _PROOF.unpack(proof)
         if proof not in self._reads:
-            self._reads[proof] = process_memory.obstacle(pid, *token) is None
-        if not self._reads[proof]:
+            self._reads[proof] = process_memory.readable_pid(proof)
+        if not (pid := self._reads[proof]):
             return False
         at = 0
         for address, size_bytes in parts:
@@ -237,7 +235,7 @@ def sent_message(
     before = [] if is_inline else [description.ljust(_aligned(length), b"\0")]
     inline = description if is_inline else b""
     if has_address:
-        own = [_PROOF.pack(os.getpid(), *process_memory.own_token())]
+        own = [process_memory.own_proof()]
         own += [_PART.pack(_address(part), len(part)) for part in parts]
         buffers: list[Any] = [*before, b"".join(own)]
     elif is_inline and length + sum(map(_aligned, map(len, parts))) <= _ROOM_BYTES:
