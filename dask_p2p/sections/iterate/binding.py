@@ -43,7 +43,7 @@ class Binding:
         """True if the function fills a parameter named `out`."""
         return VALUES[OUT] in self.names
 
-    def bound(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[[], Any]:
+    def bound(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
         """Return a function without parameters, which has the values of some names."""
         positional = (
             values[name] if level is None else values[name][level]

@@ -6,7 +6,7 @@ elements unset, writes into its fields, loses fractions, or reads corners that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
 from dask_p2p.sections.iterate.binding import OUT, UNNAMED
 from dask_p2p.sections.iterate.phase import Outs, Phase, Returned, replace_block
+from dask_p2p.sections.iterate.writes import arrays_in, can_refuse, written_fields
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
@@ -55,7 +56,7 @@ class FirstStep:
     ) -> None:
         self._phase, self._device, self._fields = phase, device, fields
         self._values, self._parts, self._spare = values, parts, spare
-        self._arrays = [*_arrays(values.values(), device.module.ndarray)]
+        self._arrays = [*arrays_in(values.values(), device.module.ndarray)]
         self._names: list[str] = []  # of the fields that the function changes
 
     def __call__(self) -> tuple[list[str], Returned]:
@@ -71,10 +72,7 @@ class FirstStep:
         before = self._sums()
         returned = self._filled() if self._phase.fills_out else self._made()
         if self._sums() != before:
-            raise InputError(
-                "expected a function that only reads its fields and constants, got one that writes "
-                "into them. Write into a copy, u = u.copy(), or into the parameter out."
-            )
+            raise written_fields()
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
         return self._names, returned
@@ -91,7 +89,7 @@ class FirstStep:
 
     def _sums(self) -> list[int]:
         """Return checksums of the arguments that the function could write into."""
-        if self._device.has_read_only and not self._phase.is_in_library:
+        if can_refuse(self._device, self._phase.function):
             return []
         return [self._device.checksum(array) for array in self._arrays]
 
@@ -197,15 +195,6 @@ class FirstStep:
 def out_name(name: str) -> str:
     """Return the expression for the memory of a field in a function."""
     return OUT if name == UNNAMED else f"{OUT}.{name}"
-
-
-def _arrays(values: Iterable[Any], kind: Any) -> Iterator[Any]:
-    """Yield the arrays among values, and among the time levels of fields."""
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _arrays(value, kind)
 
 
 def fillings(dtype: DType) -> list[Any]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from dask_p2p.backends.dlpack import LibraryFunction
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.errors import BlockMismatchError
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.exchange.halo import HaloPart
 from dask_p2p.sections.exchange.recorder import check_kept
 from dask_p2p.sections.iterate.binding import OUT, UNNAMED, VALUES, Binding
+from dask_p2p.sections.iterate.writes import explained_writes
 from dask_p2p.types import Array
 
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values
@@ -45,11 +44,6 @@ class Phase:
     def fills_out(self) -> bool:
         """True if the function fills a parameter named `out`."""
         return self.binding.fills_out
-
-    @property
-    def is_in_library(self) -> bool:
-        """True if the function receives arrays of another library, which are never read-only."""
-        return isinstance(self.function, LibraryFunction)
 
     @cached_property
     def is_named(self) -> bool:
@@ -116,22 +110,6 @@ class Phase:
                 f"{found}. Return nothing else, or leave out the parameter out."
             )
         return NOTHING
-
-
-@contextmanager
-def explained_writes() -> Iterator[None]:
-    """Explain errors of writes into read-only fields and constants, with the remedy."""
-    try:
-        yield
-    except (TypeError, ValueError) as exc:
-        text = str(exc)
-        if "read-only" not in text and "readonly" not in text:
-            raise
-        raise InputError(
-            f"expected a function that only reads its fields and constants, got one that writes "
-            f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
-            f"Declare arrays read-only where a compiled function declares types."
-        ) from exc
 
 
 def _is_same_memory(value: Any, out: Array) -> bool:

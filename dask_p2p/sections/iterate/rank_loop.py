@@ -25,10 +25,10 @@ from dask_p2p.sections.iterate.phase import (
     NOTHING,
     Phase,
     Returned,
-    explained_writes,
     replace_block,
 )
 from dask_p2p.sections.iterate.scalars import Scalars
+from dask_p2p.sections.iterate.writes import explained_writes
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from dask_p2p.sections.iterate.output.groups import (
 )
 from dask_p2p.sections.iterate.output.stores import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
+from dask_p2p.sections.iterate.writes import Reader
 from dask_p2p.types import Array
 
 #: Returns the arguments of a function, with the values after the last step; None if none is read.
@@ -44,6 +45,8 @@ class Frames:
         self._first = next(iter(local.fields.values()))  # computed fields have its shape
         self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}
         self._fields |= {each.name: self._first for each in spec.computed}
+        readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
+        self._readers = readers  # by computed field
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Index, Index]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -157,7 +160,8 @@ class Frames:
     def _computed(self, field: ComputedField, values: Values) -> Array:
         """Call the function of a computed field; return its local block without halo."""
         assert values is not None
-        value: Any = field.binding.bound(field.function, values(field.binding))()
+        bound = field.binding.bound(field.function, values(field.binding))
+        value: Any = self._readers[field.name](bound)
         part, own = self._first.parts(self._first.layout.whole)[0], self._first.newest.inner
         shape = shape_of(value, type(own))
         if shape not in (own.shape, part.data.shape):

@@ -15,6 +15,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
+from dask_p2p.sections.iterate.writes import Reader
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
@@ -108,6 +109,7 @@ class Series:
 
     def __init__(self, specs: Sequence[SeriesSpec], steps: int, ctx: Context) -> None:
         self._specs, self._ctx = specs, ctx
+        self._readers = [Reader(ctx.device, spec.record.function) for spec in specs]
         self.last: dict[str, Any] = {}  # the newest values, of all ranks
         self._values = [spec.unset(steps) for spec in specs]
         self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
@@ -125,10 +127,10 @@ class Series:
 
     def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
         """Call the functions that are due; `values` returns the arguments of one of them."""
-        for spec, own in zip(self._specs, self._own, strict=True):
+        for spec, own, read in zip(self._specs, self._own, self._readers, strict=True):
             if step % spec.record.every == 0:
                 function = spec.binding.bound(spec.record.function, values(spec.binding))
-                own.append(self._checked(spec, function()))
+                own.append(self._checked(spec, read(function)))
         if any(len(own) >= _BATCH for own in self._own):
             self.combine()
 
