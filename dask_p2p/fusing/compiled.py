@@ -55,7 +55,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
 
     `func` is called once, here, with lazy arrays that stand for the arguments. Its graph is shared
     out between ranks as by `fused`. A later call makes the tasks of the gang alone, whatever the
-    number of operations.
+    number of operations. All calls read the same other arrays: those of `dask.array.random`, for
+    example, have the same numbers in each call.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 from distributed import Worker, get_worker, secede
 from distributed.protocol import Serialized, serialize
 from distributed.protocol.pickle import dumps
@@ -36,6 +37,7 @@ from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.gang import output_of, unpacked
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.fusing.running.values import LiveValues
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
@@ -232,11 +234,17 @@ class ResidentRank:
 
     def _publish(self, handle: int, name: str) -> None:
         blocks = self._table.handles[handle].items()
-        data = {(name, *index): output_of(self._ctx.device, block) for index, block in blocks}
+        data = {(name, *index): _copied(self._ctx.device, block) for index, block in blocks}
         sync(self._worker.loop, self._update, data)
 
     async def _update(self, data: Mapping[Any, Any]) -> None:
         self._worker.update_data(data=data)
+
+
+def _copied(device: Host, block: Any) -> Any:
+    """Return a block in memory of its own: functions of later tasks may overwrite it."""
+    made = output_of(device, block)
+    return made.copy(order="K") if made is block and isinstance(block, np.ndarray) else made
 
 
 def _sendable(block: Any) -> Any:

@@ -74,6 +74,22 @@ def test_functions_that_overwrite_constants(client):
     no_rank_is_left(client)
 
 
+def overwritten(block):
+    block *= 0
+    return block
+
+
+def test_functions_that_overwrite_an_array_of_a_handle(client):
+    u = da.ones((4, 3), chunks=(2, 3)).persist()
+    step = dask_p2p.compile(lambda u: u * 2, u)
+    with step.resident(u) as run:
+        made = run(u)
+        field = run.array(made)
+        assert not field.map_blocks(overwritten, dtype=float).compute().any()
+        np.testing.assert_array_equal(run.fetch(run(made)), np.full((4, 3), 4.0))
+    no_rank_is_left(client)
+
+
 def test_a_loop_as_one_writes_it(client):
     u = x = array()
     step = dask_p2p.compile(heat, u)
