@@ -13,6 +13,7 @@ from weakref import finalize
 from dask.array.core import finalize as joined
 from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed.protocol import Serialized, deserialize
 from distributed.protocol.pickle import loads
 
 from dask_p2p.errors import InputError, SectionError
@@ -176,6 +177,8 @@ class ResidentGang:
         for index, block in blocks.items():
             if isinstance(block, bytes):
                 blocks[index] = loads(block)
+            elif isinstance(block, Serialized):  # of this process: it is the block itself
+                blocks[index] = deserialize(block.header, block.frames).copy(order="K")
         return joined(nested(blocks))
 
     def array(self, handle: Handle) -> DaskArray:

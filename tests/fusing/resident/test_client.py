@@ -10,7 +10,7 @@ import time
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, wait
+from distributed import Client, LocalCluster, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +72,20 @@ def test_functions_that_overwrite_constants(client):
             u = run(u)
             np.testing.assert_array_equal(run.fetch(u), np.full((4, 3), calls))
     no_rank_is_left(client)
+
+
+@pytest.mark.parametrize("chunks", [(2, 3), (4, 3)])
+def test_workers_in_this_process(chunks):
+    options = {"processes": False, "threads_per_worker": 2, "dashboard_address": None}
+    with LocalCluster(n_workers=2, **options) as cluster, Client(cluster):
+        u = da.ones((4, 3), chunks=chunks).persist()
+        step = dask_p2p.compile(lambda u: u * 2, u)
+        with step.resident(u) as run:
+            made = run(u)
+            found = run.fetch(made)
+            np.testing.assert_array_equal(found, np.full((4, 3), 2.0))
+            found[...] = 0  # this array alone
+            np.testing.assert_array_equal(run.fetch(run(made)), np.full((4, 3), 4.0))
 
 
 def overwritten(block):
