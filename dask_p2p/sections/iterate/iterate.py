@@ -244,8 +244,8 @@ def iterate(
         Otherwise, and for NumPy blocks, steps are not captured. "auto", the default, captures at
         least 500 steps of less than 256 MiB of fields a rank, if the code of `func` shows that it
         depends on its arguments alone. Such a function calls NumPy, CuPy and functions like itself,
-        and its global values are numbers and kernels. If its steps cannot be captured, they are
-        made one by one.
+        and its global values are numbers and kernels. Ranks that share a GPU, and steps that cannot
+        be captured, are left as they are.
     as_library : {"torch", "jax"}, optional
         Library of the arrays that `func`, `record` and computed fields receive and return, in
         place of NumPy and CuPy arrays. They use the same memory. On a GPU work of PyTorch is

@@ -9,6 +9,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
+from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
@@ -57,6 +58,8 @@ class Replays:
         device = self._ctx.device
         if not self._all(self._can_begin(calls, levels)) or not isinstance(device, Gpu):
             return None
+        if not self._is_promised and self._share_gpus():
+            return None
         made: Captured | None = None
         exchanges = [each.exchange for each in calls if each.exchange is not None]
         counts = [each.count for each in exchanges]
@@ -101,6 +104,12 @@ class Replays:
         has_functions = any(level.layout.ends is not None for level in levels)
         size_bytes = sum(int(level.data.nbytes) for level in levels)
         return not has_functions and size_bytes < tuning.current.gpu_overlap_bytes
+
+    def _share_gpus(self) -> bool:
+        """Return whether ranks share a GPU: they would wait for each other a time slice each."""
+        own = np.frombuffer(cuda_ipc.gpu_uuid().encode(), np.uint8)
+        of_ranks = [each.tobytes() for each in self._ctx.allgather(own)]
+        return len({*of_ranks}) < len(of_ranks)
 
     def _all(self, own: bool) -> bool:
         return bool(self._ctx.allreduce(np.array(own), "min"))

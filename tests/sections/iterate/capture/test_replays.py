@@ -24,12 +24,15 @@ from tests.support import tune
 __all__ = ["replayed"]
 
 STEPS = 19
+SHARE_GPUS = Replays._share_gpus
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
     """Steps of emulated kernels, whose Python code is not plain, may be captured."""
     monkeypatch.setattr(replays, "is_replayable", lambda function: True)
+    # The emulated ranks have one GPU.
+    monkeypatch.setattr(Replays, "_share_gpus", lambda own: False)
     tune(monkeypatch, capture_steps=10)
 
 
@@ -54,7 +57,16 @@ def test_short_steps_are_captured(gpu, replayed, ranks):
 
 @pytest.mark.parametrize(
     "how",
-    ["few steps", "unknown code", "a list", "overlap", "large", "always asked", "refused"],
+    [
+        "few steps",
+        "unknown code",
+        "a list",
+        "overlap",
+        "large",
+        "one GPU",
+        "always asked",
+        "refused",
+    ],
 )
 def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
     options = {}
@@ -69,6 +81,8 @@ def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
     elif how == "large":
         tune(monkeypatch, gpu_overlap_bytes=300)
         options["overlap"] = False
+    elif how == "one GPU":
+        monkeypatch.setattr(Replays, "_share_gpus", SHARE_GPUS)
     elif how == "refused":
         options["capture"] = False
     apply = kernel(gpu, star)
