@@ -18,12 +18,12 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.exchange.halo import HaloArray
+from dask_p2p.sections.exchange.values import BYTE_KINDS
 from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, check_state, host_arrays
 from dask_p2p.types import Array, DType
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
 _ALIGNMENT_BYTES = 64  # of the first array, behind the header
-_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
 _PYTHON = (bool, int, float, complex)
 
 
@@ -196,7 +196,7 @@ def _leaf(name: str, value: Any, device: Host) -> Leaf:
     is_number = isinstance(value, (*_PYTHON, np.generic))
     array = np.asarray(value) if is_number else value
     is_array = is_number or isinstance(value, device.module.ndarray)
-    if not is_array or array.dtype.kind not in _KINDS or array.dtype.hasobject:
+    if not is_array or array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
         found = f"{value!r:.60}" if is_number else type(value).__name__
         raise InputError(
             f"state: expected {device.module.__name__} arrays, numbers of 64 bits, halo arrays, "

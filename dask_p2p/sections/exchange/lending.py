@@ -160,7 +160,7 @@ class HostLending(Lending):
         self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
     ) -> None:
         assert self._reads is not None, "descriptors are only sent to ranks that read memory"
-        region = self._reads.read(rank, descriptor, shape, into, axes, _allocated)
+        region = self._reads.read(rank, descriptor, shape, into, axes, NUMPY.allocate)
         self._connections.count(rank, into.nbytes)
         if region is not None:
             NUMPY.permute_into(into, region, axes)
@@ -175,7 +175,3 @@ class HostLending(Lending):
 
 
 HOST_ARRAYS = HostLending()  # of a rank alone
-
-
-def _allocated(size_bytes: int) -> Array:
-    return np.empty(size_bytes, np.uint8)

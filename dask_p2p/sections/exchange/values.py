@@ -23,7 +23,7 @@ from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.mailbox import ALIGNMENT
 from dask_p2p.types import Array, DType
 
-_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
+BYTE_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
 _PYTHON = {bool: "?", int: "<i8", float: "<f8", complex: "<c16"}
 _KEYS = str, int  # types of a dict's keys
 
@@ -164,7 +164,7 @@ def _checked(own: Any, value: Any, name: str) -> Array:
         array = np.asarray(None if isinstance(value, (str, bytes)) else own)
     except ValueError:  # a ragged list
         array = np.asarray(None)
-    if array.dtype.kind not in _KINDS or array.dtype.hasobject:
+    if array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
         raise InputError(
             f"{name}: expected numbers, arrays, or tuples and dicts of these, got "
             f"{type(value).__name__}. Convert it to arrays; messages are not pickled."

@@ -31,7 +31,7 @@ from dask_p2p.types import Array
 
 #: Returns the arguments of a function, with the values after the last step; None if none is read.
 Values = Callable[[Binding], Mapping[str, Any]] | None
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 class Frames:
@@ -48,7 +48,7 @@ class Frames:
         readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
         self._readers = readers  # by computed field
         self._arrays: dict[str, Any] = {}  # of the store
-        self._parts: dict[str, tuple[Index, Index]] = {}  # in the whole array; in the local block
+        self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
         self._number = 0  # of that frame
         self.in_turn = False  # whether ranks share chunks, and write in turn
@@ -83,7 +83,7 @@ class Frames:
         slices = self.spec.slices(len(field.shape))
         return tuple(len(range(n)[of]) for n, of in zip(field.shape, slices, strict=True))
 
-    def _part(self, field: LocalField) -> tuple[Index, Index]:
+    def _part(self, field: LocalField) -> tuple[Slices, Slices]:
         along = zip(self.spec.slices(len(field.shape)), field.shape, field.box, strict=True)
         pairs = [part_of_slice(of, length, *box) for of, length, box in along]
         return tuple(whole for whole, _ in pairs), tuple(local for _, local in pairs)
