@@ -34,7 +34,8 @@ from dask_p2p.sections.iterate.fields import (
     named_fields,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
+from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
+from dask_p2p.sections.iterate.output.stores import checked_stores
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.scalars import ScalarSpec
 from dask_p2p.types import DaskArray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
 from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.stores import Checkpoint
 from dask_p2p.sections.iterate.scalars import Scalars
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 
 class CheckpointFiles(CheckpointFolder):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import difference, seen_by_all, together
-from dask_p2p.sections.iterate.output.stores import Checkpoint
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 _STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written the checkpoint
 _STEP_DIGITS = 12

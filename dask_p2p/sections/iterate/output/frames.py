@@ -24,7 +24,7 @@ from dask_p2p.sections.iterate.output.groups import (
     seen_by_all,
     together,
 )
-from dask_p2p.sections.iterate.output.stores import ComputedField, FramesSpec, part_of_slice
+from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.writes import Reader
 from dask_p2p.types import Array

@@ -8,7 +8,7 @@ itself: then as many ranks must resume.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from dask_p2p.sections.context.state import Leaf, State
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
-from dask_p2p.sections.iterate.output.stores import Checkpoint, store_chunks
+from dask_p2p.sections.iterate.output.specs import store_chunks
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
 

@@ -6,7 +6,7 @@ Each rank writes its part of a frame before the next step, and then rank 0 recor
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import State
 from dask_p2p.sections.iterate.output.frames import Frames
+from dask_p2p.sections.iterate.output.specs import checked_frames
 from dask_p2p.sections.iterate.output.state_files import DIVIDED, NUMBER, StateValues
-from dask_p2p.sections.iterate.output.stores import Save, checked_save
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.output.stores import Save
 
 
 class _StateReader:
@@ -90,7 +93,7 @@ class StateFrames:
             )
         self._ctx = ctx
         self._frames = Frames(
-            checked_save(save, names, (), values.grid.chunks), ctx, current, current, steps
+            checked_frames(save, names, (), values.grid.chunks), ctx, current, current, steps
         )
 
     def resumed(self, first: int, steps: int | None) -> int:

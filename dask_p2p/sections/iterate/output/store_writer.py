@@ -27,7 +27,7 @@ from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoint_files import CheckpointFiles
 from dask_p2p.sections.iterate.output.frames import Frames, FrameWriter, Values
 from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.stores import StoreSpecs
+from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.scalars import Scalars
 
 #: Updates the halos of some fields after a step, and returns their values.

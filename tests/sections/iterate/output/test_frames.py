@@ -18,7 +18,7 @@ import zarr
 from dask_p2p import Checkpoint, Field, Save, estimate, iterate
 from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
 from dask_p2p.sections.iterate.output.frames import Frames, FrameWriter
-from dask_p2p.sections.iterate.output.stores import part_of_slice
+from dask_p2p.sections.iterate.output.specs import part_of_slice
 from tests.sections.iterate.output.test_stores import A, B, fields, states
 from tests.sections.iterate.test_coupled import array, inner, react
 from tests.sections.support import nothing_is_left
