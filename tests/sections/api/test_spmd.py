@@ -175,6 +175,13 @@ def test_ranks_may_return_values_of_their_own_alone(client):
         spmd(described, array(), ranks=2, outputs=0, per_rank=(0, 0, 0))[0].compute()
 
 
+def test_rows_of_an_array_are_outputs(client):
+    made = spmd(lambda ctx, x: np.stack([x, x + 1]), array(), ranks=2, outputs=2)
+    first, second = dask.compute(*made)
+    assert np.array_equal(first, X)
+    assert np.array_equal(second, X + 1)
+
+
 def test_examples_of_what_ranks_return_are_numbers():
     for wrong in ({}, array(), "text", b"text"):
         with pytest.raises(InputError, match="expected a number or a NumPy array as an example"):
