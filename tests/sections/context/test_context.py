@@ -4,13 +4,6 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import Context
-
-
-@pytest.fixture
-def alone():
-    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def test_a_single_rank_exchanges_nothing(alone):

@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import Context
 from tests.sections.context.resuming import first_step_again
 
 STEPS = 12
-
-
-@pytest.fixture
-def alone():
-    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def bound_again(ctx, x):

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import Context
 from dask_p2p.sections.gang.state_memory import copied_into, size_of
-
-
-@pytest.fixture
-def alone():
-    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def saved(state):

@@ -7,17 +7,11 @@ import pytest
 
 from dask_p2p.errors import InputError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from tests.sections.context.resuming import first_step_again
 from tests.sections.gangs import run_gang
 
 STEPS = 12
-
-
-@pytest.fixture
-def alone():
-    return Context(RankGrid.at_most(((3,),), 1))
 
 
 def a_local_name(ctx, x):
@@ -311,17 +305,23 @@ def test_ranks_that_begin_again_make_the_same(function):
     assert first in (None, 0 if function in AT_THE_START else 7)
 
 
-def test_a_state_that_changes_at_one_rank_is_brought_back():
-    """A wave that has not come to the others yet."""
-    ranks = RankGrid(((3, 3),), (2,))
-    kept = [SavedStates(), SavedStates()]
+def attempts(size):
+    """Return a function that runs an attempt of ranks from a step; they keep their states."""
+    ranks, kept = RankGrid(((3,) * size,), (size,)), [SavedStates() for _ in range(size)]
 
     def attempt(resume, function):
         def checkpoints(rank, connections, device):
-            own = States(kept[rank], "x", resume, (0, 1), lambda: None)
-            return Checkpoints(rank, ["a", "b"], connections, own, device)
+            own = States(kept[rank], "x", resume, range(size), lambda: None)
+            return Checkpoints(rank, [*"ab"[:size]], connections, own, device)
 
         return run_gang(ranks, function, checkpoints=checkpoints)
+
+    return attempt
+
+
+def test_a_state_that_changes_at_one_rank_is_brought_back():
+    """A wave that has not come to the others yet."""
+    attempt = attempts(2)
 
     def saves(ctx):
         ctx.checkpoint(3, np.full(3, float(ctx.rank)), np.ones(ctx.rank))
@@ -335,15 +335,7 @@ def test_a_state_that_changes_at_one_rank_is_brought_back():
 
 
 def test_arrays_of_another_shape_than_those_that_were_saved():
-    ranks, kept = RankGrid(((3,),), (1,)), SavedStates()
-
-    def attempt(resume, function):
-        def checkpoints(rank, connections, device):
-            own = States(kept, "x", resume, (0,), lambda: None)
-            return Checkpoints(rank, ["a"], connections, own, device)
-
-        return run_gang(ranks, function, checkpoints=checkpoints)
-
+    attempt = attempts(1)
     dtype = np.dtype([("a", "i1"), ("b", "f8")], align=True)
     attempt(None, lambda ctx: ctx.checkpoint(5, np.ones(3), np.ones(2, dtype)))
 
