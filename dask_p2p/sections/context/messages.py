@@ -15,8 +15,11 @@ from dask_p2p.sections.context.transfers import (
     Receiving,
     Sending,
     Transfer,
+    copied_into,
+    wrong_message,
 )
 from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.small_values import decoded_small, encoded_small
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.mailbox import (
@@ -24,6 +27,7 @@ from dask_p2p.sections.wire.mailbox import (
     LEAST_READ_BYTES,
     MOST_TAG,
     Receive,
+    inline_header,
     sent_message,
 )
 from dask_p2p.types import Array
@@ -116,7 +120,8 @@ class Messaging:
             If the next message has another tag, or the other rank makes a call of all ranks, or
             has returned.
         """
-        return self.irecv(source, tag, out=out).wait()
+        of, tag = self._checked_rank("source", source), _checked_tag(tag)
+        return self._next(of, tag, out)
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
         """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.
@@ -148,7 +153,7 @@ class Messaging:
         """
         to, of = self._checked_rank("dest", dest), self._checked_rank("source", source)
         sent = self._sent(value, to, _checked_tag(tag))
-        received = self._received(of, tag, out).wait()
+        received = self._next(of, _checked_tag(tag), out)
         sent.wait()
         return received
 
@@ -198,6 +203,8 @@ class Messaging:
         self._from_itself = deque(each for each in self._from_itself if each is not received)
 
     def _checked_rank(self, name: str, rank: Any) -> int | None:
+        if type(rank) is int and 0 <= rank < self.size:
+            return rank
         try:
             found = None if rank is None else index(rank)
         except TypeError:
@@ -219,13 +226,31 @@ class Messaging:
             else:
                 self._to_itself.append(own)
             return Transfer(self)
-        description, parts = encoded(value, self.device)
         connections = self._connections
+        if (small := encoded_small(value)) is not None:
+            header = inline_header(tag, self.communicator, *small)
+            if connections.send_inline(dest, header):
+                return Transfer(self)
+        description, parts = encoded(value, self.device)
         is_large = self.reads_memory and sum(map(len, parts)) >= LEAST_READ_BYTES
         may_read = is_large and not connections.is_on_other_host(dest)
         message = sent_message(tag, self.communicator, description, parts, may_read)
         connections.send_message(dest, message)
         return Sending(self, dest, message)
+
+    def _next(self, source: int | None, tag: int, out: Any) -> Any:
+        """Return the next value of a rank."""
+        if source is None:
+            return None
+        small = self._connections.receive_inline(source)
+        if small is None:
+            return self._received(source, tag, out).wait()
+        found, communicator, description, data = small
+        if found != tag or communicator != self.communicator:
+            is_other = communicator != self.communicator
+            raise wrong_message(tag, found, source, self.rank, is_other)
+        value = decoded_small(description, data, out, self.device)
+        return value if out is None or value is out else copied_into(out, value)
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
@@ -246,6 +271,8 @@ class Messaging:
 
 
 def _checked_tag(tag: Any) -> int:
+    if type(tag) is int and 0 <= tag < MOST_TAG:
+        return tag
     try:
         number = index(tag)
     except TypeError:

@@ -61,21 +61,19 @@ class Receiving(Transfer):
 
     def _value(self) -> Any:
         messages, source, receive = self._messages, self._source, self._receive
-        call = _call_of(receive.tag, f"recv(source={source}, tag={receive.tag})")
+        call = _receive_call(receive.tag, source)
         messages._connections.wait_for_message(source, receive, call)
         arrival = receive.arrival
         assert arrival is not None
-        if arrival.communicator != receive.communicator:
-            raise SectionError(
-                f"expected a message of rank {source} for {call}, got one of another "
-                f"communicator. Send and receive by the same one: ctx, or the same ctx.split()."
-            )
-        _check_tag(receive.tag, arrival.tag, source, messages.rank)
+        found, wanted = arrival.tag, receive.tag
+        if (found, arrival.communicator) != (wanted, receive.communicator):
+            is_other = arrival.communicator != receive.communicator
+            raise wrong_message(wanted, found, source, messages.rank, is_other)
         if self._out is not None and arrival.data is receive.memory:
             return self._out
         value = decoded(arrival.description, arrival.data, messages.device)
         receive.arrival = None  # the value may be large
-        return value if self._out is None else _copied_into(self._out, value)
+        return value if self._out is None else copied_into(self._out, value)
 
 
 class FromItself(Transfer):
@@ -95,11 +93,13 @@ class FromItself(Transfer):
                 f"ctx.sendrecv before ctx.recv."
             )
         tag, value = self.message
-        _check_tag(self._tag, tag, rank, rank)
-        return value if self._out is None else _copied_into(self._out, value)
+        if tag != self._tag:
+            raise wrong_message(self._tag, tag, rank, rank)
+        return value if self._out is None else copied_into(self._out, value)
 
 
-def _copied_into(out: Any, value: Any) -> Any:
+def copied_into(out: Any, value: Any) -> Any:
+    """Copy a received value into `out`. Raises `InputError` for another shape or dtype."""
     wanted = getattr(out, "shape", None), getattr(out, "dtype", None)
     found = getattr(value, "shape", type(value).__name__), getattr(value, "dtype", None)
     if wanted != found:
@@ -111,14 +111,25 @@ def _copied_into(out: Any, value: Any) -> Any:
     return out
 
 
-def _check_tag(wanted: int, found: int, source: int, rank: int) -> None:
-    if wanted != found:
-        sent = _call_of(found, f"send(dest={rank}, tag={found})")
-        received = _call_of(wanted, f"recv(source={source}, tag={wanted})")
-        raise SectionError(
-            f"expected messages in the same order on both ranks, but rank {rank} called "
-            f"{received} for {sent} of rank {source}. Receive messages in the order of the sends."
+def wrong_message(
+    wanted: int, found: int, source: int, rank: int, is_other: bool = False
+) -> SectionError:
+    """Return the error for a message with another tag, or of another communicator."""
+    received = _receive_call(wanted, source)
+    if is_other:
+        return SectionError(
+            f"expected a message of rank {source} for {received}, got one of another communicator. "
+            f"Send and receive by the same one: ctx, or the same ctx.split()."
         )
+    sent = _call_of(found, f"send(dest={rank}, tag={found})")
+    return SectionError(
+        f"expected messages in the same order on both ranks, but rank {rank} called {received} for "
+        f"{sent} of rank {source}. Receive messages in the order of the sends."
+    )
+
+
+def _receive_call(tag: int, source: int) -> str:
+    return _call_of(tag, f"recv(source={source}, tag={tag})")
 
 
 def _call_of(tag: int, otherwise: str) -> str:

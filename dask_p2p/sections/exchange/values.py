@@ -206,6 +206,13 @@ def _spec(description: bytes) -> Any:
     return _with_dtypes(literal_eval(description.decode()))
 
 
+@lru_cache(1024)
+def plain_array(description: bytes) -> tuple[DType, tuple[int, ...]] | None:
+    """Return the dtype and shape of one array in C's order in host memory; else None."""
+    kind, *rest = _spec(description)
+    return (rest[0], rest[1]) if kind == "array" and not any(rest[2:]) else None
+
+
 def _with_dtypes(spec: Any) -> Any:
     kind, *rest = spec
     if kind == "tuple":

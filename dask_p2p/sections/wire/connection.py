@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,8 +17,10 @@ from dask_p2p.sections.wire.mailbox import (
     HEADER,
     TEXT_BYTES,
     Frame,
+    InlineValue,
     Mailbox,
     SentMessage,
+    inline_value,
     is_message,
 )
 
@@ -140,6 +143,38 @@ class Connection:
             payload = memoryview(bytearray(HEADER.unpack(header)[1]))
             self.early.append((header, payload))
             self.receiving, self.is_header, self.is_early = payload, False, True
+
+    def receive_inline(self, most_s: float) -> InlineValue | None:
+        """Poll for the next message; return it if its value lies in the header.
+
+        None: it is another one, or has yet to arrive, or earlier ones are to be received before.
+        Then `receive_messages` continues with the bytes that have arrived.
+        """
+        is_begun = self.receiving is not None and len(self.receiving) != HEADER.size
+        earlier = self.mailbox.arrived or self.mailbox.receives or self.early
+        if is_begun or not self.is_header or earlier:
+            return None
+        header, since_s = self.header, 0.0
+        self.receiving = header
+        while True:
+            try:
+                count = self.socket.recv_into(header)
+                break
+            except BlockingIOError:
+                now_s = time.perf_counter()
+                since_s = since_s or now_s
+                if now_s >= since_s + most_s:
+                    return None
+        if since_s:
+            self.waited_s += time.perf_counter() - since_s
+        if not count:
+            raise ConnectionResetError("closed by the peer")
+        found = inline_value(header) if count == HEADER.size else None
+        if found is None:
+            self.receiving = header[count:]
+        else:
+            self.mailbox.received += 1
+        return found
 
     def _ends_early(self) -> bool:
         if self.is_early:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import Receive, SentMessage
+from dask_p2p.sections.wire.mailbox import InlineValue, Receive, SentMessage
 
 
 class GroupConnections(Connections):
@@ -63,6 +63,12 @@ class GroupConnections(Connections):
 
     def send_message(self, rank: int, message: SentMessage) -> None:
         self._whole.send_message(self._ranks[rank], message)
+
+    def send_inline(self, rank: int, header: bytes) -> bool:
+        return self._whole.send_inline(self._ranks[rank], header)
+
+    def receive_inline(self, rank: int) -> InlineValue | None:
+        return self._whole.receive_inline(self._ranks[rank])
 
     def receive_message(self, rank: int, receive: Receive) -> None:
         self._whole.receive_message(self._ranks[rank], receive)

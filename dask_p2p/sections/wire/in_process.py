@@ -116,6 +116,10 @@ class Stream:
         """Send bytes while there is room; return their number."""
         return self._outgoing.write(buffers)
 
+    def send(self, data: Any) -> int:
+        """Send bytes while there is room; return their number."""
+        return self._outgoing.write((data,))
+
     def recv_into(self, into: Any) -> int:
         """Receive bytes that have arrived; return their number."""
         return self._incoming.read(memoryview(into))

@@ -15,7 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -47,8 +47,13 @@ _LAST_KIND = _PROBE
 _KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
 _LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
 _ROOM_BYTES = TEXT_BYTES - _LABEL.size
+#: Size of the largest description and value that lie in a header.
+MOST_INLINE_BYTES = _ROOM_BYTES
+_START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
 _PART = struct.Struct("<QQ")  # address, size
 _BYTE = np.dtype(np.uint8)
+#: A message in its header: tag, number of the communicator, description, bytes of the value.
+InlineValue: TypeAlias = tuple[int, int, bytes, bytes]
 
 
 @dataclass
@@ -220,6 +225,22 @@ class Frame:
 def is_message(header: bytes | memoryview) -> bool:
     """Return whether a header is that of a message, and not that of a call of all ranks."""
     return 0 < header[_KIND_AT] <= _LAST_KIND
+
+
+def inline_header(tag: int, communicator: int, description: bytes, data: bytes) -> bytes:
+    """Return the header of a message with a value of at most `MOST_INLINE_BYTES`."""
+    start = _START.pack(tag, 0, _VALUE, communicator, len(description))
+    return (start + description + data).ljust(HEADER.size, b"\0")
+
+
+def inline_value(header: memoryview) -> InlineValue | None:
+    """Return the message in a header; None for any other header, and for larger values."""
+    tag, size_bytes, kind, communicator, length = _START.unpack_from(header)
+    if kind != _VALUE or size_bytes or length > _ROOM_BYTES:
+        return None
+    text = bytes(header)
+    end = _START.size + length
+    return tag, communicator, text[_START.size : end], text[end:]
 
 
 def sent_message(

@@ -17,7 +17,7 @@ from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.mailbox import Receive, SentMessage, sent_probe
+from dask_p2p.sections.wire.mailbox import InlineValue, Receive, SentMessage, sent_probe
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 
@@ -37,6 +37,7 @@ class PointToPoint(ABC):
     _current: CurrentWait
     _waiting: set[int]
     _peers: Sequence[Any]
+    _found: dict[int, memoryview] | None
 
     def __init__(self) -> None:
         # Messages for ranks without a connection, which a lower rank makes in its next call.
@@ -95,6 +96,34 @@ class PointToPoint(ABC):
             return
         connection.post(message)
         self._flush(rank, connection)
+
+    def send_inline(self, rank: int, header: bytes) -> bool:
+        """Send a message that lies in its header; return False if anything has to go before it."""
+        connection = self._connections.get(rank)
+        if connection is None or connection.sending or self._found is not None or self._failure:
+            return False
+        try:
+            sent = connection.socket.send(header)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            raise self._broken(rank, exc) from exc
+        if sent < len(header):
+            connection.sending.append(memoryview(header)[sent:])
+        self.has_messages = True
+        self._sent[rank] = self._sent.get(rank, 0) + 1
+        return True
+
+    def receive_inline(self, rank: int) -> InlineValue | None:
+        """Return the next message of a rank if it lies in its header, and arrives soon."""
+        connection = self._connections.get(rank)
+        if connection is None or self._found is not None or self._failure:
+            return None
+        self.has_messages = True
+        try:
+            return connection.receive_inline(self._spin_s)
+        except OSError as exc:
+            raise self._broken(rank, exc) from exc
 
     def receive_message(self, rank: int, receive: Receive) -> None:
         """Begin to receive the next message of a rank."""

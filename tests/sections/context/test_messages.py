@@ -10,8 +10,10 @@ from dask_p2p.errors import InputError, SectionError
 from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
+from dask_p2p.sections.context import messages
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
+from dask_p2p.sections.wire.mailbox import inline_header
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere
@@ -48,6 +50,60 @@ def alone():
 
 def ring(ctx):
     return (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+
+
+def test_small_values_follow_large_ones(path):
+    """A small value, which is sent at once, waits for those that were begun before."""
+
+    def program(ctx):
+        other = 1 - ctx.rank
+        for count in (1, LARGE, 2, 30, LARGE, 3):
+            sent = [ctx.isend(np.full(n, n), other) for n in (count, 1, LARGE, 1)]
+            if ctx.rank:
+                ctx.send(0.5, other)
+            for n in (count, 1, LARGE, 1):
+                found = ctx.recv(other)
+                assert (found.shape, int(found[0])) == ((n,), n)
+            if not ctx.rank:
+                assert ctx.recv(other) == 0.5
+            for each in sent:
+                each.wait()
+        return True
+
+    assert all(run_gang(grid(2), program))
+
+
+def test_small_values_wait_for_all_that_was_begun():
+    """The bytes of a message, and exchanges, which a thread may complete."""
+
+    def program(ctx):
+        own, other = ctx._connections, 1 - ctx.rank
+        ctx.barrier()
+        header, connection = inline_header(0, 0, b"", b""), own._connections[other]
+        connection.sending.append(memoryview(b""))
+        assert not own.send_inline(other, header)
+        connection.sending.clear()
+        connection.receive_inline = None  # is not called
+        end = own.begin("exchange", {other: b"data"}, {other: None})
+        assert not own.send_inline(other, header)
+        assert own.receive_inline(other) is None
+        return bytes(end()[other])
+
+    assert run_gang(grid(2), program) == [b"data"] * 2
+
+
+def test_small_values_are_sent_without_the_work_for_large_ones(monkeypatch):
+    def program(ctx):
+        ctx.barrier()
+        monkeypatch.setattr(messages, "encoded", None)
+        other = 1 - ctx.rank
+        for number in range(50):
+            ctx.send(number, other)
+            assert ctx.recv(other) == number
+            assert ctx.sendrecv(np.full(2, number), other, other).tolist() == [number] * 2
+        return True
+
+    assert all(run_gang(grid(2), program))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -1,0 +1,102 @@
+"""Messages that lie in their headers, on one connection."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dask_p2p.sections.wire.connection import Connection
+from dask_p2p.sections.wire.mailbox import HEADER, Receive, inline_header, sent_message
+
+
+@pytest.fixture
+def ends():
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    yield Connection(one), other
+    one.close()
+    other.close()
+
+
+def header(tag, data=b"12345678"):
+    return inline_header(tag, 5, b"of it", data)
+
+
+def test_the_value_of_a_small_message(ends):
+    connection, peer = ends
+    peer.send(header(7) + header(8))
+    for tag in (7, 8):
+        found, communicator, description, data = connection.receive_inline(0.0)
+        assert (found, communicator, description, data[:8]) == (tag, 5, b"of it", b"12345678")
+    assert connection.receive_inline(0.0) is None
+    assert connection.mailbox.received == 2
+
+
+@pytest.mark.parametrize("first", [1, 100, HEADER.size - 1])
+def test_a_header_in_two_pieces(ends, first):
+    connection, peer = ends
+    peer.send(header(7)[:first])
+    assert connection.receive_inline(0.0) is None
+    peer.send(header(7)[first:] + header(8))
+    assert connection.receive_inline(0.0) is None, "the rest is received as other messages are"
+    connection.mailbox.receive(receive := Receive(7, 5))
+    connection.receive_messages()
+    assert receive.is_complete
+    assert receive.arrival.data[:8] == b"12345678"
+
+
+def test_earlier_messages_come_first(ends):
+    connection, peer = ends
+    peer.send(header(7))
+    connection.receive_messages()
+    peer.send(header(8))
+    assert connection.receive_inline(0.0) is None
+    for tag in (7, 8):
+        connection.mailbox.receive(receive := Receive(0, 0))
+        connection.receive_messages()
+        assert receive.arrival.tag == tag
+
+
+def test_receives_that_were_begun_come_first(ends):
+    connection, peer = ends
+    connection.mailbox.receive(receive := Receive(7, 5))
+    peer.send(header(7))
+    assert connection.receive_inline(0.0) is None
+    connection.receive_messages()
+    assert receive.is_complete
+
+
+def test_calls_of_all_ranks_that_were_earlier_come_first(ends):
+    connection, peer = ends
+    connection.early.append((HEADER.pack(1, 0, b"barrier()"), memoryview(b"")))
+    peer.send(header(7))
+    assert connection.receive_inline(0.0) is None
+    assert connection.call == "barrier()"
+
+
+def test_a_larger_message_is_received_otherwise(ends):
+    connection, peer = ends
+    message = sent_message(3, 0, b"text", [memoryview(bytes(range(250)))], has_address=False)
+    peer.sendmsg(message.buffers)
+    assert connection.receive_inline(0.0) is None
+    connection.mailbox.receive(receive := Receive(3, 0))
+    connection.receive_messages()
+    assert receive.arrival.data.tolist() == [*range(250)]
+
+
+def test_a_call_of_all_ranks_is_kept(ends):
+    connection, peer = ends
+    connection.number = 1
+    peer.send(HEADER.pack(1, 0, b"barrier()"))
+    assert connection.receive_inline(0.0) is None
+    assert connection.call == "barrier()"
+    connection.begin_to_receive(None)
+    assert connection.advance(b"barrier()", 0, 1)
+
+
+def test_a_peer_that_has_closed(ends):
+    connection, peer = ends
+    peer.close()
+    with pytest.raises(ConnectionResetError):
+        connection.receive_inline(0.0)
