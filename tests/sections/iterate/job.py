@@ -1,7 +1,8 @@
 """Runs jobs whose processes a test kills: a scheduler, workers and a client, all forked from here.
 
-Each line of the standard input is a job as JSON, and "wait". Replies are lines of JSON, too. Forks
-of one process that has imported everything begin within milliseconds.
+Each line of the standard input is a job as JSON, then numbers of further workers, and "wait".
+Replies are lines of JSON, too. Forks of one process that has imported everything begin within
+milliseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -21,13 +23,45 @@ import zarr  # noqa: F401
 from distributed import Client, Scheduler, Worker
 
 import tests.forked  # noqa: F401
-from dask_p2p import Checkpoint, Save, iterate
+from dask_p2p import Checkpoint, LocalBlock, Same, Save, iterate, spmd
 from tests.sections.iterate.output.test_stores import MASS, fields
 from tests.sections.iterate.test_coupled import react
 
 #: By number of ranks: chunks of the fields.
 CHUNKS = {4: ((8, 8, 8), (10, 10)), 2: ((12, 12), (20,)), 3: ((6, 6, 6, 6), (5, 5, 5, 5))}
 EVERY_FRAME, EVERY_CHECKPOINT = 3, 4
+
+Block = np.ndarray[Any, Any]
+
+
+def by_iterate(ranks: int, steps: int, options: dict[str, Any]) -> Any:
+    """Return the fields after a number of steps, and the mass after each."""
+    return iterate(react, fields(CHUNKS[ranks]), 1, steps, record=MASS, ranks=ranks, **options)
+
+
+def by_steps(ranks: int, steps: int, options: dict[str, Any]) -> Any:
+    """Return the fields by a loop of `spmd`, and the sum of the masses after all steps."""
+    given = fields(CHUNKS[ranks])
+    outputs = {"u": LocalBlock(), "v": LocalBlock(), "mass": Same(0.0)}
+    more = {"outputs": outputs, "ranks": ranks, "steps": steps, "options": options}
+    return spmd(loop, given["u"], given["v"], **more)
+
+
+def loop(
+    ctx: Any, u: Block, v: Block, steps: int, options: dict[str, Any]
+) -> dict[str, Block | float]:
+    """Make the steps of one rank."""
+    s = ctx.state(u=u, v=v, mass=0.0, made=0)
+    for step in ctx.steps(steps, s, every=5, **options):
+        assert s.made == step
+        new = react(**ctx.pad({"u": s.u, "v": s.v}, 1, "periodic"))
+        s.u, s.v = new["u"], new["v"]
+        s.mass += float(ctx.allreduce(s.u.sum()))
+        s.made += 1
+    return {"u": s.u, "v": s.v, "mass": s.mass}
+
+
+PROGRAMS = {"iterate": by_iterate, "steps": by_steps}
 
 
 async def scheduler(folder: Path) -> None:
@@ -46,8 +80,8 @@ async def worker(folder: Path) -> None:
         await made.finished()
 
 
-def client(folder: Path, ranks: int, steps: int) -> None:
-    """Compute the fields after a number of steps."""
+def client(folder: Path, program: str, ranks: int, steps: int) -> None:
+    """Compute the fields after a number of steps, by one of the programs."""
     while not (folder / "scheduler.json").exists():
         time.sleep(0.01)
     stores = {
@@ -56,8 +90,7 @@ def client(folder: Path, ranks: int, steps: int) -> None:
     }
     with Client(scheduler_file=str(folder / "scheduler.json")) as made:
         made.wait_for_workers(ranks)
-        lazy = iterate(react, fields(CHUNKS[ranks]), 1, steps, record=MASS, ranks=ranks, **stores)
-        (found,) = dask.compute(lazy)
+        (found,) = dask.compute(PROGRAMS[program](ranks, steps, stores))
         np.savez(folder / "result.part.npz", **found)
         os.replace(folder / "result.part.npz", folder / "result.npz")
 
@@ -84,13 +117,17 @@ def forked(work, *args) -> int:
 def main() -> None:
     """Fork the processes of jobs."""
     pids: list[int] = []
+    where = Path()
     for line in sys.stdin:
         if line.strip() == "wait":
             reply = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        elif isinstance(job := json.loads(line), int):
+            reply = [forked(worker, where) for _ in range(job)]
+            pids += reply
         else:
-            folder, ranks, steps = json.loads(line)
+            folder, program, ranks, steps = job
             where = Path(folder)
-            pids = [forked(client, where, ranks, steps), forked(scheduler, where)]
+            pids = [forked(client, where, program, ranks, steps), forked(scheduler, where)]
             pids += [forked(worker, where) for _ in range(ranks)]
             reply = pids
         sys.stdout.write(f"{json.dumps(reply)}\n")

@@ -1,6 +1,7 @@
 """Jobs that end by SIGKILL of every process, the scheduler included, also in the middle of writes.
 
-The next job goes on with another number of ranks. `--kills` is the number of kills.
+The next job goes on with another number of ranks. Workers of it are killed and replaced. Programs
+are `iterate`, and a loop of `ctx.steps`. `--kills` is the number of ended jobs for each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME
+from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME, PROGRAMS
 from tests.sections.iterate.output.test_stores import A, B, both, react
 from tests.support import import_path
 
@@ -45,6 +46,15 @@ class Jobs:
     def start(self, *job):
         self.pids = self.ask(json.dumps(job))
 
+    def replace_workers(self, draw):
+        """Kill some workers, or all, and start as many."""
+        _, _, *workers = self.pids
+        victims = draw.sample(workers, draw.randrange(1, len(workers) + 1))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        self.pids += self.ask(json.dumps(len(victims)))
+        self.pids = [pid for pid in self.pids if pid not in victims]
+
     @property
     def runs(self):
         """Whether the client of the job has not ended."""
@@ -52,7 +62,7 @@ class Jobs:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
 
     def kill(self, draw):
-        """Kill all processes, in any order; return how the client ended."""
+        """Kill all processes, in any order; return the exit status of the client."""
         for pid in draw.sample(self.pids, len(self.pids)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -108,10 +118,12 @@ def compared(folder, states):
     if (folder / "frames" / "zarr.json").exists():
         group = zarr.open(folder / "frames", mode="r")  # it always opens
         count = group.attrs.get("frames", 0)
-        for name in "uv" if count else "":
-            for frame in range(count):
-                wanted = states[EVERY_FRAME * (frame + 1)][name]
-                assert np.array_equal(group[name][frame], wanted), (name, frame)
+        for frame in range(count):
+            step = EVERY_FRAME * (frame + 1)
+            for name in "uv":
+                assert np.array_equal(group[name][frame], states[step][name]), (name, frame)
+            if "made" in group:
+                assert group["made"][frame] == step
     for marker in names(folder / "states"):
         if marker.endswith(".complete"):
             name = marker.removesuffix(".complete")
@@ -121,15 +133,16 @@ def compared(folder, states):
             assert np.array_equal(group["v"][...], wanted["v"])
 
 
-def begun(jobs, folder, stage, number):
+def begun(jobs, folder, *stage):
+    number = len(names(folder))
     job = folder / f"job-{number}"
     job.mkdir(parents=True)
     jobs.start(str(job), *stage)
     return job / "result.npz"
 
 
-def killed(jobs, folder, stage, number, draw, states):
-    """Begin a job and kill it; return the moment, or an empty text if the job was quicker."""
+def waited(jobs, folder, draw):
+    """Wait for a moment of a job, or its end; return the name of the moment."""
     when = draw.choice([in_a_checkpoint, in_a_frame, at_any_moment])
     before = {
         "states": names(folder / "states"),
@@ -137,18 +150,27 @@ def killed(jobs, folder, stage, number, draw, states):
         "looks": draw.randrange(800),
         "others": draw.randrange(2),
     }
-    result = begun(jobs, folder, stage, number)
     while jobs.runs and not when(folder, before):
         time.sleep(_LOOK_S)
+    return when.__name__
+
+
+def killed(jobs, folder, program, stage, draw, states):
+    """Begin a job and kill it; return the moment, or an empty text if the job was quicker."""
+    result = begun(jobs, folder, program, *stage)
+    when = waited(jobs, folder, draw)
     status = jobs.kill(draw)
     assert status in (0, -signal.SIGKILL), "the job itself did not fail"
     compared(folder, states)
-    return "" if result.exists() else when.__name__
+    return "" if result.exists() else when
 
 
-def finished(jobs, folder, stage, number, states):
-    """Run a job to its end, and compare its results."""
-    result = begun(jobs, folder, stage, number)
+def finished(jobs, folder, program, stage, draw, states):
+    """Run a job to its end, while workers are replaced, and compare its results."""
+    result = begun(jobs, folder, program, *stage)
+    for _ in range(draw.randrange(3)):
+        waited(jobs, folder, draw)
+        jobs.replace_workers(draw)
     while jobs.runs:
         time.sleep(_LOOK_S)
     assert jobs.kill(random.Random(0)) == 0
@@ -156,7 +178,8 @@ def finished(jobs, folder, stage, number, states):
     assert np.array_equal(found["u"], states[steps]["u"])
     assert np.array_equal(found["v"], states[steps]["v"])
     mass = [state["u"].sum() for state in states[1 : steps + 1]]
-    np.testing.assert_allclose(found["mass"], mass, rtol=1e-13)
+    wanted = mass if program == "iterate" else sum(mass)
+    np.testing.assert_allclose(found["mass"], wanted, rtol=1e-13)
     group = zarr.open(folder / "frames", mode="r")
     assert group.attrs["frames"] == steps // EVERY_FRAME
     assert group["u"].shape[0] == steps // EVERY_FRAME
@@ -166,7 +189,8 @@ def finished(jobs, folder, stage, number, states):
 
 @pytest.mark.programs
 @pytest.mark.timeout(0)  # as many kills as wanted
-def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig, program):
     most, draw = pytestconfig.getoption("--kills"), random.Random(0)
     states, kills, number = [{"u": A, "v": B}], [], 0
     for _ in range(STAGES[-1][1]):
@@ -174,13 +198,12 @@ def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig):
     terminal = pytestconfig.get_terminal_writer()
     with jobs_of_a_process(tmp_path / "log") as jobs:
         while len(kills) < most:
+            number += 1
             folder = tmp_path / f"run-{number}"
             for stage in STAGES:
                 for _ in range(draw.randrange(1, 4)):
-                    number += 1
-                    kills += filter(None, [killed(jobs, folder, stage, number, draw, states)])
-                number += 1
-                finished(jobs, folder, stage, number, states)
+                    kills += filter(None, [killed(jobs, folder, program, stage, draw, states)])
+                finished(jobs, folder, program, stage, draw, states)
             counts = {when: kills.count(when) for when in sorted({*kills})}
             terminal.line(f"{len(kills)} kills: {counts}")
     assert kills
