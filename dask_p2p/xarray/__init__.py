@@ -254,13 +254,15 @@ class P2PAccessor(Spectral[T]):
             the array's coordinates, DataArrays, or values. DataArrays are repeated along dimensions
             that they lack. Values are passed unchanged. A mapping by name if `fields` is one.
         **kwargs
-            Keywords of `dask_p2p.iterate` and of `func`.
+            Keywords of `dask_p2p.iterate` and of `func`. Frames of ``save=`` have the dimensions
+            and coordinates of the fields, and the names of the parameters.
 
         Returns
         -------
         xarray.DataArray, tuple of them or xarray.Dataset
             The result, with the coordinates and attributes of the input. In a dataset it replaces
-            the fields. For an array with `fields` it is a tuple of all time levels.
+            the fields, and records of ``record=`` are further variables. For an array with `fields`
+            it is a tuple of all time levels.
 
         Raises
         ------

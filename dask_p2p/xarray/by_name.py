@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import xarray as xr
 
 from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import CHUNKS_REMEDY
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.iterate.iterate import iterate
+from dask_p2p.sections.iterate.output.stores import Save
 from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_memory
 
 
@@ -91,10 +96,10 @@ def _coupled(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Iterate coupled fields of a dataset, from the names of parameters to those of variables."""
-    if not isinstance(given, xr.Dataset) or {*kwargs} & {"record", "save", "checkpoint"}:
+    if not isinstance(given, xr.Dataset):
         raise InputError(
-            "fields: expected a dataset for fields by name, without record=, save= or checkpoint=. "
-            "Give the data of its variables to dask_p2p.iterate(func, {'u': ds.u.data}, ...)."
+            f"fields: expected a dataset for fields by name, got {type(given).__name__}. Convert "
+            f"it, xarray.Dataset({{'u': u}})."
         )
     if not isinstance(constants, Mapping) and constants != ():
         raise InputError(
@@ -112,11 +117,53 @@ def _coupled(
     data = _listed(next(iter(arrays.values())))[0]
     read = {key: _constant(given, each, first, data) for key, each in dict(constants).items()}
     widths, beyond = _by_axis(dims, "depth", depth), _by_axis(dims, "boundary", boundary)
+    more = {**kwargs, "save": _with_names(kwargs.get("save", ()), first, steps)}
     with named_in_errors(dims, widths, beyond):
-        made = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **kwargs)
-    results = [each for value in made.values() for each in _listed(value)]
+        made = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **more)
+    results = [each for key in arrays for each in _listed(made[key])]
     changed = zip(names, levels, results, strict=True)
-    return given.assign({name: _with_data(level, dims, own) for name, level, own in changed})
+    series = {name: _series(given, name, made[name]) for name in made if name not in arrays}
+    return given.assign(
+        {name: _with_data(level, dims, own) for name, level, own in changed} | series
+    )
+
+
+def _series(given: Any, name: str, data: Any) -> tuple[list[str], Any]:
+    """Return a series of a run as a variable: its first axis has the records."""
+    if name in given.variables:
+        raise InputError(
+            f"record: expected names that no variable of the dataset has, got {name!r}. Rename it."
+        )
+    others = [f"{name}_{axis}" for axis in range(1, data.ndim)]
+    return [f"{name}_record", *others][: data.ndim], data
+
+
+def _with_names(save: Any, first: Any, steps: int) -> Any:
+    """Return the stores of a run with the dimensions and coordinates of a field."""
+    coords = {}
+    for name in first.dims:
+        if name in first.coords and not isinstance(first.indexes[name], pd.MultiIndex):
+            encoded = xr.conventions.encode_cf_variable(first.coords[name].variable, name=name)
+            encoded.attrs.pop("_FillValue", None)  # the values are complete
+            if encoded.dtype.kind in "biuf":
+                coords[str(name)] = encoded
+    return [
+        replace(
+            each,
+            dims=[*map(str, first.dims)] if each.dims is None else each.dims,
+            coords={"frame": _frame_steps(each, steps), **coords, **each.coords},
+        )
+        if isinstance(each, Save)
+        else each
+        for each in _listed(save)
+    ]
+
+
+def _frame_steps(save: Save, steps: int) -> Any:
+    """Return the steps of the frames."""
+    every = checked_count("steps between frames", every=save.every)
+    steps = checked_count("steps", steps=steps)
+    return np.arange(every, steps + 1, every)
 
 
 def _aligned(levels: Sequence[Any]) -> list[Any]:

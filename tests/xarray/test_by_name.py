@@ -227,5 +227,47 @@ def test_wrong_coupled_fields_are_refused(dataset, array):
     refused("expected names of the dataset's arrays", fields={"a": "u", "b": "nothing"})
     refused("constants: expected a mapping", constants=["speed"])
     refused("expected a dataset for fields by name", of=array)
-    refused("without record=", record={"mass": lambda a: a.sum()}, constants={"speed": "speed"})
+    taken = {"record": {"speed": lambda a: a.sum()}, "constants": {"speed": "speed"}}
+    refused("names that no variable of the dataset has, got 'speed'", **taken)
     refused("parameters with the names", constants={})
+
+
+# --- output of coupled fields
+
+
+def growing(a, b):
+    return {"a": a + 1, "b": b * 2}
+
+
+def test_records_become_variables(dataset):
+    record = {
+        "mass": lambda a: a.sum(),
+        "both": dask_p2p.Record(lambda a: np.array([a.sum(), 1.0]), every=2, shape=(2,)),
+    }
+    given = {"fields": {"a": "u", "b": "before"}, "record": record}
+    result = dataset.p2p.iterate(growing, {}, 4, **given).compute()
+    wanted = [VALUES[0].sum() + n * Y * X for n in (1, 2, 3, 4)]
+    np.testing.assert_allclose(result.mass, wanted)
+    assert result.mass.dims == ("mass_record",)
+    np.testing.assert_allclose(result.both[:, 0], wanted[1::2])
+    assert int(result.steps) == 4
+    np.testing.assert_allclose(result.u, VALUES[0] + 4)
+
+
+def test_frames_are_a_dataset(tmp_path, array):
+    pytest.importorskip("zarr")
+    days = xr.date_range("2001-01-01", periods=T)
+    ds = array.assign_coords(t=days).to_dataset().assign(v=array.assign_coords(t=days) * 2)
+    frames = dask_p2p.Save(tmp_path / "frames", 2, region=np.s_[:, ::2])
+    files = dask_p2p.Checkpoint(tmp_path / "states", every=2)
+    for steps in (4, 6):  # a longer run adds frames
+        given = {"fields": {"a": "u", "b": "v"}, "save": frames, "checkpoint": files}
+        result = ds.p2p.iterate(growing, {}, steps, **given).compute()
+    np.testing.assert_array_equal(result.v, VALUES * 2.0**7)
+    found = xr.open_zarr(tmp_path / "frames", consolidated=False)
+    assert found.a.dims == ("frame", "t", "y", "x")
+    assert found.frame.values.tolist() == [2, 4, 6]
+    for name in ("t", "x"):
+        np.testing.assert_array_equal(found[name], ds[name])
+    np.testing.assert_array_equal(found.y, ds.y[::2])
+    np.testing.assert_array_equal(found.a[-1], result.u[:, ::2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from dask_p2p.sections.iterate.output.groups import (
     seen_by_all,
     together,
 )
+from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.writes import Reader
@@ -113,11 +114,28 @@ class Frames:
                 f"{first}, got {done}. Give the folder of the earlier run, or another checkpoint."
             )
         missing = {name: each for name, each in shapes.items() if name not in group}
-        create_arrays(group, missing, self.spec.chunks, self._count)
+        dims = {name: (FRAME, *self._dims(name, shape)) for name, (shape, _) in shapes.items()}
+        create_arrays(group, missing, self.spec.chunks, self._count, dims)
+        self._write_coordinates(group)
         for name in shapes:
             if group[name].shape[0] < self._count:
                 group[name].resize((self._count, *group[name].shape[1:]))
         group.attrs.update({"frames": done, "steps": done * every})
+
+    def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
+        """Return the names of a field's axes; a field on faces has another length along some."""
+        usual = zip(self.spec.dims, self._shape(self._first), shape, strict=False)
+        return [dim if wanted == length else f"{dim}_{name}" for dim, wanted, length in usual]
+
+    def _write_coordinates(self, group: Any) -> None:
+        slices = dict(zip(self.spec.dims, self.spec.slices(len(self.spec.dims)), strict=True))
+        for name, coordinate in self.spec.coords.items():
+            values = coordinate.values[slices.get(name, slice(self._count))]
+            if name in group and group[name].shape == values.shape:
+                continue
+            options = named_axes(group.metadata.zarr_format, [name])
+            made = group.create_array(name, data=values, overwrite=True, **options)
+            made.attrs.update(coordinate.attributes)
 
     def _shares_chunks(self) -> bool:
         """Return whether this rank has a part of a chunk whose rest another rank has."""

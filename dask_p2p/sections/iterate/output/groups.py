@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from dask_p2p.errors import FileError, InputError
 from dask_p2p.ops.zarr_arrays import CONFIG, fast_compressor, zarr_format
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.output.folders import Folder, explained
+from dask_p2p.sections.iterate.output.named_axes import named_axes
 
+#: Start of the names of files that exist only while ranks look for them.
+TOKEN = "token-"
 #: Shapes and dtypes of arrays by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
@@ -38,13 +42,30 @@ def seen_by_all(ctx: Context, folder: Folder) -> Any:
     """Return a group that rank 0 has made. Raises `FileError` unless all ranks see it."""
     with explained(folder):
         group = opened(folder) if folder.exists() else None
-    seen = ctx.allreduce(int(group is not None), "min")
-    if not seen:
+    _check_seen(ctx, folder, group is not None)
+    return group
+
+
+def check_seen_by_all(ctx: Context, folder: Folder) -> None:
+    """Raise `FileError` unless all ranks see a file that rank 0 creates in a folder."""
+    number = int(ctx.bcast(secrets.randbits(62) if ctx.rank == 0 else None))
+    token = folder.child(f"{TOKEN}{number:x}")
+    together(ctx, folder, token.touch)
+    with explained(folder):
+        is_seen = token.exists()
+    try:
+        _check_seen(ctx, folder, is_seen)
+    finally:
+        if ctx.rank == 0:
+            token.remove()
+
+
+def _check_seen(ctx: Context, folder: Folder, is_seen: bool) -> None:
+    if not ctx.allreduce(int(is_seen), "min"):
         raise FileError(
             f"expected a folder that all workers see, got {folder}, which some do not. Give a "
             f"path of a shared file system."
         )
-    return group
 
 
 def created(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
@@ -61,6 +82,7 @@ def create_arrays(
     shapes: Shapes,
     chunks: Sequence[int],
     frames: int | None = None,  # length of an axis before the others
+    dims: Mapping[str, Sequence[str]] | None = None,  # by array: names of its axes, for xarray
 ) -> None:
     """Create arrays in a group; numbers have one chunk."""
     along = () if frames is None else (frames,)
@@ -68,6 +90,7 @@ def create_arrays(
     for name, (shape, dtype) in shapes.items():
         own = (*(1 for _ in along), *chunks) if shape else along
         options = {"chunks": own, "config": CONFIG, "compressors": fast_compressor(version)}
+        options |= named_axes(version, dims[name]) if dims else {}
         group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
 
 

@@ -17,6 +17,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.output.folders import absolute
+from dask_p2p.sections.iterate.output.named_axes import Coordinate, checked_coords, checked_dims
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.output.stores import Checkpoint, Save
@@ -43,6 +44,8 @@ class FramesSpec:
     computed: tuple[ComputedField, ...]
     region: tuple[slice, ...]  # empty: all
     chunks: tuple[int, ...]  # of the store's arrays, without the axis of frames
+    dims: tuple[str, ...]  # names of the axes
+    coords: Mapping[str, Coordinate]  # by name of an axis, or "frame"
 
     def size_bytes(self, box: Box, shape: Sequence[int], item_bytes: Mapping[str, int]) -> int:
         """Return the size of a frame's part in a box of the first field, which is named first."""
@@ -104,7 +107,10 @@ def checked_frames(
     every = checked_count("steps between frames", every=save.every)
     region = _checked_region(save.region, [sum(along) for along in chunks])
     sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
-    return FramesSpec(absolute(save.path), every, own, computed, region, sizes)
+    dims = checked_dims(save.dims, len(chunks))
+    along_axes = dict(zip(dims, [sum(along) for along in chunks], strict=True))
+    coords = checked_coords(save.coords, along_axes, {*own, *(each.name for each in computed)})
+    return FramesSpec(absolute(save.path), every, own, computed, region, sizes, dims, coords)
 
 
 def _checked_computed(

@@ -46,6 +46,11 @@ class Save:
         names of fields, constants and keywords, and `at`, as for the function of a step. Fields
         have their halos. It returns a local block of the first field's shape, with or without
         halo. It is also called once before the first step, for the dtype.
+    dims : sequence of str, optional
+        Names of the axes of the fields, as `xarray.open_zarr` reads them. By default "dim_0",
+        "dim_1" and so on. The axis of frames is "frame".
+    coords : mapping, optional
+        Coordinates: one-dimensional arrays of numbers by the name of an axis.
     """
 
     path: str | Path
@@ -53,6 +58,8 @@ class Save:
     fields: Sequence[str] | None = None
     region: slice | tuple[slice, ...] = ()
     compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    dims: Sequence[str] | None = None
+    coords: Mapping[str, Any] = field(default_factory=dict)
 
     def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
         """Return the frames of a state, for `Context.steps`.
