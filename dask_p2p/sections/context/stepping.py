@@ -38,6 +38,8 @@ class StateStore(Protocol):
 class StateFolder(Protocol):
     """The arguments of such a store: a `dask_p2p.Checkpoint` or `dask_p2p.Save`."""
 
+    path: Any
+
     def of_state(self, ctx: Any, state: State, steps: int | None) -> StateStore:
         """Return the store of a rank's state, in a loop of a number of steps."""
 
@@ -118,7 +120,7 @@ class Stepping(Places):
             Folder of checkpoints in files, by an absolute path: a `dask_p2p.Checkpoint`. A later
             run resumes from the newest one. Arrays of the local block's shape are parts of one
             array, so that run may have another number of ranks. Numbers must be the same on all
-            ranks. With other values, such as generators, as many ranks must resume.
+            ranks. If other values differ between ranks, such as generators, as many must resume.
 
         Yields
         ------
@@ -174,6 +176,8 @@ class Stepping(Places):
             raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
         if checkpoint is not None:
             stores.insert(0, checkpoint)
+        if len({str(each.path) for each in stores}) < len(stores):
+            raise InputError("expected another path for each store, got one twice. Rename it.")
         if state is None or (every is None and not stores):
             return self._counted(last)
         period, bindings = Period(every), Bindings(state, sys._getframe(1))

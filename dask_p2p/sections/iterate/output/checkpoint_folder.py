@@ -14,7 +14,13 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.output.folders import Folder, explained
-from dask_p2p.sections.iterate.output.groups import difference, seen_by_all, together
+from dask_p2p.sections.iterate.output.groups import (
+    TOKEN,
+    check_seen_by_all,
+    difference,
+    seen_by_all,
+    together,
+)
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.output.stores import Checkpoint
@@ -45,7 +51,8 @@ class CheckpointFolder(ABC):
     def resumed(self, first: int, steps: int | None) -> int:
         """Load the newest complete checkpoint if it is newer than a step; return the first step.
 
-        Raises `InputError` if it has more steps than the run, or another program wrote it.
+        Raises `InputError` if it has more steps than the run, or another program wrote it, and
+        `FileError` if some ranks do not see the folder.
         """
         newest = self._newest(first, steps)
         if newest <= first:
@@ -96,6 +103,7 @@ class CheckpointFolder(ABC):
         """Return the step of the newest complete checkpoint, or 0; remove incomplete ones."""
         found = list[int]()
         together(self.ctx, self._folder, lambda: found.extend(self._found(first)))
+        check_seen_by_all(self.ctx, self._folder)
         newest = int(self.ctx.broadcast(max(found, default=0)))
         if steps is not None and newest > steps:
             raise InputError(
@@ -121,7 +129,8 @@ class CheckpointFolder(ABC):
         folder.make()
         found = self._steps()
         for name in folder.names():  # of runs that have ended in a write
-            if name.startswith(_STEP) and name[-1].isdigit() and _step_of(name) not in found:
+            is_step = name.startswith(_STEP) and name[-1].isdigit()
+            if name.startswith(TOKEN) or (is_step and _step_of(name) not in found):
                 folder.child(name).remove()
         if found and not self._spec.resume and not first:
             raise InputError(

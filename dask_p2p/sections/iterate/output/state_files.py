@@ -1,13 +1,14 @@
 """Checkpoints in files of a state: values that change in a loop of `Context.steps`.
 
 Arrays of the local block's shape are parts of one array of the store, so any number of ranks may
-resume. Numbers are the same on all ranks. Each rank has other values, such as generators, for
-itself: then as many ranks must resume.
+resume. Numbers are the same on all ranks. Other values, such as series and generators, are stored
+once if they are the same on all ranks. If they differ, as many ranks must resume.
 """
 
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,7 @@ class StateFiles(CheckpointFolder):
         self._kinds = dict(zip(self._values.names, self._values.kinds, strict=True))
         self._chunks = store_chunks(self._values.grid.chunks)
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}  # copies for the next checkpoint
+        self._differing = set[str]()  # names of those that differ between ranks
 
     def _shapes(self) -> dict[str, Any]:
         """Return the shape in the store, and the dtype, of each value."""
@@ -94,14 +96,19 @@ class StateFiles(CheckpointFolder):
     def _program(self) -> dict[str, Any]:
         shapes, kinds = self._shapes(), self._kinds
         divided = {name: each for name, each in shapes.items() if kinds[name] == DIVIDED}
-        found: dict[str, Any] = {"format": "dask_p2p state 1", "values": kinds}
-        found["arrays"] = plain(divided)
-        return found | ({"ranks": self.ctx.size} if OWN in kinds.values() else {})
+        return {"format": "dask_p2p state 1", "values": kinds, "arrays": plain(divided)}
 
     def _load(self, group: Any) -> None:
-        values = []
+        """Read this rank's part. Raises `InputError` if another number of ranks must resume."""
+        ranks, values = group.attrs.get("ranks"), []
+        if ranks not in (None, self.ctx.size):
+            raise InputError(
+                f"ranks: expected {ranks} ranks, as the checkpoint at {self} has values that "
+                f"differ between ranks, got {self.ctx.size}. Give ranks={ranks}."
+            )
         for name, kind in self._kinds.items():
-            array = group[self._own(name) if kind == OWN else name]
+            is_own = kind == OWN and self._own(name) in group
+            array = group[self._own(name) if is_own else name]
             where = box_slices(self.ctx.box) if kind == DIVIDED else ...
             values.append(np.asarray(array[where]))
         self._state.fill(values)
@@ -109,6 +116,7 @@ class StateFiles(CheckpointFolder):
     def _prepare(self) -> None:
         """Copy the values. Raises `InputError` for numbers that differ between ranks."""
         self._arrays = self._values.arrays()
+        self._differing = self._compared()
         for name, number in self._arrays.items():
             if self._kinds[name] != NUMBER:
                 continue
@@ -120,21 +128,39 @@ class StateFiles(CheckpointFolder):
                     f"np.array([...]): each rank has its own."
                 )
 
+    def _compared(self) -> set[str]:
+        """Return the names of values of each rank that are not the same on all of them."""
+        values = {n: array for n, array in self._arrays.items() if self._kinds[n] == OWN}
+        if not values:
+            return set()
+        digests = [
+            blake2b(f"{a.dtype.str}{a.shape}".encode() + a.tobytes(), digest_size=16).digest()
+            for a in values.values()
+        ]
+        own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
+        every = self.ctx.allgather(own)
+        is_same = (every == every[0]).all(axis=(0, 2)).tolist()
+        return {name for name, same in zip(values, is_same, strict=True) if not same}
+
     def _create(self, folder: Folder, step: int) -> None:
         shapes, kinds = self._shapes(), self._kinds
-        group = created(folder, shapes, {"program": self._program(), "step": step})
+        attributes = {"program": self._program(), "step": step}
+        attributes["ranks"] = self.ctx.size if self._differing else None
+        group = created(folder, shapes, attributes)
         of_all = {name: each for name, each in shapes.items() if kinds[name] != OWN}
         create_arrays(group, of_all, self._chunks)
         for name, (shape, _) in of_all.items():
             if shape == ():
                 group[name][()] = self._arrays[name]
+        for name in kinds.keys() - of_all.keys() - self._differing:
+            group.create_array(name, data=self._arrays[name])
 
     def _fill(self, group: Any) -> None:
         while self._arrays:
             name, array = self._arrays.popitem()
             if self._kinds[name] == DIVIDED and array.size:
                 group[name][box_slices(self.ctx.box)] = array
-            elif self._kinds[name] == OWN:
+            elif name in self._differing:
                 group.create_array(self._own(name), data=array)
 
     def _own(self, name: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, spmd
-from dask_p2p.errors import InputError
+from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
@@ -104,8 +104,31 @@ def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
     for rank, own in enumerate(resumed):
         steps = np.cumsum(np.random.default_rng(rank).normal(size=10))
         np.testing.assert_allclose(own, [*np.zeros(rank + 2), *steps])
-    with pytest.raises(InputError, match="ranks 2 in place of 3"):
+    with pytest.raises(InputError, match=r"expected 2 ranks, .* got 3\. Give ranks=2"):
         draw(ranks=3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
+def test_series_that_all_ranks_have_go_on_with_other_ranks(tmp_path, before, after):
+    def draw(ranks, path, stop=None):
+        def run(ctx):
+            rng = np.random.default_rng(5)
+            s = ctx.state(u=U[box_slices(ctx.box)], rng=rng, sums=np.zeros(10), none=np.zeros(0))
+            for step in ctx.steps(10, s, checkpoint=Checkpoint(str(path), every=3)):
+                if step == stop:
+                    raise StoppedError
+                s.sums[step] = s.rng.normal()
+                s.u = s.u + s.sums[step]
+                s.none = np.zeros(step)
+            return s.sums
+
+        return run_gang(grid(ranks), run)
+
+    with pytest.raises(StoppedError):
+        draw(before, tmp_path / "a", stop=7)
+    (wanted,) = draw(1, tmp_path / "b")
+    for sums in draw(after, tmp_path / "a"):
+        assert np.array_equal(sums, wanted)
 
 
 def test_wrong_arguments(tmp_path):
@@ -131,6 +154,26 @@ def test_wrong_arguments(tmp_path):
 
     with pytest.raises(InputError, match="checkpoint of the same fields"):
         with_options(other)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused_at_the_start(tmp_path):
+    """Each rank has a folder of its own, as on the disks of two hosts."""
+
+    def run(ctx):
+        own = tmp_path / str(ctx.rank)
+        s, files = ctx.state(n=0), Checkpoint(str(own), every=100)
+        for _ in ctx.steps(4, s, checkpoint=files):
+            (own / "stepped").touch()
+
+    with pytest.raises(FileError, match=r"a folder that all workers see, .* which some do not"):
+        run_gang(grid(2), run)
+    assert not [*tmp_path.glob("*/*")]
+
+
+def test_tokens_of_killed_jobs_are_removed(tmp_path):
+    (tmp_path / "token-abc").touch()
+    run_gang(grid(2), program(tmp_path, 8))
+    assert not [*tmp_path.glob("token-*")]
 
 
 def test_numbers_that_differ_between_ranks_are_refused(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+
 import dask.array as da
 import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Save, spmd
-from dask_p2p.errors import InputError
+from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
+from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
 
@@ -87,6 +90,7 @@ def test_a_run_that_resumes_adds_frames(tmp_path):
     [
         (program("frames"), "expected an absolute path"),
         (program("/tmp/frames", fields=["w"]), "expected names of fields"),
+        (program("/tmp/frames", files="/tmp/frames"), "another path for each store"),
         (program("/tmp/frames", fields=["mine"]), "expected names of fields"),
         (program("/tmp/frames", compute={"w": lambda u: u}), "without computed fields"),
         (program("/tmp/frames", steps=None), "expected a number of steps"),
@@ -97,6 +101,28 @@ def test_a_run_that_resumes_adds_frames(tmp_path):
 def test_wrong_arguments(function, message):
     with pytest.raises(InputError, match=message):
         run_gang(grid(2), function)
+
+
+def test_a_full_disk_ends_the_run_by_name(tmp_path):
+    """Files may not grow: as on a full disk, a write raises an error."""
+
+    def run(ctx, limit=None):
+        s = ctx.state(u=np.random.default_rng(0).normal(size=(200, 200)))
+        save = Save(str(tmp_path / "frames"), 1)
+        for step in ctx.steps(3, s, save=save, checkpoint=Checkpoint(str(tmp_path / "at"), 1)):
+            if step == limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = RankGrid.at_most(((200,), (200,)), 1)
+    try:
+        with pytest.raises(FileError, match=r"Make room, or give another path"):
+            run_gang(whole, lambda ctx: run(ctx, limit=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 1
+    run_gang(whole, run)
+    assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 3
 
 
 def test_on_a_cluster(client, tmp_path):
