@@ -96,6 +96,19 @@ def lanczos() -> Any:
     figure.savefig(IMAGES / "lanczos.png", dpi=100)
 
 
+def seismic() -> Any:
+    """Return the pressure of a shot above a boundary between rocks."""
+    found = computed("simulations.md", 7, ny=200, nx=300, steps=500)
+    pressure = found["result"]["p"][0][::-1]
+    most = abs(pressure).max() / 2
+    return pressure.clip(-most, most)
+
+
+def spins() -> Any:
+    """Return spins after a quench."""
+    return computed("simulations.md", 8, n=256, steps=200)["result"]["s"]
+
+
 #: By name of a picture: the function that computes it, and its colours.
 PICTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "gray-scott": (gray_scott, "viridis"),
@@ -105,6 +118,8 @@ PICTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "turbulence": (turbulence, "RdBu_r"),
     "tracer": (tracer, "viridis"),
     "lanczos": (lanczos, ""),
+    "seismic": (seismic, "RdBu_r"),
+    "spins": (spins, "cividis"),
 }
 
 
