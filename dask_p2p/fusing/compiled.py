@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -11,14 +11,14 @@ from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from dask.task_spec import Task
 
-from dask_p2p.config import Options, checked_options
+from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import FuseError, InputError
+from dask_p2p.errors import InputError
+from dask_p2p.fusing.arguments import PREFIX, argument, check_kept, pinned
+from dask_p2p.fusing.array_graphs import graph_of, named_graph
 from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import (
     check_annotations,
     check_arrays,
@@ -26,26 +26,25 @@ from dask_p2p.fusing.planning.rules import (
     kind_of,
     kinds_of,
 )
-from dask_p2p.fusing.planning.tasks import keys_of, name_of, read_graph
+from dask_p2p.fusing.planning.tasks import name_of, read_graph
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.handle_memory import HandleMemory
 from dask_p2p.fusing.resident.rank import RunResident
+from dask_p2p.fusing.running.compiled_gang import CompiledGang, CompiledLayer
 from dask_p2p.fusing.running.gang import (
     FusedGang,
-    RankProgram,
     gang_of,
     name_of_gang,
     name_of_output,
     rank_programs,
 )
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.graph.libraries import check_one_library, is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.types import DaskArray, Key
-
-_PREFIX = "p2p-argument"  # of the names of arrays that stand for arguments
+from dask_p2p.types import DaskArray
 
 
 def compile(  # noqa: A001  # called as dask_p2p.compile
@@ -102,10 +101,9 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     check_arrays(examples)
     for x in examples:
         check_chunks_are_known(x)
-        _check_has_layers(x)
     most = most_ranks(ranks)
     register_if_possible()
-    given = [_argument(x, number) for number, x in enumerate(examples)]
+    given = [argument(x, number) for number, x in enumerate(examples)]
     returned = func(*given)
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     if not outputs or not all(map(is_dask_array, outputs)):
@@ -113,7 +111,7 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
             f"expected a function that returns a Dask array or a tuple of them, got "
             f"{returned!r:.200}. Return lazy arrays, without compute()."
         )
-    check_arrays(outputs)
+    check_arrays((*given, *outputs))
     return _compiled(func, given, outputs, isinstance(returned, (tuple, list)), most)
 
 
@@ -126,25 +124,13 @@ class CompiledFunction:
         Number of ranks of the gang.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        arguments: Sequence[Declared],
-        outputs: Sequence[Declared],
-        returns_several: bool,
-        programs: Sequence[RankProgram],
-        others: HighLevelGraph,  # tasks that stay with Dask, and are the same in all calls
-        options: Options,
-        token: str,
-    ) -> None:
+    def __init__(self, func: Callable[..., Any], signature: Signature, gang: CompiledGang) -> None:
         self.__wrapped__ = func
-        self._arguments, self._outputs = arguments, outputs
-        self._returns_several, self._programs = returns_several, programs
-        self._others, self._options, self._token = others, options, token
+        self._signature, self._gang = signature, gang
 
     @property
     def ranks(self) -> int:
-        return len(self._programs)
+        return len(self._gang.ranks)
 
     def __repr__(self) -> str:
         name = getattr(self.__wrapped__, "__name__", repr(self.__wrapped__))
@@ -158,16 +144,25 @@ class CompiledFunction:
         """
         self._check(arrays)
         register_if_possible()
-        token = tokenize(self._token, [x.name for x in arrays])
-        gang = gang_of(token, self._programs, self._options, self._renamed(arrays))
-        before = self._graph(gang, arrays)
-        made = []
-        for number, known in enumerate(self._outputs):
+        results = self._signature.results
+        if is_expression(arrays[0]):
+            layers = [CompiledLayer(self._gang, *each) for each in enumerate(results)]
+            made = [expression_array(arrays[0], layer, arrays) for layer in layers]
+        else:
+            made = self._of_layers(arrays)
+        return tuple(made) if self._signature.returns_several else made[0]
+
+    def _of_layers(self, arrays: Sequence[DaskArray]) -> list[DaskArray]:
+        """Return the results of a call for arrays whose graphs have layers."""
+        gang = self._gang.of_call([x.name for x in arrays])
+        names, graphs = zip(*map(named_graph, arrays), strict=True)
+        before, made = self._graph(gang, names, graphs), []
+        for number, known in enumerate(self._signature.results):
             name = name_of_output(gang, number)
             own = {**before.layers, name: MaterializedLayer(gang.outputs(number, name))}
             graph = HighLevelGraph(own, {**before.dependencies, name: {gang.name}})
             made.append(new_da_object(graph, name, known.chunks, meta=known.meta))
-        return tuple(made) if self._returns_several else made[0]
+        return made
 
     def resident(self, *arrays: DaskArray) -> ResidentGang:
         """Return a resident gang: its ranks stay on their workers between calls of the function.
@@ -216,71 +211,41 @@ class CompiledFunction:
                 "distributed.Client, outside of tasks."
             )
         token = uuid4().hex  # each gang has its own handles
-        names = tuple(known.name for known in self._arguments)
-        name = name_of_gang(token)
-        programs = [
-            each._replace(
-                body=RunResident(name, each.body.program, names, each.body.dtype, each.body.kind)
-            )
-            for each in self._programs
+        own, known, name = self._gang, self._signature, name_of_gang(token)
+        bodies = [
+            RunResident(name, each.body.program, own.arguments, each.body.dtype, each.body.kind)
+            for each in own.ranks
         ]
-        gang = gang_of(token, programs, self._options, self._renamed(arrays))
-        commit = Delayed(gang.commit, self._graph(gang, arrays), layer=gang.name)
-        memory = HandleMemory(self._outputs, [each.outputs for each in self._programs])
+        programs = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]
+        names, graphs = zip(*map(named_graph, arrays), strict=True)
+        gang = gang_of(token, programs, own.options, own.renamed(names))
+        commit = Delayed(gang.commit, self._graph(gang, names, graphs), layer=gang.name)
+        memory = HandleMemory(known.results, [each.outputs for each in own.ranks])
         return ResidentGang(
             ClientStreams(client, gang.name, self.ranks, memory),
             partial(client.compute, commit),
-            Signature(self._arguments, self._outputs, self._returns_several),
+            known,
             [x.name for x in arrays],
         )
 
-    def _renamed(self, arrays: Sequence[DaskArray]) -> Callable[[Key], Key]:
-        """Return the function that returns the keys of inputs in a call."""
-        names = {known.name: x.name for known, x in zip(self._arguments, arrays, strict=True)}
-        return lambda key: (names[key[0]], *key[1:]) if name_of(key) in names else key
-
-    def _graph(self, gang: FusedGang, arrays: Sequence[DaskArray]) -> HighLevelGraph:
-        """Return the graph of a gang and its inputs."""
-        before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays), self._others)
-        read = {name for x in arrays for name in x.__dask_layers__()} | {*self._others.layers}
-        layers = {**before.layers, gang.name: MaterializedLayer(gang.tasks)}
-        return HighLevelGraph(layers, {**before.dependencies, gang.name: read})
+    def _graph(
+        self, gang: FusedGang, names: Sequence[str], graphs: Sequence[HighLevelGraph]
+    ) -> HighLevelGraph:
+        """Return the graph of a gang and its inputs, which have these names and graphs."""
+        name, kept = f"{PREFIX}-others-{self._gang.token}", self._gang.kept
+        others = {name: MaterializedLayer(dict(kept))} if kept else {}
+        own = {**others, gang.name: MaterializedLayer(gang.tasks)}
+        read = {name: set[str]() for name in others} | {gang.name: {*names, *others}}
+        return HighLevelGraph.merge(*graphs, HighLevelGraph(own, read))
 
     def _check(self, arrays: Sequence[DaskArray]) -> None:
         check_arrays(arrays)
-        if len(arrays) != len(self._arguments):
-            raise InputError(
-                f"expected {len(self._arguments)} arrays, as in compile, got {len(arrays)}."
-            )
-        for number, (x, known) in enumerate(zip(arrays, self._arguments, strict=True)):
-            _check_has_layers(x)
-            known.check(number, x)
-
-
-def _argument(x: DaskArray, number: int) -> DaskArray:
-    """Return an array that stands for an argument; its tasks are replaced in each call."""
-    name = f"{_PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
-    tasks = {}
-    for key in keys_of(x):
-        own = (name, *key[1:])
-        tasks[own] = Task(own, _no_value, number)
-    graph = HighLevelGraph({name: MaterializedLayer(tasks)}, {name: set()})
-    return new_da_object(graph, name, x.chunks, meta=x._meta, dtype=x.dtype)
-
-
-def _no_value(number: int) -> Any:
-    raise InputError(
-        f"expected a function that builds lazy arrays only, got one that computes argument "
-        f"{number}, which has no values in compile. Move compute() out of the function."
-    )
-
-
-def _check_has_layers(x: DaskArray) -> None:
-    if hasattr(x, "expr"):
-        raise InputError(
-            "expected arrays whose graphs have layers, got an expression of Dask's query planning. "
-            "Call fused on the results."
-        )
+        known = self._signature.arguments
+        check_one_library([self._signature.like, *arrays])
+        if len(arrays) != len(known):
+            raise InputError(f"expected {len(known)} arrays, as in compile, got {len(arrays)}.")
+        for number, (x, each) in enumerate(zip(arrays, known, strict=True)):
+            each.check(number, x)
 
 
 def _compiled(
@@ -291,53 +256,24 @@ def _compiled(
     most: int,
 ) -> CompiledFunction:
     options = checked_options()
-    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in (*given, *outputs)))
-    layers = {name: tasks_of_layer(layer, options) for name, layer in before.layers.items()}
-    graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
-    read = read_graph(graph, [keys_of(x) for x in outputs])
+    graph = graph_of(outputs, options)
+    read = read_graph(graph.tasks, graph.keys)
     check_tasks(read)
-    check_annotations(before.layers, read.tasks)
+    check_annotations(graph.layers.layers, read.tasks)
     size = min(most, read.tasks.widest)
-    programs = programs_of(read.tasks, size, pinned=_pinned(given, outputs, size))
-    arguments = {x.name for x in given}
-    _check_kept(read.kept, arguments)
+    programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
+    names = [x.name for x in given]
+    check_kept(read.kept, names)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
-    kept = {key: task for key, task in read.kept.items() if name_of(key) not in arguments}
-    name = f"{_PREFIX}-others-{token}"
-    others = {name: MaterializedLayer(kept)} if kept else {}
+    kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
+    packed = rank_programs(programs, outputs[0].dtype, kind_of(kinds_of((*given, *outputs)), read))
     return CompiledFunction(
         func,
-        [Declared.of(x) for x in given],
-        [Declared.of(x) for x in outputs],
-        returns_several,
-        rank_programs(programs, outputs[0].dtype, kind_of(kinds_of((*given, *outputs)), read)),
-        HighLevelGraph(others, {each: set() for each in others}),
-        options,
-        token,
+        Signature(
+            [Declared.of(x) for x in given],
+            [Declared.of(x) for x in outputs],
+            returns_several,
+            given[0],
+        ),
+        CompiledGang(token, packed, options, names, kept),
     )
-
-
-def _pinned(given: Sequence[DaskArray], outputs: Sequence[DaskArray], size: int) -> dict[Key, int]:
-    """Return the owner of each block of the arguments, and of results with the chunks of one.
-
-    So such a result can be an argument of the next call on the same ranks.
-    """
-    chunks = [x.chunks for x in given]
-    alike = [x for x in outputs if x.chunks in chunks]
-    return {
-        key: number * size // len(keys)
-        for keys in map(keys_of, (*given, *alike))
-        for number, key in enumerate(keys)
-    }
-
-
-def _check_kept(kept: Mapping[Key, Any], arguments: Container[Any]) -> None:
-    """Refuse tasks that stay with Dask and read an argument: `FuseError`."""
-    for key, task in kept.items():
-        read = getattr(task, "dependencies", ())
-        if name_of(key) not in arguments and any(name_of(each) in arguments for each in read):
-            raise FuseError(
-                f"expected only tasks of ranks between arguments and results, got the task "
-                f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
-                f"Call it outside of the compiled function."
-            )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options, checked_options
+from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import (
     check_annotations,
     check_arrays,
@@ -18,12 +18,12 @@ from dask_p2p.fusing.planning.rules import (
     kind_of,
     kinds_of,
 )
-from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, read_graph
+from dask_p2p.fusing.planning.tasks import ReadGraph, read_graph
 from dask_p2p.fusing.running.gang import FusedGang, FusedLayer, fused_gang, name_of_output
-from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
+from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.types import DaskArray, Key
+from dask_p2p.types import DaskArray
 
 
 @overload
@@ -105,13 +105,11 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
 def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the fused arrays of arrays whose graphs have layers."""
     options = checked_options()
-    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    layers = {name: tasks_of_layer(layer, options) for name, layer in before.layers.items()}
-    graph = {key: task for tasks in layers.values() for key, task in tasks.items()}
-    read = read_graph(graph, [keys_of(x) for x in arrays])
-    check_annotations(before.layers, read.tasks)
+    graph = graph_of(arrays, options)
+    read = read_graph(graph.tasks, graph.keys)
+    check_annotations(graph.layers.layers, read.tasks)
     gang = _gang(arrays, read, most, options)
-    inputs, dependencies = _input_layers(layers, before, read, gang.token)
+    inputs, dependencies = _input_layers(graph, read, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)
     made = []
@@ -125,14 +123,10 @@ def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
 
 def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the fused arrays of arrays that are expressions."""
-    graph: dict[Key, Any] = {}
-    keys = []
-    for x in arrays:
-        tasks, of_blocks = optimised_tasks(x)
-        graph |= tasks
-        keys.append(of_blocks)
-    read = read_graph(graph, keys)
-    gang = _gang(arrays, read, most, checked_options())
+    options = checked_options()
+    graph = graph_of(arrays, options)
+    read = read_graph(graph.tasks, graph.keys)
+    gang = _gang(arrays, read, most, options)
     shared, made = {**read.kept, **gang.tasks}, []
     for number, x in enumerate(arrays):
         name = name_of_output(gang, number)
@@ -150,24 +144,21 @@ def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Opti
 
 
 def _input_layers(
-    tasks_of: Mapping[str, Mapping[Key, Any]],  # by layer
-    before: HighLevelGraph,
-    read: ReadGraph,
-    token: str,
+    graph: ArraysGraph, read: ReadGraph, token: str
 ) -> tuple[dict[str, Any], dict[str, set[str]]]:
     """Return layers of the tasks that stay with Dask, and the layers that each depends on.
 
     Their names are new, since a layer of another array may have more tasks under the old name.
     """
     layers, names = {}, {}
-    for name, layer in before.layers.items():
-        tasks = {key: read.kept[key] for key in tasks_of[name] if key in read.kept}
+    for name, layer in graph.layers.layers.items():
+        tasks = {key: read.kept[key] for key in graph.tasks_of[name] if key in read.kept}
         if tasks:
             names[name] = f"{name}-{token}"
             layers[names[name]] = made = MaterializedLayer(tasks)
             made.annotations = layer.annotations
     dependencies = {
-        names[name]: {names[each] for each in before.dependencies[name] if each in names}
+        names[name]: {names[each] for each in graph.layers.dependencies[name] if each in names}
         for name in names
     }
     return layers, dependencies

@@ -16,7 +16,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_p2p.config import Options
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
-from dask_p2p.graph.libraries import is_of_dask_array
+from dask_p2p.graph.libraries import is_of_dask_array, with_fixed_blocks
 from dask_p2p.graph.redistribution import PassPlanner
 from dask_p2p.plans import Plan
 from dask_p2p.versioned import check_dask_array, named_fields
@@ -80,10 +80,10 @@ def _expressions_of(x: Any) -> Any:
 def optimised_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
     """Return the tasks of an expression after its optimisation, and the keys of its blocks.
 
-    Tasks of several operations are not merged.
+    Tasks of several operations are not merged. The blocks have the chunks of the array.
     """
     if is_of_dask_array(x):
-        expr = x.expr.optimize(fuse=False)
+        expr = with_fixed_blocks(x).expr.optimize(fuse=False)
         with config.set({"array.optimize-graph": False}):  # it is optimised
             tasks = expr.__dask_graph__()
     else:

@@ -11,8 +11,6 @@ from uuid import uuid4
 from weakref import finalize
 
 from dask.array.core import finalize as joined
-from dask.array.core import new_da_object
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed.protocol import Serialized, deserialize
 from distributed.protocol.pickle import loads
 
@@ -21,6 +19,7 @@ from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.command_log import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.running.assembling import nested
+from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
@@ -35,6 +34,7 @@ class Signature:
     arguments: Sequence[Declared]
     results: Sequence[Declared]
     returns_several: bool
+    like: DaskArray  # an array of the library of the results
 
 
 class Handle:
@@ -209,9 +209,8 @@ class ResidentGang:
                 futures = self._streams.register(name, sizes)
                 self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
-                graph = HighLevelGraph({name: MaterializedLayer(futures)}, {name: set()})
                 known = handle._declared
-                return new_da_object(graph, name, known.chunks, meta=known.meta, dtype=known.dtype)
+                return array_of_tasks(self._signature.like, name, known.chunks, known.meta, futures)
         raise SectionError(
             f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
             f"run.array again."

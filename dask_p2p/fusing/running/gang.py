@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from dask.array.core import new_da_object
 from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import List, Task, TaskRef
 from distributed.protocol.pickle import dumps
 
@@ -18,11 +20,12 @@ from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.tasks import FusedTasks
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
-from dask_p2p.types import Array, DType, Key, Kind
+from dask_p2p.types import Array, DaskArray, DType, Key, Kind
 
 _PREFIX = "p2p-fused"  # of the names of gangs
 _LEVEL = 1  # of compression: the fastest
@@ -120,6 +123,17 @@ class FusedLayer:
         return {**self.shared, **self.outputs}
 
 
+def array_of_tasks(
+    like: DaskArray, name: str, chunks: Chunks, meta: Array, tasks: Mapping[Key, Any]
+) -> DaskArray:
+    """Return the array of some tasks, by key, or futures. Its library is that of `like`."""
+    if is_expression(like):
+        made: DaskArray = expression_array(like, FusedLayer(chunks, meta, name, {}, tasks), [])
+        return made
+    graph = HighLevelGraph({name: MaterializedLayer(tasks)}, {name: set()})
+    return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
+
+
 def packed(program: Program) -> bytes:
     """Return a program as bytes. Keys and plans repeat, so that they take a quarter compressed."""
     text: bytes = dumps(program)
@@ -183,4 +197,9 @@ def name_of_gang(token: str) -> str:
 
 def name_of_output(gang: FusedGang, number: int) -> str:
     """Return the name of one of the arrays that a gang computes."""
-    return f"{_PREFIX}-{number}-{gang.token}"
+    return f"{output_prefix(number)}-{gang.token}"
+
+
+def output_prefix(number: int) -> str:
+    """Return the beginning of the names of arrays that gangs compute, by their number."""
+    return f"{_PREFIX}-{number}"

@@ -1,0 +1,64 @@
+"""Arrays that stand for the arguments of a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from dask.base import tokenize
+from dask.task_spec import Task
+
+from dask_p2p.errors import FuseError, InputError
+from dask_p2p.fusing.planning.tasks import keys_of, name_of
+from dask_p2p.fusing.running.gang import array_of_tasks
+from dask_p2p.types import DaskArray, Key
+
+PREFIX = "p2p-argument"  # of the names of these arrays
+
+
+def argument(x: DaskArray, number: int) -> DaskArray:
+    """Return an array that stands for an argument; its tasks are replaced in each call."""
+    name = f"{PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
+    tasks = {}
+    for key in keys_of(x):
+        own = (name, *key[1:])
+        tasks[own] = Task(own, _no_value, number)
+    return array_of_tasks(x, name, x.chunks, x._meta, tasks)
+
+
+def _no_value(number: int) -> Any:
+    raise InputError(
+        f"expected a function that builds lazy arrays only, got one that computes argument "
+        f"{number}, which has no values in compile. Move compute() out of the function."
+    )
+
+
+def pinned(
+    given: Sequence[DaskArray],
+    outputs: Sequence[DaskArray],
+    output_keys: Sequence[Sequence[Key]],  # of the blocks of each output
+    size: int,
+) -> dict[Key, int]:
+    """Return the owner of each block of the arguments, and of results with the chunks of one.
+
+    So such a result can be an argument of the next call on the same ranks.
+    """
+    chunks = [x.chunks for x in given]
+    alike = [keys for x, keys in zip(outputs, output_keys, strict=True) if x.chunks in chunks]
+    return {
+        key: number * size // len(keys)
+        for keys in (*map(keys_of, given), *alike)
+        for number, key in enumerate(keys)
+    }
+
+
+def check_kept(kept: Mapping[Key, Any], arguments: Container[Any]) -> None:
+    """Refuse tasks that stay with Dask and read an argument: `FuseError`."""
+    for key, task in kept.items():
+        read = getattr(task, "dependencies", ())
+        if name_of(key) not in arguments and any(name_of(each) in arguments for each in read):
+            raise FuseError(
+                f"expected only tasks of ranks between arguments and results, got the task "
+                f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
+                f"Call it outside of the compiled function."
+            )
