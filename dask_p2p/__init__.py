@@ -116,8 +116,16 @@ def _put_option_in_place() -> None:
     put_in_place()
 
 
+def _put_option_of_expressions_in_place() -> None:
+    from dask_p2p.fusing.expressions import put_in_place
+
+    after_import("distributed.client", put_in_place)
+
+
 def __dir__() -> list[str]:
     return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
 
 
 after_import("dask.array", _put_option_in_place)
+for _expressions in ("dask.array._array_expr", "dask_array"):
+    after_import(_expressions, _put_option_of_expressions_in_place)

@@ -173,6 +173,48 @@ def check_fused(ranks):
     np.testing.assert_array_equal(again.persist().compute(), 2 * array + 1)
 
 
+def stencils(u):
+    for _ in range(4):
+        u = dask_p2p.map_overlap(doubled, u, depth={0: 1}, boundary="periodic", dtype=u.dtype)
+    return u - u.sum() / 8
+
+
+def check_compiled(ranks):
+    """On one worker, or on several."""
+    array = indexed((16, 12)).astype(float)
+    x = da.from_array(array, chunks=(4, 6))
+    compiled = dask_p2p.compile(lambda u: (stencils(u), (u.T + 1)[2:]), x, ranks=ranks)
+    for given, values in ((x * 2, array * 2), ((x - 1).persist(), array - 1)):
+        expected = 16 * values - 16 * values.sum() / 8, values.T[2:] + 1
+        for z, wanted in zip(compiled(given), expected, strict=True):
+            assert type(z) is da.Array
+            np.testing.assert_array_equal(z.compute(), wanted)
+            np.testing.assert_array_equal((z + 1)[:3].compute(), wanted[:3] + 1)
+        for z, wanted in zip(dask.compute(*compiled(given)), expected, strict=True):
+            np.testing.assert_array_equal(z, wanted)
+
+
+def check_resident_and_option():
+    array = indexed((16, 12)).astype(float)
+    x = da.from_array(array, chunks=(4, 6))
+    expected = stencils(x).compute()
+    with dask_p2p.compile(stencils, x).resident(x) as run:
+        y = run.array(run(x))
+    assert type(y) is da.Array
+    np.testing.assert_array_equal((y + 1).compute(), expected + 1)
+    assert dask_p2p.explain(stencils(x)).startswith("by one gang: ")
+    with dask.config.set({"p2p.fuse": "on"}):
+        np.testing.assert_array_equal(stencils(x).compute(), expected)
+        (run,) = [each for each in dask_p2p.last_runs() if each.operation == "p2p-fused"][:1]
+        both = dask.compute(stencils(x) * 3, x + 1)
+        kept = (stencils(x) - 1).persist()
+        np.testing.assert_array_equal(stencils(x).compute(scheduler="sync"), expected)
+    assert run.steps > 1
+    np.testing.assert_array_equal(both[0], expected * 3)
+    np.testing.assert_array_equal(both[1], array + 1)
+    np.testing.assert_array_equal(kept.compute(), expected - 1)
+
+
 def check_groups_and_passes():
     array = indexed((64, 48))
     for options in ({"p2p.groups": 3}, {"p2p.passes": 2}, {"p2p.groups": 3, "p2p.passes": 2}):
@@ -327,6 +369,8 @@ def check_cluster():
             assert used(client, lazy), "whole blocks were moved in place of regions"
         check_sections(ranks=2)
         check_fused(ranks=2)
+        check_compiled(ranks=2)
+        check_resident_and_option()
         check_installed(client)
         check_files(client.cluster, array)
 
@@ -347,6 +391,7 @@ if __name__ == "__main__":
     check_map_on_gpu()
     check_sections()
     check_fused(ranks=1)
+    check_compiled(ranks=1)
     check_groups_and_passes()
     check_only_what_is_needed_runs()
     if ARE_EXPRESSIONS:

@@ -19,7 +19,7 @@ PREFIX = "p2p-argument"  # of the names of these arrays
 def argument(x: DaskArray, number: int) -> DaskArray:
     """Return an array that stands for an argument; its tasks are replaced in each call."""
     name = f"{PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
-    tasks = {}
+    tasks = dict[Key, Any]()
     for key in keys_of(x):
         own = (name, *key[1:])
         tasks[own] = Task(own, _no_value, number)

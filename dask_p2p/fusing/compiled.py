@@ -262,7 +262,7 @@ def _compiled(
     check_annotations(graph.layers.layers, read.tasks)
     size = min(most, read.tasks.widest)
     programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
-    names = [x.name for x in given]
+    names = tuple(x.name for x in given)
     check_kept(read.kept, names)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from dask.base import unpack_collections
+from dask.base import collections_to_expr, unpack_collections
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
+from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.graph import choice_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
 from dask_p2p.plugins.registration import current_client, workers_of
@@ -31,7 +34,7 @@ def explain(*collections: Any) -> str:
     Raises
     ------
     InputError
-        If there is no collection, or its arrays are expressions of Dask's query planning.
+        If there is no collection, or expressions and other collections are mixed.
 
     Notes
     -----
@@ -47,18 +50,28 @@ def explain(*collections: Any) -> str:
     found, _ = unpack_collections(*collections)
     if not found:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
-    if any(hasattr(each, "expr") for each in found):
+    expr = collections_to_expr(found)
+    if not arrays_of(expr) and any(hasattr(each, "expr") for each in found):
         raise InputError(
-            "expected arrays whose graphs have layers, got expressions of Dask's query planning: "
-            "p2p.fuse has no effect on these. Call fused(x)."
+            "expected collections of one library, got expressions and others. Explain them one by "
+            "one."
         )
+    parts = arrays_of(expr) or [each if hasattr(each, "_meta") else None for each in found]
     try:
-        of = [optimizer_for("auto", each if hasattr(each, "_meta") else None) for each in found]
+        of = [optimizer_for("auto", each) for each in parts]
     except InputError as exc:
         return f"by Dask's tasks: {exc}"
     for obstacle in of[0].obstacles:
         return f"by Dask's tasks: {obstacle}"
-    graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
-    keys = [each.__dask_keys__() for each in found]
+    graph, keys = _graph_of(found, expr)
     cluster = cluster_of(workers_of(current_client()).values())
     return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))
+
+
+def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any]:
+    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs."""
+    if arrays_of(expr):
+        planned = expr.optimize()
+        return planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))
+    graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
+    return graph, [each.__dask_keys__() for each in found]

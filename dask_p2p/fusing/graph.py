@@ -17,6 +17,7 @@ from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import check_annotations, check_tasks, kind_of
 from dask_p2p.fusing.planning.sizes import sizes_of
+from dask_p2p.fusing.planning.subgraphs import unfused
 from dask_p2p.fusing.planning.tasks import ReadGraph, before_stores, read_graph
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.fusing.suitability import (
@@ -117,7 +118,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
 def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:
     """Return the tasks of a graph, and its layers."""
     if not isinstance(graph, HighLevelGraph):
-        return dict(graph), {}
+        return unfused(graph), {}
     layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}
     tasks = {key: task for each in layers.values() for key, task in each.items()}
     return tasks, graph.layers

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -30,11 +29,11 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's specification; None for other modules."""
-        if fullname != self._name:
+        if fullname != self._name or self not in sys.meta_path:
             return None
-        with suppress(ValueError):  # another thread has removed it
-            sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (each.find_spec(fullname, path, target) for each in later)
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             loader.exec_module = self._then_call(loader.exec_module)
@@ -42,6 +41,8 @@ class _Finder(MetaPathFinder):
 
     def _then_call(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         def executed(module: ModuleType) -> None:
+            with suppress(ValueError):  # another thread has removed it
+                sys.meta_path.remove(self)
             execute(module)
             self._call()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pickle import PicklingError
 from typing import Any
@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 import dask
 from dask.array.optimization import optimize
 from dask.core import flatten
+from dask.utils import ensure_dict
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
@@ -39,6 +40,8 @@ _NO_PLUGIN = (
     "expected the plugin of dask_p2p on the scheduler, got none: it was removed. Call "
     "dask_p2p.register(client)."
 )
+_NO_ANNOTATIONS = "expected expressions without annotations"
+_ANNOTATE = "Build the array outside of dask.annotate. Annotate only the call of fused."
 _GONE = ("released", "forgotten")  # states of tasks without a result, now or soon
 
 
@@ -59,6 +62,10 @@ class Optimizer:
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         """Return the graph for schedulers of this process, and for `dask.optimize`: Dask's own."""
         return optimize(graph, keys)
+
+    def of_expression(self, expr: Any, keys: Any) -> Any:
+        """Return the graph of an expression in this process: Dask's own."""
+        return expr.__dask_graph__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         obstacle = self.obstacles[0] if self.obstacles else ""
@@ -82,30 +89,56 @@ class AtScheduler:
 
         Runs in another thread than the scheduler.
         """
+        made = self._made(graph, keys)
+        return optimize(graph, keys) if made is None else made
+
+    def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
+        """Return the graph of an expression, which Dask has optimised, in the same way."""
+        annotations = expr.__dask_annotations__()
+        found = [each for each in annotations if each in ANNOTATIONS and annotations[each]]
+        graph = expr.__dask_graph__()
+        if found:
+            self._refuse(FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(found)}. {_ANNOTATE}"))
+            return graph
+        made = self._made(graph, keys)
+        if made is not None:
+            return ensure_dict(made)
+        # A gang may have made some of the tasks under the same keys.
+        scheduler = _scheduler(self.scheduler)
+        return graph if scheduler is None else graph | _known(graph, keys, scheduler).tasks
+
+    def _made(self, graph: Any, keys: Any) -> Any:
+        """Return the graph of a gang; None if Dask runs its own tasks."""
+        try:
+            return self._fused(graph, keys)
+        except (FuseError, UnsupportedArrayError) as exc:
+            self._refuse(exc)
+            return None
+
+    def _fused(self, graph: Any, keys: Any) -> Any:
         if self.obstacle:
-            return self._refused(graph, keys, UnsupportedArrayError(self.obstacle))
+            raise UnsupportedArrayError(self.obstacle)
         scheduler = _scheduler(self.scheduler)
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
-            return self._refused(graph, keys, FuseError(_NO_PLUGIN))
+            raise FuseError(_NO_PLUGIN)
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
         known = _known(graph, {*flatten([keys])}, scheduler)
         given = self.options, self.kinds, known, self.is_auto
         choice = choice_of(graph, keys, cluster, *given)
         if choice.error is not None:
-            return self._refused(graph, keys, choice.error)
+            raise choice.error
         try:
             made = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
-            return self._refused(graph, keys, FuseError(f"{_NO_PICKLE}: {exc}"))
+            raise FuseError(f"{_NO_PICKLE}: {exc}") from exc
         logger.debug("computes %s", choice)
         return made
 
-    def _refused(self, graph: Any, keys: Any, error: Exception) -> Any:
-        """Return the graph by Dask's tasks if that is allowed, or raise the error."""
+    def _refuse(self, error: Exception) -> None:
+        """Log why Dask runs a graph if that is allowed, or raise the error."""
         if not self.is_auto:
             raise error
         logger.debug("computes by Dask's tasks: %s", error)
-        return optimize(graph, keys)
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -27,6 +28,20 @@ def test_a_module_that_is_imported_later(tmp_path, monkeypatch):
     import late_module
 
     assert called == [late_module.value]
+    assert sys.meta_path == before
+
+
+def test_a_program_that_first_looks_for_the_module(tmp_path, monkeypatch):
+    (tmp_path / "looked_for.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    called, before = [], list(sys.meta_path)
+    for number in range(2):
+        after_import("looked_for", lambda number=number: called.append(number))
+    assert find_spec("looked_for") is not None
+    assert not called
+    import looked_for  # noqa: F401
+
+    assert sorted(called) == [0, 1]
     assert sys.meta_path == before
 
 

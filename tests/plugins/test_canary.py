@@ -54,6 +54,13 @@ def test_methods_of_the_scheduler(name):
     assert [*inspect.signature(getattr(Scheduler, name)).parameters] == ["self", *METHODS[name]]
 
 
+def test_the_method_of_the_client_that_sends_graphs():
+    """See dask_p2p/fusing/expressions.py."""
+    parameters = [*inspect.signature(distributed.Client._graph_to_futures).parameters]
+    assert parameters[:3] == ["self", "expr", "keys"]
+    assert {"workers", "resources", "retries", "user_priority"} <= {*parameters}
+
+
 @pytest.mark.cluster
 def test_the_scheduler_calls_what_is_replaced(client):
     """It looks them up on itself, at each call; else what takes their place is never called."""

@@ -23,7 +23,7 @@ class CompiledGang:
     token: str
     ranks: Sequence[RankProgram]
     options: Options
-    arguments: Sequence[str]  # names of the arrays that stand for arguments
+    arguments: tuple[str, ...]  # names of the arrays that stand for arguments
     kept: Mapping[Key, Any]  # tasks that stay with Dask, and are the same in all calls
 
     def of_call(self, names: Sequence[str]) -> FusedGang:

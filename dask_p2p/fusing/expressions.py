@@ -1,0 +1,99 @@
+"""The option `p2p.fuse` for arrays that are expressions.
+
+The client sends the scheduler an expression, whose graph the scheduler makes. `FusedExpression`
+takes its place: its graph is that of a gang.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from dask_p2p.config import fuse_mode
+from dask_p2p.errors import FuseError, P2PError
+from dask_p2p.types import Key
+
+logger = logging.getLogger(__name__)
+
+_OF_ARRAYS = ("dask_array", "dask.array", "dask_p2p")  # packages of expressions that are arrays
+_SEVERAL = ("_ExprSequence", "CompositeExpr", "CompositeFinalizeCompute", "FinalizeComputeArray")
+_OF_CALL = ("workers", "resources", "retries", "user_priority")
+
+
+@dataclass(frozen=True)
+class FusedExpression:
+    """Some arrays as Dask sends them to the scheduler, with the function that fuses them."""
+
+    expr: Any
+    keys: Sequence[Key]  # of the blocks, and of values made of all blocks
+    optimizer: Any
+
+    def __dask_graph__(self) -> Any:
+        """Return the graph that Dask runs. Raises `FuseError` if it has to be fused, and cannot."""
+        return self.optimizer.of_expression(self.expr, self.keys)
+
+    def __dask_annotations__(self) -> Any:
+        """Return the annotations of the tasks, for the scheduler."""
+        return self.expr.__dask_annotations__()
+
+
+def fused_expression(client: Any, expr: Any, keys: Sequence[Key], of_call: Any) -> Any:
+    """Return the expression that a client sends in place of another; the same if it is not fused.
+
+    `of_call` are the client's arguments. Raises `FuseError` or `UnsupportedArrayError` if the
+    option is "on", and no gang can run the arrays.
+    """
+    mode = fuse_mode()
+    arrays = [] if mode == "off" else arrays_of(expr)
+    # Only here: it imports distributed.
+    from dask_p2p.engine.task import current_worker
+    from dask_p2p.fusing.optimizer import optimizer_for
+    from dask_p2p.plugins.registration import current_client
+
+    if not arrays or current_client() is not client or current_worker()[0] is not None:
+        return expr
+    try:
+        if mode == "auto" and any(of_call.get(name) for name in _OF_CALL):
+            raise FuseError(
+                f"expected no arguments {', '.join(_OF_CALL)} of the call: they would apply to "
+                f"ranks. Call dask_p2p.fused(x)."
+            )
+        of = [optimizer_for(mode, each) for each in arrays]
+    except P2PError as exc:
+        if mode == "on":
+            raise
+        logger.debug("computes by Dask's tasks: %s", exc)
+        return expr
+    return FusedExpression(expr, list(keys), of[0])
+
+
+def arrays_of(expr: Any) -> list[Any]:
+    """Return the array expressions that an expression consists of; none if it has other parts."""
+    found, stack = [], [expr]
+    while stack:
+        each = stack.pop()
+        if type(each).__name__ in _SEVERAL:
+            stack += each.dependencies()
+        elif hasattr(each, "chunks") and type(each).__module__.startswith(_OF_ARRAYS):
+            found.append(each)
+        else:
+            return []
+    return found
+
+
+def put_in_place() -> None:
+    """Let the option count for expressions of this process. Idempotent."""
+    from distributed import Client
+
+    of_dask: Any = Client._graph_to_futures  # private
+    if hasattr(of_dask, "__wrapped__"):
+        return
+
+    @wraps(of_dask)
+    def with_option(self: Any, expr: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_dask(self, fused_expression(self, expr, keys, kwargs), keys, *args, **kwargs)
+
+    Client._graph_to_futures = with_option

@@ -1,0 +1,223 @@
+"""The option `p2p.fuse`, `compile` and `explain` for arrays of the package `dask_array`.
+
+`tests.query_planning` uses them with the expressions of `dask.array` too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import dask
+import dask.array as graphs
+import numpy as np
+import pytest
+from distributed import Client, wait
+from xarray.namedarray.parallelcompat import list_chunkmanagers
+
+import dask_p2p
+from dask_p2p.config import checked_options
+from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.fusing.expressions import FusedExpression, arrays_of
+from dask_p2p.fusing.optimizer import AtScheduler
+from tests.fusing import programs
+from tests.fusing.programs import PROGRAMS, array, same_bits, stencils
+from tests.fusing.test_option import gangs  # noqa: F401  # a fixture
+from tests.sections.support import nothing_is_left
+
+pytestmark = pytest.mark.skipif(
+    find_spec("dask_array") is None, reason="needs it: pip install dask-array"
+)
+CLUSTER = {"n_workers": 2}
+
+
+@pytest.fixture
+def da(dask_array, monkeypatch):
+    """The package, which takes the place of `dask.array` in the programs."""
+    xarray = pytest.importorskip("dask_array.xarray")
+    monkeypatch.setattr(programs, "da", dask_array)
+    xarray.register()
+    yield dask_array
+    list_chunkmanagers.cache_clear()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_values_are_those_without_the_option(client, da, program, mode, gangs):  # noqa: F811
+    x = array()
+    expected = program(x).compute()
+    inputs = client.persist(x)
+    with dask.config.set({"p2p.fuse": mode}):
+        got = program(x).compute()
+        on_workers = program(inputs).persist()
+        wait(on_workers)
+    assert same_bits(got, expected)
+    assert same_bits(on_workers.compute(), expected)
+    if mode == "on" or program is stencils:
+        assert gangs
+    del on_workers, inputs
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_programs(client, da, program):
+    compiled = dask_p2p.compile(program, array())
+    for x in (array() * 2, client.persist(array() - 1)):
+        got, expected = compiled(x), program(x)
+        assert type(got) is da.Array
+        assert (got.chunks, got.dtype) == (expected.chunks, expected.dtype)
+        assert same_bits(got.compute(), expected.compute())
+    del x, got, expected
+    nothing_is_left(client)
+
+
+def test_results_of_a_call_share_one_gang(client, da, gangs):  # noqa: F811
+    compiled = dask_p2p.compile(lambda u: (stencils(u), u.sum(axis=0)), array())
+    y, z = compiled(array() + 1)
+    names = {key[0] for each in (y, z) for key in each.__dask_graph__() if "-ranks-" in str(key)}
+    assert len(names) == 1
+    for got, expected in zip(
+        dask.compute(y, z), (stencils(array() + 1), (array() + 1).sum(axis=0)), strict=True
+    ):
+        assert same_bits(got, expected.compute())
+
+
+def test_resident_gangs(client, da):
+    x = (array() + 1).rechunk((8, -1))
+    compiled = dask_p2p.compile(stencils, x)
+    u = expected = x
+    with compiled.resident(x) as run:
+        for _ in range(3):
+            u, expected = run(u), stencils(expected)
+        values, y = run.fetch(u), run.array(u)
+    assert type(y) is da.Array
+    expected = expected.compute()
+    assert same_bits(values, expected)
+    assert same_bits((y + 1).compute(), expected + 1)
+
+
+def test_arrays_of_two_libraries_are_refused(client, da):
+    x, other = array(), graphs.from_array(np.ones((48, 48)), chunks=(6, 48))
+    compiled = dask_p2p.compile(stencils, x)
+    for call in (
+        lambda: compiled(other),
+        lambda: compiled.resident(other),
+        lambda: dask_p2p.compile(lambda u: other + 1, x),
+        lambda: dask_p2p.fused(x, other),
+    ):
+        with pytest.raises(UnsupportedArrayError, match="one library in a call"):
+            call()
+    with pytest.raises(InputError, match="collections of one library"):
+        dask_p2p.explain(x, other)
+
+
+@pytest.mark.filterwarnings("ignore:Computing mixed collections")
+def test_collections_of_two_libraries_in_one_call(client, da):
+    x, other = stencils(array()), graphs.from_array(np.ones((48, 48)), chunks=(6, 48)) + 1
+    expected = dask.compute(x, other)
+    with dask.config.set({"p2p.fuse": "on"}):
+        got = dask.compute(x, other)
+    assert all(map(same_bits, got, expected))
+
+
+def test_several_arrays_and_datasets(client, da, gangs):  # noqa: F811
+    xr = pytest.importorskip("xarray")
+    y = stencils(array())
+    data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y.sum(axis=1))})
+    expected = data.compute()
+    assert dask_p2p.explain(data).startswith("by one gang: ")
+    assert dask_p2p.explain(y, y.sum()).startswith("by one gang: ")
+    with dask.config.set({"p2p.fuse": "auto"}):
+        got, (again,), both = data.compute(), dask.compute(data), dask.compute(y, y.sum())
+    assert len(gangs) == 3
+    assert got.identical(expected)
+    assert again.identical(expected)
+    assert same_bits(both[0], expected.a.data)
+
+
+def test_auto_leaves_small_programs_to_dask(client, da, gangs):  # noqa: F811
+    x = array()
+    assert "4 tasks a rank more" in dask_p2p.explain(x + 1)
+    assert "all tasks stay" in dask_p2p.explain(client.persist(x))
+    with dask.config.set({"p2p.fuse": "auto"}):
+        wait((x + 1).persist())
+        with dask.annotate(priority=3):
+            assert "no annotations of priority" in dask_p2p.explain(stencils(x))
+            stencils(x).compute()
+        client.compute(stencils(x), retries=2).result()
+    stencils(x).compute()  # off by default
+    assert not gangs
+
+
+def test_computations_without_a_gang(client, da, gangs):  # noqa: F811
+    """Other schedulers, functions, and clients that are not the current one."""
+    y = dask_p2p.rechunk(array(), (-1, 8)) + 1
+    expected = y.compute(scheduler="sync")
+    option = dask.config.set({"p2p.fuse": "on"})
+    with option, Client(client.scheduler.address, set_as_default=False) as other:
+        assert same_bits(y.compute(scheduler="threads"), expected)
+        assert same_bits(other.compute(y).result(), expected)
+        assert client.submit(np.add, 1, 2).result() == 3
+    assert not gangs
+
+
+def test_blocks_of_objects(client, da):
+    with dask.config.set({"p2p.fuse": "on"}):
+        objects = da.from_array(np.array([1, "a"], dtype=object), chunks=1)
+        assert (objects + objects).compute().tolist() == [2, "aa"]
+
+
+def test_a_task_that_computes_arrays(client, da):
+    """It would wait for a gang on its own worker."""
+
+    def computed(values):
+        import dask_array
+
+        return (dask_array.from_array(values, chunks=2) + 1).compute()
+
+    with dask.config.set({"p2p.fuse": "on"}):
+        got = client.submit(computed, np.ones(4)).result()
+    np.testing.assert_array_equal(got, 2)
+
+
+def test_an_optimiser_that_changes_chunks(client, da):
+    """`dask_array` computes moving means in smaller blocks than it has declared."""
+    values = np.arange(240.0).reshape(60, 4)
+    x = da.from_array(values, chunks=(4, 4))
+    moving = da.sliding_window_view(x, 9, axis=0).mean(axis=-1)
+    expected = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
+    for y in dask.compute(*dask_p2p.fused(moving, moving[:, 1:])):
+        np.testing.assert_allclose(y, expected[:, -y.shape[1] :])
+    compiled = dask_p2p.compile(lambda u: da.sliding_window_view(u, 9, axis=0).mean(axis=-1), x)
+    np.testing.assert_allclose(compiled(x).compute(), expected)
+    np.testing.assert_allclose(dask_p2p.compile(lambda u: u * 2, moving)(moving), 2 * expected)
+
+
+def test_arrays_of_an_expression(dask_array):
+    from dask.base import collections_to_expr
+
+    x, y = dask_array.ones(4, chunks=2), dask_array.zeros(4, chunks=2)
+    found = arrays_of(collections_to_expr([x, y]))
+    assert {each._name for each in found} == {x.name, y.name}
+    assert not arrays_of(collections_to_expr([x, dask.delayed(1)]))
+    assert not arrays_of({"a": 1})
+
+
+class Annotated:
+    """An expression with annotations."""
+
+    def __dask_annotations__(self):
+        return {"retries": {("x", 0): 2}}
+
+    def __dask_graph__(self):
+        return {("x", 0): 1}
+
+
+def test_annotated_expressions_are_refused():
+    function = AtScheduler(False, checked_options(), "", frozenset({"numpy"}), "")
+    with pytest.raises(FuseError, match="without annotations, got retries"):
+        FusedExpression(Annotated(), [("x", 0)], function).__dask_graph__()
+    auto = replace(function, is_auto=True)
+    sent = FusedExpression(Annotated(), [("x", 0)], auto)
+    assert sent.__dask_graph__() == {("x", 0): 1}
+    assert [*sent.__dask_annotations__()] == ["retries"]
