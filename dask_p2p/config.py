@@ -144,6 +144,7 @@ class Options:
     backoff_s: float = option("timeouts.backoff", duration_s)
     nvtx: bool = option("nvtx", yes_or_no)
     warn_after_s: float = option("sections.warn-after", duration_s)
+    resident_idle_s: float = option("sections.resident-idle", duration_s)
 
     @property
     def any_producer_stream(self) -> bool:

@@ -212,8 +212,11 @@ class CompiledFunction:
             )
         token = uuid4().hex  # each gang has its own handles
         own, known, name = self._gang, self._signature, name_of_gang(token)
+        idle_s = checked_options().resident_idle_s
         bodies = [
-            RunResident(name, each.body.program, own.arguments, each.body.dtype, each.body.kind)
+            RunResident(
+                name, each.body.program, own.arguments, each.body.dtype, each.body.kind, idle_s
+            )
             for each in own.ranks
         ]
         programs = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.command_log import Command
 from dask_p2p.fusing.resident.command_stream import CommandStream
 from dask_p2p.interprocess.requests import checked_text
+from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
@@ -33,9 +35,14 @@ _CLIENT_S = 60.0  # longest wait for the client
 class CommandQueue:
     """The commands that a rank has received, and the stream for its answers."""
 
-    def __init__(self, has_ended: Callable[[], bool]) -> None:  # whether the attempt has ended
+    def __init__(
+        self,
+        has_ended: Callable[[], bool],  # whether the attempt has ended
+        units: Units | None = None,  # the resources of the rank's task
+        idle_s: float = inf,  # time without a command until the rank lends them
+    ) -> None:
         self.token = uuid4().hex
-        self._has_ended = has_ended
+        self._has_ended, self._units, self._idle_s = has_ended, units, idle_s
         self._commands: deque[Command] = deque()
         self._changed = threading.Condition()
         self._stream: CommandStream | None = None
@@ -44,23 +51,30 @@ class CommandQueue:
     # --- in the rank's thread
 
     def get(self) -> Command:
-        """Wait for the next command, and return it.
+        """Wait for the next command, and return it. Meanwhile lend the resources, if it is late.
 
         Raises `AttemptEndedError` if the attempt or the stream has ended, and `SectionError` if the
         client does not begin the stream.
         """
-        until_s = time.monotonic() + _CLIENT_S
+        begun_s = time.monotonic()
         with self._changed:
             while not self._commands:
+                waited_s = time.monotonic() - begun_s
                 if self._is_closed or self._has_ended():
                     raise AttemptEndedError("the attempt or the stream of commands has ended")
-                if self._stream is None and time.monotonic() > until_s:
+                if self._stream is None and waited_s >= _CLIENT_S:
                     raise SectionError(
                         f"the client has not connected to a rank of its resident gang for "
                         f"{_CLIENT_S:g} s. Run the client where it reaches the workers."
                     )
+                if self._units is not None and waited_s >= self._idle_s:
+                    self._units.lend_while_idle()
                 self._changed.wait(_LOOK_S)
-            return self._commands.popleft()
+            command = self._commands.popleft()
+        if self._units is not None:
+            # Waiting for tasks that have borrowed them could wait for another gang for ever.
+            self._units.take(lambda: False)
+        return command
 
     def send(self, message: Any) -> None:
         """Send a message to the client."""
@@ -105,9 +119,12 @@ class CommandQueues:
             self._end(token)
 
     @contextmanager
-    def queue(self, has_ended: Callable[[], bool]) -> Iterator[CommandQueue]:
-        """Receive the commands of a rank inside this context. In the rank's thread."""
-        queue = CommandQueue(has_ended)
+    def queue(self, *given: Any) -> Iterator[CommandQueue]:
+        """Receive the commands of a rank inside this context. In the rank's thread.
+
+        The arguments are those of `CommandQueue`.
+        """
+        queue = CommandQueue(*given)
         self._queues[queue.token] = queue
         try:
             yield queue

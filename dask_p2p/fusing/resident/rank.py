@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,6 +38,7 @@ from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.gang import output_of, unpacked
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.fusing.running.values import LiveValues
+from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
 from dask_p2p.sections.gang.checkpoints import Checkpoints
@@ -75,6 +77,7 @@ class RunResident:
     arguments: tuple[str, ...]  # names of the arrays that stand for the arguments in the program
     dtype: DType | None  # of the first result
     kind: Kind  # of the arrays
+    idle_s: float  # time without a command until the rank lends its resources
     is_resident: ClassVar[bool] = True  # the gang shares its workers
 
     @staticmethod
@@ -87,9 +90,11 @@ class RunResident:
         if ctx.connections.is_alone:
             secede()  # as ranks of a gang do: the rank mostly waits
         queues = sync(worker.loop, queues_on, worker)
+        units = Units(worker, (self.gang, ctx.rank))
         with (
             ctx.device.running([block for block in blocks if ctx.device.holds(block)]),
-            queues.queue(lambda: ctx.connections.has_ended) as queue,
+            closing(units),
+            queues.queue(lambda: ctx.connections.has_ended, units, self.idle_s) as queue,
         ):
             table = HandleTable(program, self.arguments, blocks)
             resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Event
+from time import monotonic
 from typing import Any
+
+from distributed.core import Status
+from distributed.worker_state_machine import UnpauseEvent
 
 from dask_p2p.types import Key
 
@@ -30,6 +34,12 @@ class Units:
             self._is_lent = True
             self._worker.loop.add_callback(self._add, 1)
 
+    def lend_while_idle(self) -> None:
+        """Lend the units of a task that has seceded; tasks that wait for them start now."""
+        if self._needs and not self._is_lent:
+            self.lend()
+            self._worker.loop.add_callback(self._start_waiting)
+
     def take(self, wait: Callable[[], bool]) -> None:
         """Take the units back, and wait until enough tasks that borrowed them have ended.
 
@@ -48,6 +58,10 @@ class Units:
         if self._is_lent:
             self._is_lent = False
             self._worker.loop.add_callback(self._add, -1)
+
+    def _start_waiting(self) -> None:
+        if self._worker.status == Status.running:  # then the event has no other effect
+            self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"p2p-units-{monotonic()}"))
 
     def _are_enough(self) -> bool:
         available = self._worker.state.available_resources

@@ -11,6 +11,7 @@ from dask_p2p.fusing.resident import command_queues
 from dask_p2p.fusing.resident.command_queues import CommandQueue
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 
 def waiting(queue):
@@ -68,3 +69,41 @@ def test_one_stream_for_each_rank():
     ended = CommandQueue(lambda: False)
     ended.close()
     assert not ended.begin(object())
+
+
+class Units:
+    """Records the states of the units of a rank."""
+
+    def __init__(self):
+        self.states = []
+
+    def lend_while_idle(self):
+        self.states.append("lent")
+
+    def take(self, wait):
+        assert not wait()
+        self.states.append("taken")
+
+
+def test_an_idle_rank_lends_its_resources_until_the_next_command():
+    units = Units()
+    queue = CommandQueue(lambda: False, units, 0)
+    thread, found = waiting(queue)
+    wait_until(lambda: units.states)
+    queue.put([(1, "call"), (2, "call")])
+    thread.join(BOUND_S)
+    assert found == [(1, "call")]
+    assert units.states[0] == "lent"
+    assert units.states[-1] == "taken"
+    units.states.clear()
+    assert queue.get() == (2, "call")
+    assert units.states == ["taken"]
+
+
+def test_a_rank_is_not_idle_at_once():
+    units = Units()
+    queue = CommandQueue(lambda: False, units, 3600)
+    thread, _ = waiting(queue)
+    queue.close()
+    thread.join(BOUND_S)
+    assert not units.states

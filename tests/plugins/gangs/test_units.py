@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from distributed.core import Status
 
 from dask_p2p.plugins.gangs.units import Units
 
@@ -72,3 +73,20 @@ def test_without_needs_nothing_changes(needs):
     units.close()
     assert worker.free == 1
     Units(worker, "a task that has gone").lend()
+
+
+def test_tasks_start_that_wait_for_the_units_of_an_idle_rank():
+    worker, events = Worker({"GPU": 1}), []
+    worker.status, worker.handle_stimulus = Status.running, events.append
+    units = Units(worker, "x")
+    units.lend_while_idle()
+    units.lend_while_idle()
+    assert worker.free == 2
+    assert len(events) == 1
+    units.take(lambda: False)
+    worker.status = Status.paused
+    units.lend_while_idle()
+    assert len(events) == 1
+    without = Units(Worker({}), "x")
+    without.lend_while_idle()
+    assert not without._is_lent
