@@ -129,6 +129,10 @@ class Backend(ABC):
         `worker_limit_bytes` is Dask's limit of the worker's host memory; None or 0: no limit.
         """
 
+    def device_bytes(self) -> int:
+        """Return the memory of the current GPU; 0 without one, or if host memory extends it."""
+        return 0
+
     @abstractmethod
     def device_name(self) -> str:
         """Return the model of the CPU or of the current GPU."""

@@ -85,13 +85,15 @@ class CupyBackend(Backend):
         return on_gpu()
 
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
-        total_bytes = _total_bytes(_cupy().cuda.runtime.getDevice())
-        if wanted_bytes <= total_bytes:
+        if wanted_bytes <= _total_bytes(_cupy().cuda.runtime.getDevice()):
             return None
+        return self.device_bytes() or None
+
+    def device_bytes(self) -> int:
         resources = _rmm_resources()
         if resources and type(resources[-1]).__name__ not in _WITHIN_THE_GPU:
-            return None
-        return total_bytes
+            return 0
+        return _total_bytes(_cupy().cuda.runtime.getDevice())
 
     def device_name(self) -> str:
         runtime = _cupy().cuda.runtime

@@ -91,7 +91,7 @@ def choice_of(
             check_gain(read.tasks, size)  # before programs are made
         programs = programs_of(read.tasks, size, sizes_bytes)
         if is_auto:
-            check_suitable(read.tasks, programs, sizes_bytes, cluster)
+            check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
     except (FuseError, UnsupportedArrayError) as exc:
         return Choice(read, error=exc)
     return Choice(read, programs, kind, after=after)

@@ -26,6 +26,7 @@ from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, optimized
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster
+from dask_p2p.monitoring.counters import DEVICE_METRIC
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
 from dask_p2p.types import Key, Kind
 from dask_p2p.versioned import versioned
@@ -145,10 +146,12 @@ def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
     """Return the properties of a cluster, from Dask's information on each worker."""
     running = [each for each in workers if each["status"] == "running"]
     limits = [each["memory_limit"] for each in running if each["memory_limit"]]
+    devices = [each["metrics"].get(DEVICE_METRIC) or 0 for each in running]
     return Cluster(
         workers=len(running),
         threads=sum(each["nthreads"] for each in running),
         memory_bytes=min(limits, default=0),
+        device_bytes=min(filter(None, devices), default=0),
         has_resources=any(each["resources"] for each in running),
     )
 

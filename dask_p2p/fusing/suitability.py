@@ -40,6 +40,7 @@ class Cluster:
     threads: int  # of all workers
     memory_bytes: int  # smallest memory limit of a worker; 0: no limit
     has_resources: bool  # whether a worker has resources, such as GPUs
+    device_bytes: int = 0  # smallest memory of a worker's GPU; 0: none is known
 
 
 def ranks_for(
@@ -84,6 +85,7 @@ def check_suitable(
     programs: Sequence[Program],
     sizes_bytes: Mapping[Key, int],
     cluster: Cluster,
+    kind: Kind,
 ) -> None:
     """Refuse a graph that Dask probably runs faster, or in less memory: `FuseError`."""
     if cluster.has_resources:
@@ -92,19 +94,22 @@ def check_suitable(
             "those that the call requests. Call dask_p2p.fused(x)."
         )
     check_gain(tasks, len(programs), exchanges_of(programs))
-    _check_memory(programs, sizes_bytes, cluster)
+    _check_memory(programs, sizes_bytes, cluster, kind)
     _check_balance(programs, sizes_bytes)
 
 
 def _check_memory(
-    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], cluster: Cluster
+    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], cluster: Cluster, kind: Kind
 ) -> None:
+    limit_bytes, place = cluster.memory_bytes, "a worker"
+    if kind == "cupy":
+        limit_bytes, place = cluster.device_bytes, "a worker's GPU"
     peak = max((peak_bytes(each, sizes_bytes) for each in programs), default=0)
     of_worker = peak * -(-len(programs) // max(1, cluster.workers))
-    if cluster.memory_bytes and of_worker > _MOST_MEMORY * cluster.memory_bytes:
+    if limit_bytes and of_worker > _MOST_MEMORY * limit_bytes:
         raise FuseError(
-            f"expected values of at most half of a worker's memory, "
-            f"{format_bytes(cluster.memory_bytes)}, got {format_bytes(of_worker)}, which Dask "
+            f"expected values of at most half of the memory of {place}, "
+            f"{format_bytes(limit_bytes)}, got {format_bytes(of_worker)}, which Dask "
             f"cannot spill while ranks run. Use smaller chunks, or workers with more memory."
         )
 

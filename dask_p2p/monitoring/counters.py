@@ -14,6 +14,8 @@ from dask_p2p.monitoring.records import TaskRecord
 
 #: Name of the counters in a worker's metrics, in Dask's heartbeat.
 COUNTERS_METRIC = "dask-p2p"
+#: Name of a metric: the memory of a worker's GPU; 0 without one, or if host memory extends it.
+DEVICE_METRIC = "dask-p2p-device-bytes"
 
 _OWN = "local"  # label of the worker's own blocks, instead of a transport
 

@@ -26,7 +26,7 @@ from dask_p2p.config import Options, options
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context
 from dask_p2p.monitoring import prometheus
-from dask_p2p.monitoring.counters import COUNTERS_METRIC, Values
+from dask_p2p.monitoring.counters import COUNTERS_METRIC, DEVICE_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.plugins.at_once import AtOnce
@@ -62,6 +62,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._at_once = AtOnce()
         self._background: set[asyncio.Future[None]] = set()
         self._parts: dict[Any, Any] = {}  # by the function that made the part
+        self._device_bytes = 0  # memory of the GPU, once it is known
 
     def part(self, make: Callable[[Worker], Any]) -> Any:
         """Return the part of the plugin that `make` returned for this worker.
@@ -101,6 +102,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         # change would raise there, and close the worker.
         own_metrics = {
             _LEASED_METRIC: lambda worker: self.leased_bytes,
+            DEVICE_METRIC: lambda worker: self._device_bytes,
             COUNTERS_METRIC: lambda worker: self.figures(),
         }
         worker.metrics = {**worker.metrics, **own_metrics}
@@ -122,6 +124,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 # CuPy concurrently, one may fail, and Dask then stops reading a stream.
                 _ = backend.module
                 await self._context.offload(backend.warm_up)
+                self._device_bytes = await self._context.offload(backend.device_bytes)
             except Exception:  # the first task will fail in the same way, with an error
                 logger.debug("kernels could not be compiled ahead", exc_info=True)
 
@@ -163,7 +166,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Restore the worker's handlers, and end all leases."""
         worker.stream_handlers.update(self._originals)
         prometheus.unregister(worker)
-        own_metrics = (_LEASED_METRIC, COUNTERS_METRIC)
+        own_metrics = (_LEASED_METRIC, DEVICE_METRIC, COUNTERS_METRIC)
         worker.metrics = {k: metric for k, metric in worker.metrics.items() if k not in own_metrics}
         self._end_spilling()
         async with AsyncExitStack() as ending:  # runs each callback, even if others fail

@@ -217,6 +217,7 @@ def test_what_rmm_takes_memory_from(monkeypatch, resource, expected_bytes, statu
     monkeypatch.setattr(module, "link_gbs", lambda uuid: None)
     assert module.CUPY.memory_below(1000, 1) is None
     assert module.CUPY.memory_below(1001, None) == expected_bytes
+    assert module.CUPY.device_bytes() == (expected_bytes or 0)
     found = module.CUPY.device_status()
     assert (found["memory_resource"], found["pool_bytes"]) == status
 

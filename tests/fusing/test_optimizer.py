@@ -14,6 +14,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
+from dask_p2p.monitoring.counters import DEVICE_METRIC
 from tests.fusing.support import generated, smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
@@ -129,10 +130,14 @@ def test_workers_with_resources():
 
 
 def test_clusters():
-    worker = {"status": "running", "memory_limit": 8, "nthreads": 2, "resources": {}}
-    paused = {**worker, "status": "paused"}
-    other = {**worker, "memory_limit": None, "resources": {"GPU": 1}}
+    worker = {
+        "status": "running", "memory_limit": 8, "nthreads": 2, "resources": {}, "metrics": {}
+    }  # fmt: skip
+    paused = {**worker, "status": "paused", "metrics": {DEVICE_METRIC: 1}}
+    metrics = {DEVICE_METRIC: 32}
+    other = {**worker, "memory_limit": None, "resources": {"GPU": 1}, "metrics": metrics}
     found = cluster_of([worker, paused, other])
     assert (found.workers, found.threads, found.memory_bytes) == (2, 4, 8)
     assert found.has_resources
+    assert found.device_bytes == 32
     assert not cluster_of([worker]).has_resources

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -33,10 +35,10 @@ def stencils(x, steps=6):
     return x
 
 
-def check(x, size=4, cluster=CLUSTER_OF_4):
+def check(x, size=4, cluster=CLUSTER_OF_4, kind="numpy"):
     tasks = read_arrays(x)[1].tasks
     sizes = sizes_of(tasks)
-    check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster)
+    check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster, kind)
 
 
 def test_a_chain_of_stencils_is_suitable():
@@ -74,9 +76,19 @@ def test_exchanges_are_those_of_any_rank():
 
 def test_memory():
     small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
-    with pytest.raises(FuseError, match=r"at most half of a worker's memory, 8.00 kiB, got"):
+    with pytest.raises(FuseError, match=r"at most half of the memory of a worker, 8.00 kiB, got"):
         check(stencils(array()), 4, small)
     check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
+
+
+def test_memory_of_gpus():
+    """The memory limit of a worker is that of its host memory."""
+    cluster = Cluster(4, 4, 2**13, has_resources=False, device_bytes=2**30)
+    check(stencils(array()), 4, cluster, "cupy")
+    check(stencils(array()), 4, replace(cluster, device_bytes=0), "cupy")
+    small = replace(cluster, memory_bytes=0, device_bytes=2**13)
+    with pytest.raises(FuseError, match=r"at most half of the memory of a worker's GPU, 8.00 kiB"):
+        check(stencils(array()), 4, small, "cupy")
 
 
 def test_balance():

@@ -15,6 +15,7 @@ from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
+from dask_p2p.monitoring.counters import DEVICE_METRIC
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin
@@ -206,6 +207,9 @@ def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkey
             threads["kernels"] = threading.get_ident()
             warm.set()
 
+        def device_bytes(self):
+            return 32
+
     monkeypatch.setattr(worker_module, "worker_backend", OnDevice)
 
     async def main():
@@ -214,5 +218,7 @@ def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkey
             await worker.plugin_add(P2PPlugin(), catch_errors=False)
             assert await asyncio.to_thread(warm.wait, 10)
             assert threads["import"] == threading.get_ident() != threads["kernels"]
+            while await worker.get_metrics() and worker.metrics[DEVICE_METRIC](worker) != 32:
+                await asyncio.sleep(0.01)
 
     asyncio.run(main())

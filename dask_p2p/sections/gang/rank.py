@@ -111,7 +111,8 @@ class _RankRun:
             worker_ranks.rank_attempt(*of_gang, **how) as rank_attempt,
             closing(units),
         ):
-            order, result = _order_when_whole(rank_attempt, units, thread), None
+            order = _order_when_whole(rank_attempt, units, thread, self._is_resident)
+            result = None
             if order.state == "running":
                 result, order = self._together(rank_attempt, order, thread, context, ucx)
         if order.state != "committed":
@@ -156,14 +157,18 @@ class _RankRun:
         return Watch(key, self.ranks, self.rank, dtype, ctx.progress, context, *attempt)
 
 
-def _order_when_whole(rank_attempt: RankAttempt, units: Units, thread: PoolThread) -> Order:
+def _order_when_whole(
+    rank_attempt: RankAttempt, units: Units, thread: PoolThread, is_resident: bool
+) -> Order:
     """Wait for the other ranks outside the thread pool; return the order that follows."""
     if rank_attempt.order_after("waiting", timeout_s=_SECEDE_S).state == "waiting":
         units.lend()
         thread.secede()  # any number of ranks may wait on a worker with one thread
     if rank_attempt.order_after("waiting").state == "running":
+        # Two resident gangs run at the same time, and could wait for each other's units for ever.
         units.take(
-            lambda: rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
+            lambda: not is_resident
+            and rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
         )
     return rank_attempt.order_after("waiting")
 
