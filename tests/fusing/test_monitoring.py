@@ -1,0 +1,81 @@
+"""Fused graphs and resident gangs in `last_runs`, in traces and on the page /p2p."""
+
+from __future__ import annotations
+
+import json
+
+import dask
+import pytest
+from distributed import Event, wait
+
+import dask_p2p
+from dask_p2p.monitoring.page.steps import Speeds, section_of, speed_chart, waiting_chart
+from dask_p2p.monitoring.tables import cells
+from tests.fusing.programs import array, stencils
+from tests.transports.loopback import wait_until
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
+
+
+def after_gate(block):
+    """Return a block once the test permits it."""
+    Event("gate-of-fused").wait(200)
+    return block
+
+
+def newest(operation="p2p-fused"):
+    return next((run for run in dask_p2p.last_runs() if run.operation == operation), None)
+
+
+@pytest.mark.parametrize("mode", ["fused", "option", "compiled"])
+def test_a_fused_graph_that_runs_and_has_run(client, tmp_path, mode):
+    gate = Event("gate-of-fused", client=client)
+    gate.clear()
+
+    def program(u):
+        u = stencils(u)
+        return stencils(u.map_blocks(after_gate, meta=u._meta))
+
+    x = array()
+    y = dask_p2p.compile(program, x)(x) if mode == "compiled" else program(x)
+    y = dask_p2p.fused(y) if mode == "fused" else y
+    with dask.config.set({"p2p.fuse": "on" if mode == "option" else "off"}):
+        made = client.persist(y)
+    try:
+        wait_until(lambda: (run := newest()) is not None and run.under_way and run.steps)
+        run = newest()
+        assert 0 < run.steps < run.all_steps
+        assert section_of(dask_p2p.last_runs()) is not None
+        title = speed_chart(run, Speeds()).title
+        assert title.startswith(f"p2p-fused: {run.steps} of {run.all_steps} steps")
+        assert len(waiting_chart(run).columns["rank"]) == 2
+    finally:
+        gate.set()
+    wait(made)
+    wait_until(lambda: not newest().under_way)
+    run = newest()
+    assert run.steps == run.all_steps >= 12
+    assert cells(run)["steps"].startswith(f"{run.steps} of {run.steps}")
+    assert 0 <= run.waited_share <= 1
+    dask_p2p.last_runs().to_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    steps = [each["args"]["steps"] for each in events if each.get("args", {}).get("steps")]
+    assert set(steps) == {run.all_steps}
+    del made
+
+
+def test_calls_of_a_resident_gang_are_its_steps(client):
+    x = array()
+    with dask_p2p.compile(stencils, x).resident(x) as run:
+        u = x
+        for _ in range(20):
+            u = run(u)
+        run.fetch(u)
+        wait_until(lambda: (found := newest()) is not None and found.steps == 20)
+        found = newest()
+        assert found.under_way
+        assert speed_chart(found, Speeds()).title.startswith("p2p-fused: 20 steps")
+    del u
+    wait_until(lambda: not newest().under_way)
+    assert newest().steps == 20
