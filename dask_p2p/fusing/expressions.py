@@ -86,7 +86,7 @@ def arrays_of(expr: Any) -> list[Any]:
 
 def put_in_place() -> None:
     """Let the option count for expressions of this process. Idempotent."""
-    from distributed import Client
+    from distributed.client import Client  # the package itself may be half imported
 
     of_dask: Any = Client._graph_to_futures  # private
     if hasattr(of_dask, "__wrapped__"):

@@ -38,9 +38,16 @@ _OF_ANY_ORDER: dict[Any, str] = {
     np.min: "min",
     reductions.chunk_max: "max",
     reductions.chunk_min: "min",
+    reductions._nanmax_skip: "nanmax",  # private, like `_nanmin_skip`
+    reductions._nanmin_skip: "nanmin",
 }
 #: Reductions that have it for integers.
-_OF_INTEGERS: dict[Any, str] = {np.prod: "prod", np.sum: "sum"}
+_OF_INTEGERS: dict[Any, str] = {
+    np.prod: "prod",
+    np.sum: "sum",
+    np.nanprod: "prod",  # integers are never NaN
+    np.nansum: "sum",
+}
 
 
 class LayerExpr(LayerArray, ArrayExpr):  # type: ignore[misc]

@@ -66,3 +66,23 @@ def test_the_option_counts_in_any_order_of_imports(imports):
         timeout=250,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import dask_p2p, dask.array, distributed",
+        "import dask.array, distributed, dask_p2p",
+        "import distributed, dask_p2p, dask.array",
+    ],
+)
+def test_the_option_of_expressions_counts_in_any_order_of_imports(imports):
+    check = "assert hasattr(distributed.Client._graph_to_futures, '__wrapped__')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{imports}\n{check}"],
+        env={"PYTHONPATH": import_path(), "DASK_ARRAY__QUERY_PLANNING": "True"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr

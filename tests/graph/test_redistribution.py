@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import numpy as np
@@ -17,6 +18,19 @@ from tests.support import indexed
 VALUES = indexed((512, 64)).astype(float)
 OTHER = VALUES.reshape(64, 512) / 8
 WHOLE = VALUES.size
+
+
+def without_large(block):
+    return np.where(block > 99, np.nan, block)
+
+
+def without_small(block):
+    return np.where(block < 99, np.nan, block)
+
+
+def transposed(x, function):
+    return dask_p2p.transpose(x.map_blocks(function, dtype=float))
+
 
 #: Arrays of `x` in 64 blocks, its values, and the elements that exchanges read.
 CHAINS = {
@@ -81,6 +95,26 @@ CHAINS = {
         lambda da, x: dask_p2p.transpose(x).min(axis=1),
         lambda a: a.min(axis=0),
         64,
+    ),
+    "largest, without NaN": (
+        lambda da, x: da.nanmax(transposed(x, without_large), axis=1),
+        lambda a: np.nanmax(np.where(a > 99, np.nan, a), axis=0),
+        64,
+    ),
+    "smallest, without NaN": (
+        lambda da, x: da.nanmin(transposed(x, without_small)),
+        lambda a: a[a >= 99].min(),
+        0,
+    ),
+    "integers of rows, without NaN": (
+        lambda da, x: da.nansum(dask_p2p.transpose(x.astype(int)), axis=0),
+        lambda a: a.T.astype(int).sum(axis=0),
+        512,
+    ),
+    "a sum of fractions without NaN keeps its order": (
+        lambda da, x: da.nansum(transposed(x, without_large), axis=1),
+        lambda a: np.nansum(np.where(a > 99, np.nan, a).T, axis=1),
+        WHOLE,
     ),
     "integers of rows": (
         lambda da, x: dask_p2p.transpose(x.astype(int)).sum(axis=0, keepdims=True, split_every=4),
@@ -161,6 +195,7 @@ def check_reductions(da):
                 found = result.compute(scheduler="sync")
                 assert found.dtype == wanted.dtype, (name, given)
                 np.testing.assert_allclose(found, wanted, rtol=1e-12, err_msg=f"{name} {given}")
+    check_reductions_without_nan(da, numbers)
     integers = numbers.astype(int)
     y = dask_p2p.transpose(da.from_array(integers, chunks=(8, 4)), chunks=(4, 64))
     of_blocks = integers.T.reshape(8, 8, 64).sum(axis=2)
@@ -168,6 +203,21 @@ def check_reductions(da):
     np.testing.assert_array_equal(sums.compute(scheduler="sync"), of_blocks)
     largest = da.reduction(y, np.sum, np.max, axis=(1,), dtype=int)
     np.testing.assert_array_equal(largest.compute(scheduler="sync"), of_blocks.max(axis=1))
+
+
+def check_reductions_without_nan(da, numbers):
+    holes = np.where(numbers > 1, np.nan, numbers)
+    holes[:8], holes[:, 2] = np.nan, np.nan
+    for values in (numbers, numbers.astype("i2"), numbers > 1, holes):
+        y = dask_p2p.transpose(da.from_array(values, chunks=(8, 4)))
+        for name in ("nansum", "nanprod", "nanmax", "nanmin", "nanmean"):
+            for given in ({}, {"axis": 0}, {"axis": 1, "keepdims": True}):
+                with warnings.catch_warnings():  # of slices without numbers
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    wanted = np.asarray(getattr(np, name)(values.T, **given))
+                    found = getattr(da, name)(y, **given).compute(scheduler="sync")
+                assert found.dtype == wanted.dtype, (name, given)
+                np.testing.assert_allclose(found, wanted, rtol=1e-12, err_msg=f"{name} {given}")
 
 
 def check_reductions_after_the_exchange(da):
