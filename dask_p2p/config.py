@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -239,6 +239,14 @@ def checked_options() -> Options:
 
     Raises `ConfigError` if a name is unknown or a value invalid.
     """
+    given = dask.config.get("p2p", {})
+    # Reading takes 0.1 ms, and each call of a user reads. Equal texts have equal values and types.
+    return _checked_options(repr(given), tuple(transport_classes().items()))
+
+
+@lru_cache(maxsize=1)
+def _checked_options(_given: str, _transports: tuple[Any, ...]) -> Options:
+    """Return the checked options. The arguments are all that they depend on."""
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
         empty_section = value is None and any(other.startswith(f"{name}.") for other in known)

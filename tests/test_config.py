@@ -160,3 +160,15 @@ def test_defaults_are_there_after_importing_the_package_and_environment_variable
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "sync", "sync", "3"]
+
+
+def test_options_are_read_again_after_a_change():
+    for value in (3, 4):
+        with dask.config.set({"p2p.attempts": value}):
+            assert checked_options().attempts == value
+            assert checked_options() is checked_options()
+    with dask.config.set({"p2p.attempts": 1}):
+        assert checked_options().attempts == 1
+        # Python counts 1 and True as equal.
+        with dask.config.set({"p2p.attempts": True}), pytest.raises(ConfigError):
+            checked_options()

@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 import dask
 from dask.array.optimization import optimize
 from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph
 from dask.utils import ensure_dict
 
 from dask_p2p.backends import backend_for
@@ -25,7 +26,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, optimized
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
-from dask_p2p.fusing.suitability import Cluster
+from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
 from dask_p2p.types import Key, Kind
@@ -123,7 +124,10 @@ class AtScheduler:
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
             raise FuseError(_NO_PLUGIN)
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
-        known = _known(graph, {*flatten([keys])}, scheduler)
+        outputs = {*flatten([keys])}
+        if self.is_auto and isinstance(graph, HighLevelGraph):
+            check_layers(graph.layers, len(outputs), cluster)
+        known = _known(graph, outputs, scheduler)
         given = self.options, self.kinds, known, self.is_auto
         choice = choice_of(graph, keys, cluster, *given)
         if choice.error is not None:
