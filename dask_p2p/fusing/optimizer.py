@@ -107,7 +107,7 @@ class AtScheduler:
             return ensure_dict(made)
         # A gang may have made some of the tasks under the same keys.
         scheduler = _scheduler(self.scheduler)
-        return graph if scheduler is None else graph | _known(graph, keys, scheduler).tasks
+        return graph if scheduler is None else graph | _known(graph, {*keys}, scheduler).tasks
 
     def _made(self, graph: Any, keys: Any) -> Any:
         """Return the graph of a gang; None if Dask runs its own tasks."""

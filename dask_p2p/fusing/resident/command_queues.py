@@ -51,7 +51,7 @@ class CommandQueue:
     # --- in the rank's thread
 
     def get(self) -> Command:
-        """Wait for the next command, and return it. Meanwhile lend the resources, if it is late.
+        """Wait for the next command, and return it. An idle rank lends its resources.
 
         Raises `AttemptEndedError` if the attempt or the stream has ended, and `SectionError` if the
         client does not begin the stream.
