@@ -95,8 +95,7 @@ class _Writer:
         rank, superstep = self._owners[key], self._supersteps[key]
         for each in self._tasks.reads[key]:
             self._read(each, rank, superstep)
-        own = node if node.key == key else node.substitute({}, key=key)
-        self._steps[rank][superstep].steps.append(own)
+        self._steps[rank][superstep].steps.append(node)
 
     def add_assembly(self, key: Key, node: AssembleTask) -> None:
         """Add the assembly of a block, and the regions that other ranks send for it."""

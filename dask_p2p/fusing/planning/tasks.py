@@ -18,7 +18,7 @@ from dask._task_spec import convert_legacy_graph
 from dask.array.chunk import getitem as getitem_of_dask
 from dask.array.core import getter, getter_inline, getter_nofancy, load_store_chunk
 from dask.core import flatten
-from dask.task_spec import DataNode, GraphNode, Task
+from dask.task_spec import Alias, DataNode, GraphNode, Task
 from dask.utils import apply
 
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
@@ -120,10 +120,19 @@ def keys_of(x: DaskArray) -> list[Key]:
 def _nodes(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
     """Return a graph's tasks in Dask's present form; futures are left out."""
     older = {key: task for key, task in graph.items() if not isinstance(task, GraphNode)}
-    if not older:
-        return dict(graph)
-    made = convert_legacy_graph(older, graph)
-    return {key: each for key, each in (graph | made).items() if isinstance(each, GraphNode)}
+    nodes = dict(graph)
+    if older:
+        all_nodes = graph | convert_legacy_graph(older, graph)
+        nodes = {key: each for key, each in all_nodes.items() if isinstance(each, GraphNode)}
+    # `dask.graph_manipulation` copies some tasks under other keys than their own.
+    others = {key: node for key, node in nodes.items() if node.key != key}
+    return nodes | {key: _with_key(node, key) for key, node in others.items()}
+
+
+def _with_key(node: GraphNode, key: Key) -> GraphNode:
+    """Return a task under another key; aliases would keep their own in `substitute`."""
+    made: GraphNode = node.substitute({}, key=key)
+    return Alias(key, node.target) if isinstance(node, Alias) else made
 
 
 def _depth_first(

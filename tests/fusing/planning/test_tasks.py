@@ -4,10 +4,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.graph_manipulation import clone
 
 import dask_p2p
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
-from tests.fusing.support import read_arrays
+from tests.fusing.support import check_blocks, read_arrays, run_programs
 
 
 class File:
@@ -96,6 +97,16 @@ def test_tasks_of_older_graphs():
     z = da.Array(graph, "z", ((4,),), dtype=float)
     _, read = read_arrays(z * 2)
     assert names(read.tasks.nodes) == {"x", "y", "z", (z * 2).name}
+
+
+def test_copies_of_tasks_have_keys_of_their_own():
+    """Dask copies aliases under other keys than their own."""
+    x = da.from_array(np.arange(4), chunks=-1).rechunk(2) * 2
+    y = clone(x)
+    arrays = [y == x]
+    read = read_arrays(*arrays)[1].tasks
+    assert all(node.key == key for key, node in read.nodes.items())
+    check_blocks(arrays, run_programs(arrays, 2))
 
 
 def test_futures(client):
