@@ -161,6 +161,15 @@ def test_computations_without_a_gang(client, da, gangs):  # noqa: F811
     assert not gangs
 
 
+def test_an_operation_twice(client, da):
+    """The optimiser gives the two a name, whose alias is the name of the second one."""
+    x = array()
+    with dask.config.set({"p2p.fuse": "on"}):
+        y, z = dask.compute(abs(abs(x)), abs(x))
+        assert same_bits(abs(abs(x)).compute(), y)
+    assert same_bits(y, z)
+
+
 def test_blocks_of_objects(client, da):
     with dask.config.set({"p2p.fuse": "on"}):
         objects = da.from_array(np.array([1, "a"], dtype=object), chunks=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dask.task_spec import Alias, Task
+from dask.task_spec import Task
 
 from dask_p2p.types import Key
 
@@ -17,26 +17,23 @@ _RUN_SUBGRAPH = "_execute_subgraph"  # name of Dask's function, which is private
 
 
 def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return a graph with the parts of fused tasks in their place. Other tasks keep their keys."""
+    """Return a graph with the parts of fused tasks in their place. Other tasks stay.
+
+    The last part of a fused task gets its key.
+    """
     made = dict[Key, Any]()
     for key, task in graph.items():
-        parts = _parts(task) if isinstance(task, Task) else None
-        made |= {key: task} if parts is None else parts
-    return made | {key: task for key, task in graph.items() if key in made and not _is_fused(task)}
+        parts = _parts(task) if isinstance(task, Task) else {}
+        # An alias with the key of a part may lead to a task that needs the part.
+        made |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
+    return made
 
 
-def _parts(task: Task) -> dict[Key, Any] | None:
-    """Return the tasks of a fused task by key; None for others."""
-    if not _is_fused(task):
-        return None
+def _parts(task: Task) -> dict[Key, Any]:
+    """Return the tasks of a fused task by key; none for others."""
+    if getattr(task.func, "__name__", "") != _RUN_SUBGRAPH:
+        return {}
     inner, last, names, *given = task.args
     if [*names] != [getattr(each, "key", None) for each in given]:
-        return None  # its inputs have other keys than those that its parts read
-    parts = dict(inner)
-    if task.key != last:
-        parts[task.key] = Alias(task.key, last)
-    return parts
-
-
-def _is_fused(task: Any) -> bool:
-    return isinstance(task, Task) and getattr(task.func, "__name__", "") == _RUN_SUBGRAPH
+        return {}  # its inputs have other keys than those that its parts read
+    return {**{key: each for key, each in inner.items() if key != last}, task.key: inner[last]}
