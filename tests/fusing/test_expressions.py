@@ -170,6 +170,29 @@ def test_an_operation_twice(client, da):
     assert same_bits(y, z)
 
 
+def test_reads_of_files_stay_with_dask(client, da, tmp_path):
+    zarr = pytest.importorskip("zarr")
+    values = np.random.default_rng(0).normal(size=(48, 48))
+    stored = zarr.create_array(str(tmp_path / "x.zarr"), shape=(48, 48), chunks=(6, 48), dtype="f8")
+    stored[:] = values
+    y = dask_p2p.fused(stencils(da.from_zarr(stored)))
+    assert sum(str(key[0]).startswith("from-zarr") for key in y.__dask_graph__()) == 8
+    assert same_bits(y.compute(), stencils(da.from_array(values, chunks=(6, 48))).compute())
+
+
+def test_writes_stay_with_dask(client, da, tmp_path, gangs):  # noqa: F811
+    zarr = pytest.importorskip("zarr")
+    y = stencils(array())
+    expected = y.compute()
+    target = zarr.create_array(str(tmp_path / "x.zarr"), shape=y.shape, chunks=(6, 48), dtype="f8")
+    with dask.config.set({"p2p.fuse": "on"}):
+        da.store(y, target, lock=False)
+    assert same_bits(target[:], expected)
+    assert gangs
+    written = [key for gang in gangs for key in gang.ranks[0].outputs[0] if "store" in str(key)]
+    assert not written
+
+
 def test_blocks_of_objects(client, da):
     with dask.config.set({"p2p.fuse": "on"}):
         objects = da.from_array(np.array([1, "a"], dtype=object), chunks=1)

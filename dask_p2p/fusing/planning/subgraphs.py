@@ -23,13 +23,13 @@ def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
     """
     made = dict[Key, Any]()
     for key, task in graph.items():
-        parts = _parts(task) if isinstance(task, Task) else {}
+        parts = parts_of(task) if isinstance(task, Task) else {}
         # An alias with the key of a part may lead to a task that needs the part.
         made |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
     return made
 
 
-def _parts(task: Task) -> dict[Key, Any]:
+def parts_of(task: Task) -> dict[Key, Any]:
     """Return the tasks of a fused task by key; none for others."""
     if getattr(task.func, "__name__", "") != _RUN_SUBGRAPH:
         return {}

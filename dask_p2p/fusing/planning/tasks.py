@@ -10,22 +10,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import numpy as np
 from dask._task_spec import convert_legacy_graph
-from dask.array.chunk import getitem as getitem_of_dask
-from dask.array.core import getter, getter_inline, getter_nofancy, load_store_chunk
 from dask.core import flatten
 from dask.task_spec import Alias, DataNode, GraphNode, Task
 from dask.utils import apply
 
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
+from dask_p2p.fusing.planning.subgraphs import parts_of
 from dask_p2p.types import DaskArray, Key
 
-_GETTERS = (getter, getter_inline, getter_nofancy)  # functions of Dask that read an array's blocks
-_SLICES = (getitem, getitem_of_dask)
+# Functions of Dask and of `dask_array`, by name and module. The latter is never imported from here.
+_GETTERS = (  # that read an array's blocks
+    {"getter", "getter_inline", "getter_nofancy"},
+    {"dask.array.core", "dask_array._core_utils"},
+)
+_SLICES = ({"getitem"}, {"_operator", "dask.array.chunk", "dask_array._chunk"})
+_STORES = ({"load_store_chunk"}, {"dask.array.core", "dask_array.io._store"})
 _BARRIER = "P2PBarrierTask"  # class of Dask's shuffles, imported only where Dask has made one
 # Modules whose functions without inputs compute arrays from a few numbers.
 _CREATING = (
@@ -191,10 +194,10 @@ def _slices_of_reads(
     sliced = set[Key]()
     for key in order:
         read, node = reads[key], nodes[key]
-        if len(read) != 1 or key in kept or getattr(node, "func", None) not in _SLICES:
+        if len(read) != 1 or key in kept or not _is_of(getattr(node, "func", None), _SLICES):
             continue
         source = nodes.get(read[0])
-        is_read = read[0] in kept and getattr(source, "func", None) in _GETTERS
+        is_read = read[0] in kept and _is_of(getattr(source, "func", None), _GETTERS)
         if readers[read[0]] == 1 and (is_read or read[0] in sliced):
             sliced.add(key)
     return sliced
@@ -210,7 +213,7 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
         return True
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return False
-    if node.func in _GETTERS:
+    if _is_of(node.func, _GETTERS):
         source = node.args[0]
         if node.dependencies:
             source = nodes.get(source.key)
@@ -219,7 +222,18 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
 
 
 def _stores(node: GraphNode) -> bool:
-    return isinstance(node, Task) and _function(node) is load_store_chunk
+    if not isinstance(node, Task):
+        return False
+    if parts := parts_of(node):
+        return any(map(_stores, parts.values()))
+    return _is_of(_function(node), _STORES)
+
+
+def _is_of(function: Any, known: tuple[set[str], set[str]]) -> bool:
+    """Return whether a function has one of some names, and is of one of some modules."""
+    names, modules = known
+    is_named = getattr(function, "__name__", "") in names
+    return is_named and getattr(function, "__module__", "") in modules
 
 
 def _function(task: Task) -> Any:
