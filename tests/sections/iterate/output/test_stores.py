@@ -169,7 +169,7 @@ def test_killed_processes_lose_no_frame(tmp_path):
             while process.poll() is None and not (tmp_path / "states").exists():
                 pass
             for _ in range(draw.randrange(60)):  # some time: each look takes as long as it takes
-                sum(1 for _ in tmp_path.rglob("*"))
+                sum(1 for _ in os.walk(tmp_path))  # while old checkpoints are removed
             process.kill()
         if (tmp_path / "frames" / "zarr.json").exists():
             group = zarr.open(tmp_path / "frames", mode="r")  # it always opens
