@@ -29,8 +29,8 @@ from dask_p2p.plans import Fill, Piece
 from dask_p2p.types import Array
 
 _MOST_KNOWN = 1024
-# Least bytes of a region that has a launch of its own, which takes the host 40 us: a region with
-# permuted axes for its tiles, and one in order for the full bandwidth of the memory.
+# Least bytes of a region that has a launch of its own, which takes the host 40 us. A region with
+# permuted axes needs it for tiles, and one in order for the full bandwidth of the memory.
 _LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
 _ALIGNMENT = 15
 

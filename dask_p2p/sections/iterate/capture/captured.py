@@ -52,7 +52,7 @@ class Captured:
         self._tried = [field.inner.copy() for field in fields]
 
     def rehearse(self) -> None:
-        """Run the graph once, keep its results, and restore the fields. All ranks must do so."""
+        """Run the graph once, keep its results, and restore the fields: a call of all ranks."""
         for field, before in zip(self._fields, self._before, strict=True):
             before[...] = field.data
         self._replay()

@@ -1,8 +1,8 @@
 """Functions whose kernels may be replayed in place of further calls.
 
 Such a function depends on its arguments alone, and changes nothing but its results: it has no
-counter, no random numbers, no output. That is found in its code, and in the code of the functions
-that it calls. The rules refuse some functions that would do, such as methods: these are called.
+counter, no random numbers, no output. Its code shows this, and the code of the functions that it
+calls. The rules refuse some functions that would do, such as methods: these are called.
 """
 
 from __future__ import annotations
