@@ -167,8 +167,10 @@ def _order_when_whole(
     if rank_attempt.order_after("waiting").state == "running":
         # Two resident gangs run at the same time, and could wait for each other's units for ever.
         units.take(
-            lambda: not is_resident
-            and rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
+            lambda: (
+                not is_resident
+                and rank_attempt.order_after("running", timeout_s=_LOOK_S).state == "running"
+            )
         )
     return rank_attempt.order_after("waiting")
 

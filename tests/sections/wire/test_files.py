@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import threading
 
 import dask.array as da
 import numpy as np
@@ -13,7 +14,7 @@ from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import files
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import BOUND_S, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
@@ -125,13 +126,24 @@ def test_files_that_the_function_takes_end_the_section(client, limited, late):
     """The process without free files connects, or accepts a connection."""
 
     def function(ctx, x):
-        held = []
-        while ctx.rank == late:
-            try:
-                held.append(open("/dev/null"))  # noqa: SIM115
-            except OSError:
-                break
-        return x + ctx.allreduce(1.0)
+        held, full, ends = [], threading.Event(), threading.Event()
+
+        def take_all():
+            """Also files that other threads close meanwhile."""
+            while not ends.is_set():
+                try:
+                    held.append(open("/dev/null"))  # noqa: SIM115
+                except OSError:
+                    full.set()
+                    ends.wait(1e-4)
+
+        if ctx.rank == late:
+            threading.Thread(target=take_all, daemon=True).start()
+            full.wait(BOUND_S)
+        try:
+            return x + ctx.allreduce(1.0)
+        finally:
+            ends.set()
 
     limited(400, 400)
     with pytest.raises(SectionError, match=r"one more open file .*got a limit of 400"):
