@@ -14,9 +14,29 @@ from tests.support import import_path
 pytestmark = pytest.mark.programs
 
 
+QUICK = [
+    ("test_overlap", 98, 250),
+    ("test_rechunk", 81, 40),
+    ("test_masked", 139, 900),
+    ("test_atop", 60, 50),
+    ("test_reshape", 50, 30),
+    ("test_shuffle", 14, 30),
+]
+LONG = [
+    ("test_array_function", 69, 200),
+    ("test_creation", 1208, 2500),
+    ("test_fft", 264, 1000),
+    ("test_gufunc", 51, 80),
+    ("test_linalg", 398, 2000),
+    ("test_random", 60, 600),
+    ("test_routines", 726, 2000),
+    ("test_slicing", 124, 6000),
+]
+
+
 @pytest.mark.parametrize(
     ("suite", "passed", "gangs"),
-    [("test_overlap", 98, 250), ("test_rechunk", 81, 40), ("test_masked", 139, 900)],
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
 )
 def test_suites_of_dask(tmp_path, suite, passed, gangs):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.fusing.dask_suites"]
