@@ -7,6 +7,7 @@ from collections import Counter
 from functools import cache
 from types import CodeType
 
+import dask
 import pytest
 from hypothesis import settings
 
@@ -271,15 +272,22 @@ def gpu(monkeypatch):
     return emulated(monkeypatch)
 
 
-@pytest.fixture(scope="session")
-def dask_array():
-    """The package of this name; tests of other arrays keep Dask's options, which it changes."""
-    import dask
+_THRESHOLD = "array.rechunk.threshold"
+_THRESHOLD_OF_DASK = dask.config.get(_THRESHOLD)
 
-    name = "array.rechunk.threshold"
-    before = dask.config.get(name)
+
+@pytest.fixture(autouse=True)
+def _threshold_of_dask():
+    """Restore the option that `dask_array` changes, wherever a test before has imported it."""
+    if dask.config.get(_THRESHOLD) != _THRESHOLD_OF_DASK:
+        dask.config.set({_THRESHOLD: _THRESHOLD_OF_DASK})
+
+
+@pytest.fixture
+def dask_array(_threshold_of_dask):
+    """The package of this name, with the options of Dask."""
     package = pytest.importorskip("dask_array", reason="needs it: pip install dask-array")
-    dask.config.set({name: before})
+    dask.config.set({_THRESHOLD: _THRESHOLD_OF_DASK})
     return package
 
 
