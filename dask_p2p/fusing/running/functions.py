@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 from distributed.protocol.pickle import dumps, loads
+
+from dask_p2p.sections.iterate.capture.replayable import closure_values, codes_in
 
 #: Packages whose functions neither overwrite their arguments nor keep a state.
 _KNOWN = (
@@ -100,7 +101,12 @@ def _parts(whole: Any) -> Iterable[Any]:
         return (whole.func, *whole.args, *whole.keywords.values())
     if isinstance(whole, FunctionType):
         by_name = (whole.__kwdefaults__ or {}).values()
-        return (*_cells(whole), *(whole.__defaults__ or ()), *by_name, *vars(whole).values())
+        return (
+            *closure_values(whole),
+            *(whole.__defaults__ or ()),
+            *by_name,
+            *vars(whole).values(),
+        )
     if isinstance(whole, (type, np.ufunc, np.ndarray)):
         return ()
     slots = getattr(type(whole), "__slots__", ())
@@ -108,21 +114,11 @@ def _parts(whole: Any) -> Iterable[Any]:
     return (*in_slots, *getattr(whole, "__dict__", {}).values())
 
 
-def _cells(function: FunctionType) -> Iterable[Any]:
-    """Return the variables of a function's closure that have values."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):
-            yield cell.cell_contents
-
-
 def _globals(function: Any) -> Iterable[Any]:
     """Return the global objects that a function refers to."""
     if not isinstance(function, FunctionType):
         return
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, type(code))]
+    for code in codes_in(function.__code__):
         for name in code.co_names:
             if name in function.__globals__:
                 yield function.__globals__[name]

@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +20,10 @@ import numpy as np
 #: Packages whose functions keep no state, apart from their modules of random numbers.
 _PACKAGES = frozenset({"cupy", "cupyx", "numpy", "math", "operator", "_operator"})
 _STATEFUL = "random"
-_CONSTANT = (bool, int, float, complex, str, bytes, slice, range, type(None), type(Ellipsis))
+_CONSTANT = (
+    *(bool, int, float, complex, str, bytes, slice, range, type(None), type(Ellipsis)),
+    *(np.generic, np.dtype),
+)
 #: Classes of these packages whose objects are functions.
 _KERNELS = frozenset({
     *("ufunc", "RawKernel", "ElementwiseKernel", "ReductionKernel", "Fusion", "vectorize"),
@@ -47,14 +51,13 @@ def is_constant(value: Any) -> bool:
     The first step finds functions that write into arrays.
     """
     is_array = _package(type(value)) in _PACKAGES and type(value).__name__ == "ndarray"
-    return is_array or isinstance(value, (*_CONSTANT, np.generic, np.dtype)) or (
-        type(value) is tuple and all(map(is_constant, value))
-    )  # fmt: skip
+    is_tuple = type(value) is tuple and all(map(is_constant, value))
+    return is_array or is_tuple or isinstance(value, _CONSTANT)
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
     """Return whether a value that a function uses neither changes nor has a state."""
-    if isinstance(value, (*_CONSTANT, np.generic, np.dtype)) or id(value) in seen:
+    if isinstance(value, _CONSTANT) or id(value) in seen:
         return True
     seen.add(id(value))
     if type(value) in (tuple, frozenset):
@@ -64,22 +67,19 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
         return not vars(value) and all(_is_plain(each, seen) for each in parts)
     if isinstance(value, functools._lru_cache_wrapper):
         return _is_plain(value.__wrapped__, seen)
-    if isinstance(value, (ModuleType, type, BuiltinFunctionType)) or _is_kernel(value):
-        return _is_of_library(value)
-    if type(value) is not FunctionType:
-        return False
-    return _is_of_library(value) or _is_plain_function(value, seen)
+    if _is_kernel(value) or _is_of_library(value):
+        return True
+    return type(value) is FunctionType and _is_plain_function(value, seen)
 
 
 def _is_plain_function(function: FunctionType, seen: set[int]) -> bool:
     code = function.__code__
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    cells = [each.cell_contents for each in function.__closure__ or () if _is_filled(each)]
     if code.co_flags & _GENERATORS or vars(function):
         return False
-    if not all(_is_plain(each, seen) for each in (*values, *cells)):
+    if not all(_is_plain(each, seen) for each in (*values, *closure_values(function))):
         return False
-    return all(_is_plain_code(each, function, seen) for each in _codes(code))
+    return all(_is_plain_code(each, function, seen) for each in codes_in(code))
 
 
 def _is_plain_code(code: CodeType, function: FunctionType, seen: set[int]) -> bool:
@@ -103,20 +103,19 @@ def _is_plain_global(name: str, function: FunctionType, seen: set[int]) -> bool:
     return name in _BUILTINS
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield a code, and those of the functions inside."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _codes(each)
+            yield from codes_in(each)
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # of a function that is being defined
-        return False
-    return True
+def closure_values(function: FunctionType) -> Iterator[Any]:
+    """Yield the variables of a function's closure that have values."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a function that is being defined
+            yield cell.cell_contents
 
 
 def _is_kernel(value: Any) -> bool:
@@ -125,12 +124,13 @@ def _is_kernel(value: Any) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Return whether a module, function, class or kernel belongs to a package without a state."""
+    """Return whether a module, function or class belongs to a package without a state."""
     if isinstance(value, ModuleType):
         return _is_stateless(value.__name__)
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
         return False  # a method of an object
-    return _is_kernel(value) or _is_stateless(str(getattr(value, "__module__", None)))
+    is_known = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+    return is_known and _is_stateless(str(value.__module__))
 
 
 def _is_stateless(module: str) -> bool:
