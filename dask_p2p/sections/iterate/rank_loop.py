@@ -318,7 +318,7 @@ class RankLoop:
     def _captured(self, step: int) -> Captured | None:
         """Return a graph that replays a cycle of steps; None if the steps go on one by one."""
         later = range(step + self._cycle, self._of.steps, self._cycle)
-        if not any(map(self._is_free, later[:_CYCLES])) or not self._replays.is_worthwhile(step):
+        if not self._replays.is_worthwhile(step) or not any(map(self._is_free, later[:_CYCLES])):
             return None
 
         def steps() -> None:

@@ -41,8 +41,8 @@ class Replays:
         """Return whether the steps after this one may be captured. The same on all ranks."""
         if self._of.capture != AUTO:
             return self._is_promised
-        left = self._of.steps - step
-        return left >= tuning.current.capture_steps and _is_replayable(self._of)
+        is_long = self._of.steps - step >= tuning.current.capture_steps
+        return is_long and isinstance(self._ctx.device, Gpu) and _is_replayable(self._of)
 
     def captured(
         self,
