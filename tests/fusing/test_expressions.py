@@ -25,7 +25,7 @@ from dask_p2p.fusing.planning.subgraphs import unfused
 from dask_p2p.fusing.planning.tasks import before_stores
 from tests.fusing import programs
 from tests.fusing.programs import PROGRAMS, array, same_bits, stencils
-from tests.fusing.test_option import gangs  # noqa: F401  # a fixture
+from tests.fusing.test_option import check_values, gangs  # noqa: F401  # a fixture
 from tests.sections.support import nothing_is_left
 
 pytestmark = pytest.mark.skipif(
@@ -47,18 +47,9 @@ def da(dask_array, monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_values_are_those_without_the_option(client, da, program, mode, gangs):  # noqa: F811
-    x = array()
-    expected = program(x).compute()
-    inputs = client.persist(x)
-    with dask.config.set({"p2p.fuse": mode}):
-        got = program(x).compute()
-        on_workers = program(inputs).persist()
-        wait(on_workers)
-    assert same_bits(got, expected)
-    assert same_bits(on_workers.compute(), expected)
+    check_values(client, program, mode)
     if mode == "on" or program is stencils:
         assert gangs
-    del on_workers, inputs
     nothing_is_left(client)
 
 

@@ -43,9 +43,8 @@ def gangs(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("mode", ["on", "auto"])
-def test_values_are_those_without_the_option(client, program, mode, gangs):
+def check_values(client, program, mode):
+    """Compare the values of a program with those without the option."""
     x = array()
     expected = program(x).compute()
     inputs = client.persist(x)
@@ -55,9 +54,14 @@ def test_values_are_those_without_the_option(client, program, mode, gangs):
         wait(on_workers)
     assert same_bits(got, expected)
     assert same_bits(on_workers.compute(), expected)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_values_are_those_without_the_option(client, program, mode, gangs):
+    check_values(client, program, mode)
     if mode == "on" or program in (stencils, rechunks, rechunks_of_dask, solver):
         assert len(gangs) == 2
-    del on_workers, inputs
     nothing_is_left(client)
 
 
