@@ -108,6 +108,8 @@ class Tuning:
     #: Least number of steps that are captured by default. The compilation of the barrier, the
     #: capture and its rehearsal take an H100 as long as 100 to 300 steps.
     capture_steps: int = 500
+    #: Calls of a resident gang before GPUs replay them.
+    replay_after_calls: int = 32
     #: Limit of the last part of a read from another GPU. A kernel puts it into place in 50 µs: the
     #: host needs as long for one more part.
     last_part_bytes: int = 2**26

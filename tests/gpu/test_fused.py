@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p import tuning
 from tests.fusing import programs
 from tests.gpu.support import on_gpu
 from tests.gpu.test_operations import on_host
@@ -193,6 +195,110 @@ def test_a_resident_gang_and_a_killed_worker(client, way):
             if k == 20:
                 run.fetch(u)
                 victim = run._streams.ranks[0][0]
+                client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
+        check(np.asarray(to_host(run.fetch(u))), wanted)
+    client.wait_for_workers(2, timeout=120)
+
+
+def normed(u):
+    return u / da.sqrt((u * u).sum())
+
+
+def turned(u):
+    return dask_p2p.transpose(dask_p2p.transpose(u) * 0.5)
+
+
+def transformed(u):
+    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(u) * 0.5).real
+
+
+@pytest.fixture
+def gangs(client, monkeypatch):
+    """Return a function that sets the number of calls before GPUs replay them."""
+
+    def replay_after(calls):
+        def set_on_worker():
+            tuning.current = replace(tuning.current, replay_after_calls=calls)
+
+        client.run(set_on_worker)
+
+    yield replay_after
+    replay_after(tuning.current.replay_after_calls)
+
+
+@pytest.mark.parametrize("function", [heat, overlaps, transposes, normed, turned, transformed])
+def test_replayed_calls_are_those_of_functions(client, gangs, function):
+    x = persisted(client, on_gpu(X, (48, -1)))
+    step = dask_p2p.compile(lambda u: function(u).rechunk((48, -1)), x)
+    found = []
+    for first in (10**9, 4):
+        gangs(first)
+        with step.resident(x) as run:
+            u = x
+            for _ in range(12):
+                u = run(u)
+            found.append(to_host(run.fetch(u)))
+    assert np.array_equal(*found)
+
+
+def adds_noise(block):
+    if isinstance(block, np.ndarray):
+        return block
+    import cupy
+
+    return block + cupy.random.random(block.shape)
+
+
+def test_random_numbers_are_not_replayed(client, gangs):
+    gangs(4)
+    x = persisted(client, on_gpu(X * 0, (48, -1)))
+    step = dask_p2p.compile(lambda u: u.map_blocks(adds_noise, dtype=u.dtype, meta=u._meta), x)
+    with step.resident(x) as run:
+        found = [to_host(run.fetch(run(x))) for _ in range(20)]
+    for number, each in enumerate(found):
+        assert not any(np.array_equal(each, other) for other in found[:number])
+
+
+@pytest.mark.parametrize("other", ["layers", "iterate"])
+def test_replayed_calls_beside_other_work(client, gangs, other):
+    """Arguments of earlier calls, other gangs and tasks on the same GPUs, results that are kept."""
+    gangs(4)
+    x = persisted(client, on_gpu(X, (48, -1)))
+    big = persisted(client, on_gpu(LARGE, (1024, -1)))
+    wanted = [X]
+    for _ in range(60):
+        wanted.append(expected(heat, wanted[-1], (48, -1)))
+    with dask_p2p.compile(heat, x).resident(x) as run:
+        handles = [x]
+        for number in range(60):
+            handles.append(run(handles[-1]))
+            if number % 20 == 10:
+                y = (
+                    dask_p2p.transpose(big)
+                    if other == "layers"
+                    else dask_p2p.iterate(
+                        lambda u: u[1:-1, 1:-1] * 1.0, big, 1, 5, boundary="periodic"
+                    )
+                )
+                check(on_host(y), LARGE.T if other == "layers" else LARGE)
+        again = run(handles[30])
+        for number in (1, 20, 40, 60):
+            check(np.asarray(to_host(run.fetch(handles[number]))), wanted[number])
+        check(np.asarray(to_host(run.fetch(again))), wanted[31])
+
+
+@pytest.mark.parametrize("at", [30, 45])
+def test_a_worker_is_killed_while_calls_are_replayed(client, gangs, at):
+    gangs(4)
+    x = persisted(client, on_gpu(X, (48, -1)))
+    wanted = X
+    with dask_p2p.compile(heat, x).resident(x) as run:
+        u = x
+        for number in range(60):
+            u, wanted = run(u), expected(heat, wanted, (48, -1))
+            if number == at:
+                run.fetch(u)
+                victim = run._streams.ranks[number % 2][0]
                 client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
         check(np.asarray(to_host(run.fetch(u))), wanted)
     client.wait_for_workers(2, timeout=120)

@@ -20,9 +20,8 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as gpu_device
-from dask_p2p.sections.gpu import halo_windows, lending, windows
+from dask_p2p.sections.gpu import graphs, halo_windows, lending, windows
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate.capture import captured
 from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
@@ -72,7 +71,7 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
         (Gpu, "recorder", lambda gpu, out: None),
-        (captured, "_pools", defaultdict(list)),
+        (graphs, "_pools", defaultdict(list)),
         (lending, "region_batch", lambda: EmulatedBatch(recorder)),
         (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda own, peer: None),

@@ -371,7 +371,7 @@ class Array:
     def data(self):
         return SimpleNamespace(ptr=address_of(self.values), device_id=0, mem=self.owner, array=self)
 
-    def copy(self):
+    def copy(self, order="C"):
         copy = self.recorder.empty(self.shape, self.dtype)
         self.recorder.cupy.copyto(copy, self)
         return copy
@@ -604,8 +604,8 @@ def _cupy(recorder):
         return made
 
     def copyto(dst, src):
-        recorder.do(recorder.current[-1].name, "a kernel", reads=[src], writes=[dst])
-        dst.values[...] = src.values
+        copy = partial(np.copyto, dst.values, src.values)
+        recorder.run(recorder.current[-1].name, "a kernel", copy, reads=[src], writes=[dst])
 
     return SimpleNamespace(
         __name__="cupy",
@@ -627,8 +627,9 @@ def kernels(recorder):
 
     def permute_into(dst, src, axes, *, stream=None, low_occupancy=False):
         stream = stream or recorder.current[-1]
-        recorder.do(stream.name, "a kernel", reads=[src], writes=[dst])
-        dst.values[...] = src.values.transpose(axes)
+        into, of = dst.values, src.values.transpose(axes)
+        copy = partial(np.copyto, into, of)
+        recorder.run(stream.name, "a kernel", copy, reads=[src], writes=[dst])
 
     return SimpleNamespace(permute_into=permute_into)
 

@@ -54,6 +54,16 @@ class HandleTable:
         """Number of results of a call."""
         return len(self._outputs)
 
+    def has_one_dtype_by_shape(self) -> bool:
+        """Return whether all handles with blocks of the same shapes have the same dtypes, too."""
+        dtypes: dict[Any, Any] = {}
+        for blocks in self.handles.values():
+            shapes = tuple((index, block.shape) for index, block in blocks.items())
+            found = [block.dtype for block in blocks.values()]
+            if dtypes.setdefault(shapes, found) != found:
+                return False
+        return True
+
     def read(self, handles: Sequence[int]) -> list[Any]:
         """Return the inputs of the program for a call."""
         return [

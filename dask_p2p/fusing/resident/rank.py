@@ -33,6 +33,7 @@ from dask_p2p.fusing.resident.command_log import (
 )
 from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, queues_on
 from dask_p2p.fusing.resident.handle_table import HandleTable
+from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.gang import output_of, unpacked
@@ -101,7 +102,9 @@ class RunResident:
             if state is not None:
                 table.restore(state)
             announce(self.gang, ctx, queue, worker, resume)
-            ResidentRank(ctx, worker, queue, table, ResidentRunner(ctx, program)).serve()
+            runner = ResidentRunner(ctx, program)
+            calls = ReplayedCalls(ctx, program, table, runner.call)
+            ResidentRank(ctx, worker, queue, table, calls).serve()
         return [[] for _ in program.outputs]
 
 
@@ -180,10 +183,10 @@ class ResidentRank:
         worker: Worker,
         queue: CommandQueue,
         table: HandleTable,
-        runner: ResidentRunner,
+        calls: ReplayedCalls,
     ) -> None:
         self._ctx, self._worker, self._queue = ctx, worker, queue
-        self._table, self._runner = table, runner
+        self._table, self._calls = table, calls
         self._requests: Mapping[str, Callable[..., Any]] = {
             FETCH: self._fetch,
             SIZES: self._sizes,
@@ -218,7 +221,7 @@ class ResidentRank:
 
     def _call(self, number: int, handles: Sequence[int], first: int) -> None:
         call = first // self._table.results + 1
-        self._table.add(first, self._runner.call(self._table.read(handles), call))
+        self._table.add(first, self._calls.call(self._table.read(handles), call))
         self._ctx.progress.step = call
         if self._ctx.rank == 0 and call % _DONE_EVERY == 0:
             self._queue.send((DONE, number))

@@ -52,12 +52,12 @@ class Functions:
         if kind in _CONSTANT:
             return False
         if kind is Task or isinstance(task, (tuple, list, set, dict, GraphNode)):
-            return any(type(p) not in _CONSTANT and self.is_of_user(p) for p in _parts(task))
+            return any(type(p) not in _CONSTANT and self.is_of_user(p) for p in parts_of(task))
         found = self._of_user.get(id(task))
         if found is None:
             self._of_user[id(task)] = False  # for functions that refer to themselves
             is_unknown = callable(task) and (_package(task) not in _KNOWN or _is_bound(task))
-            found = is_unknown or any(map(self.is_of_user, _parts(task)))
+            found = is_unknown or any(map(self.is_of_user, parts_of(task)))
             self._of_user[id(task)] = found
         return found
 
@@ -75,19 +75,19 @@ class Functions:
         if type(task) in _CONSTANT:
             return True
         if isinstance(task, (tuple, frozenset, GraphNode)):
-            return all(map(self._is_constant, _parts(task)))
+            return all(map(self._is_constant, parts_of(task)))
         found = self._constant.get(id(task))
         if found is None:
             self._constant[id(task)] = True
             found = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
             if isinstance(task, (FunctionType, functools.partial)) or _is_own(task):
-                parts = (*_parts(task), *_globals(task))
+                parts = (*parts_of(task), *_globals(task))
                 found = found or all(map(self._is_constant, parts))
             self._constant[id(task)] = found
         return found
 
 
-def _parts(whole: Any) -> Iterable[Any]:
+def parts_of(whole: Any) -> Iterable[Any]:
     """Return the objects that another one is made of."""
     if isinstance(whole, Task):
         return (whole.func, *whole.args, *whole.kwargs.values())

@@ -63,12 +63,12 @@ class Messages:
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a superstep; add received whole values to `values`."""
-        text = f"superstep {number} of a fused graph"
+        text = text_of(number)
         memories = self._assembling.memories
         for memory in memories:
             memory.begin(superstep.sends)
-        packed = {rank: _Packing(self, rank) for rank in superstep.sends}
-        sends = {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+        packed = {rank: Packing(self, rank) for rank in superstep.sends}
+        sends = self._sends(packed, superstep, values)
         received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
         self._assembling.begin_local(superstep, values)
         found = received()
@@ -81,13 +81,19 @@ class Messages:
             readers = [rank for rank, each in packed.items() if memory in each.lent]
             memory.end(text, readers, [r for r, each in unpacked.items() if memory in each.read])
 
+    def _sends(
+        self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
+    ) -> dict[int, bytearray]:
+        """Return the messages of a superstep by rank."""
+        return {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+
     @property
     def assembling(self) -> Assembling:
         """The blocks that regions are part of."""
         return self._assembling
 
 
-class _Packing:
+class Packing:
     """One message to a rank."""
 
     def __init__(self, messages: Messages, rank: int) -> None:
@@ -266,3 +272,8 @@ def _aligned(position: int) -> int:
 def _array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Array:
     """Return the array at a position of a message."""
     return np.frombuffer(memory, dtype, prod(shape), start).reshape(shape)
+
+
+def text_of(number: int) -> str:
+    """Return the text of the call that exchanges the items of a superstep."""
+    return f"superstep {number} of a fused graph"

@@ -36,14 +36,23 @@ class ProgramContext:
 
 
 class Runner:
-    """The values of one rank, and the execution of its program."""
+    """The values of one rank, and the execution of its program.
 
-    def __init__(self, ctx: ProgramContext, program: Program) -> None:
+    Making it is a collective call of all ranks, unless they have opened the memories.
+    """
+
+    def __init__(
+        self,
+        ctx: ProgramContext,
+        program: Program,
+        memories: Sequence[Lending] = (),  # see `Assembling`
+    ) -> None:
         self._progress, self._program = ctx.progress, program
         self._functions, self._device = Functions(), ctx.device
-        self._assembling = Assembling(_memories(ctx, program))
+        self._assembling = Assembling(memories or _memories(ctx, program))
         self._values = LiveValues(program.uses, self._assembling.is_lent)
         self._messages = Messages(ctx.connections, self._assembling)
+        self._exchanging = exchanging(program)
         self._enqueued = 0  # supersteps so far
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
@@ -53,7 +62,7 @@ class Runner:
         self._add_literals()
         self._progress.steps = len(program.supersteps)
         for number, superstep in enumerate(program.supersteps):
-            if superstep.sends or superstep.receives:
+            if number in self._exchanging:
                 self._exchange(number, superstep)
             for step in superstep.steps:
                 self._run(step)
@@ -99,6 +108,11 @@ class Runner:
             self._values[key] = self._assembling.finish(step, self._values)
         for _, each in step.local:
             self._values.use(each)
+
+
+def exchanging(program: Program) -> frozenset[int]:
+    """Return the numbers of the supersteps with an exchange."""
+    return frozenset(n for n, s in enumerate(program.supersteps) if s.sends or s.receives)
 
 
 def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:

@@ -15,7 +15,7 @@ Arrays that other ranks cannot read go through host memory.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -61,7 +61,9 @@ class GpuLending(Lending):
         self._gpu, self._connections, self.backend = gpu, connections, gpu.backend
         self._batch = region_batch()
         self._own: OwnEvents | None = None
-        self._near: dict[int, PeerMemory] = {}  # memory of other ranks that read here and are read
+        self._near: Mapping[
+            int, PeerMemory
+        ] = {}  # memory of other ranks that read here and are read
         #: By reader: arrays that it may be reading. They stay until all ranks have ended.
         self._lent = defaultdict[int, list[Array]](list)
         gpu.exported.append(self._lent)
@@ -70,7 +72,10 @@ class GpuLending(Lending):
         self._reads: list[_Read] = []  # of the present exchange
         self._large: list[_LargeCopy] = []  # of this rank's own arrays, before `flush`
         if not connections.is_alone:
-            self._own, self._near = opened_by_all(gpu, connections, "lending of arrays", 2)
+            self._open()
+
+    def _open(self) -> None:
+        self._own, self._near = opened_by_all(self._gpu, self._connections, "lending of arrays", 2)
 
     def holds(self, value: Any) -> bool:
         return self._gpu.holds(value)
@@ -144,10 +149,7 @@ class GpuLending(Lending):
                 gpu.check_goes_on()
                 for rank in read:
                     self._near[rank].wait(gpu.stream, _WRITTEN)
-                # In diagonal order: no two ranks begin with the memory of the same one.
-                own, size = self._connections.rank_and_size
-                self._reads.sort(key=lambda each: (each.rank - own) % size)
-                large = [copy for each in self._reads for copy in self._enqueue(each)]
+                large = self._add_reads()
                 if large:
                     self._enqueue_large(large)
                 self.flush()
@@ -166,13 +168,23 @@ class GpuLending(Lending):
     def _lent_bytes(self, rank: int) -> int:
         return sum(array.nbytes for array in self._lent[rank])
 
-    def _enqueue(self, read: _Read) -> list[_LargeCopy]:
+    def _add_reads(self) -> list[_LargeCopy]:
+        """Add all small reads to the next launch; return the large ones."""
+        # In diagonal order: no two ranks begin with the memory of the same one.
+        own, size = self._connections.rank_and_size
+        self._reads.sort(key=lambda each: (each.rank - own) % size)
+        return [copy for each in self._reads for copy in self._add_read(each)]
+
+    def _add_read(self, read: _Read) -> list[_LargeCopy]:
         rank, descriptor, into, pieces, axes = read
         _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
         self._owed_bytes[rank] += array.nbytes
         elements = sum(box_size(src) for _, src, _ in pieces)
-        self._connections.count(rank, elements * into.dtype.itemsize)
+        self._count(rank, elements * into.dtype.itemsize)
         return self._add(into, array, pieces, axes)
+
+    def _count(self, rank: int, size_bytes: int) -> None:
+        self._connections.count(rank, size_bytes)
 
     def _enqueue_large(self, reads: Sequence[_LargeCopy]) -> None:
         """Read large regions of others, while large regions of this rank are copied."""

@@ -74,14 +74,14 @@ def test_whole_values(reads_memory):
 
 def test_large_arrays_are_read_in_place(monkeypatch):
     sizes = []
-    original = messages._Packing._bytes
+    original = messages.Packing._bytes
 
     def noted(self):
         made = original(self)
         sizes.append(len(made))
         return made
 
-    monkeypatch.setattr(messages._Packing, "_bytes", noted)
+    monkeypatch.setattr(messages.Packing, "_bytes", noted)
     for reads_memory in (True, False):
         sizes.clear()
         x = da.ones((1024, 1024), chunks=(256, 1024)).map_blocks(np.copy, dtype=float)
@@ -126,9 +126,9 @@ def test_converted_arrays_are_kept_until_they_are_read(monkeypatch):
 
 def test_stencils_send_halos_alone(monkeypatch):
     sent = []
-    original = messages._Packing._bytes
+    original = messages.Packing._bytes
     monkeypatch.setattr(
-        messages._Packing, "_bytes", lambda self: sent.append(self._arrays) or original(self)
+        messages.Packing, "_bytes", lambda self: sent.append(self._arrays) or original(self)
     )
     x = da.ones((16, 8), chunks=(4, 8)).map_blocks(np.copy, dtype=float)
     y = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)

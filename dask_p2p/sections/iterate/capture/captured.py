@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.graphs import captured
 from dask_p2p.types import Array
-
-# Memory pools for graphs, by device. They are never dropped: memory of a function that raised is
-# freed later, and CuPy crashes if the garbage collector finds a pool and its memory together.
-_pools: defaultdict[int, list[Any]] = defaultdict(list)
-_lock = threading.Lock()
 
 
 class Captured:
@@ -46,7 +36,7 @@ class Captured:
 
     def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
         self._device, self._fields = device, fields
-        self._replay = _graph(device, steps)
+        self._replay = captured(device, steps)
         # Before other ranks wait for this one: there may be no memory.
         self._before = [field.data.copy() for field in fields]
         self._tried = [field.inner.copy() for field in fields]
@@ -78,41 +68,3 @@ class Captured:
 
     def _count(self, array: Array) -> int:
         return int(self._device.module.count_nonzero(array))
-
-
-def _graph(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
-    """Capture all that `work` enqueues; return a function that launches it as one graph.
-
-    The work is not executed now. The graph holds the addresses of the current arrays, and memory
-    that `work` allocates stays until the section ends. Raises `InputError` if the work cannot be
-    captured.
-    """
-    cuda, stream = gpu.module.cuda, gpu.stream
-    pools = _pools[cuda.runtime.getDevice()]
-    with _lock:
-        pool = pools.pop() if pools else cuda.MemoryPool()
-    gpu.closing.append(partial(pools.append, pool))
-    gpu.closing.append(pool.free_all_blocks)  # called first, from the end of the list
-    try:
-        with cuda.using_allocator(pool.malloc), gpu.capturing() as capturing:
-            capturing.begin_capture()
-            try:
-                work()
-            except BaseException:
-                with suppress(cuda.runtime.CUDARuntimeError):
-                    capturing.end_capture()
-                raise
-            graph = capturing.end_capture()
-    except MemoryError:
-        pool.free_all_blocks()
-        raise
-    except RuntimeError as exc:  # from CUDA, or from CuPy, which refuses some calls itself
-        pool.free_all_blocks()
-        if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
-            raise
-        raise InputError(
-            f"capture: expected a function that only enqueues work on the current stream, got one "
-            f"that ended the capture: {exc}. Leave out capture=True, or remove all calls that wait "
-            f"for the GPU or read from it."
-        ) from exc
-    return partial(graph.launch, stream)

@@ -13,6 +13,7 @@ from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.graphs import can_wait_for_peers
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
@@ -97,7 +98,8 @@ class Replays:
     def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
         """Return whether this rank can capture steps; with "auto" also whether they are short."""
         can = [call.exchange.can_put() for call in calls if call.exchange is not None]
-        if not all(can) or not isinstance(self._ctx.device, Gpu):
+        is_possible = isinstance(self._ctx.device, Gpu) and can_wait_for_peers()
+        if not is_possible or not all(can):
             return False
         if self._is_promised:
             return True

@@ -66,6 +66,7 @@ def test_short_steps_are_captured(gpu, replayed, ranks):
         "one GPU",
         "always asked",
         "refused",
+        "one connection",
     ],
 )
 def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
@@ -83,6 +84,8 @@ def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
         options["overlap"] = False
     elif how == "one GPU":
         monkeypatch.setattr(Replays, "_share_gpus", SHARE_GPUS)
+    elif how == "one connection":
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     elif how == "refused":
         options["capture"] = False
     apply = kernel(gpu, star)
