@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from dask_p2p.ops.transpose import transpose as transpose
     from dask_p2p.plugins.registration import register as register
     from dask_p2p.sections.api.arguments import Whole as Whole
-    from dask_p2p.sections.api.outputs import Array as Array
-    from dask_p2p.sections.api.outputs import LocalBlock as LocalBlock
-    from dask_p2p.sections.api.outputs import PerRank as PerRank
-    from dask_p2p.sections.api.outputs import Rows as Rows
-    from dask_p2p.sections.api.outputs import Same as Same
+    from dask_p2p.sections.api.output_kinds import Array as Array
+    from dask_p2p.sections.api.output_kinds import LocalBlock as LocalBlock
+    from dask_p2p.sections.api.output_kinds import PerRank as PerRank
+    from dask_p2p.sections.api.output_kinds import Rows as Rows
+    from dask_p2p.sections.api.output_kinds import Same as Same
     from dask_p2p.sections.api.spmd import spmd as spmd
     from dask_p2p.sections.context.points import Points as Points
     from dask_p2p.sections.iterate.fields import Field as Field
@@ -57,19 +57,19 @@ ensure_defaults()
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
-    "Array": "dask_p2p.sections.api.outputs",
+    "Array": "dask_p2p.sections.api.output_kinds",
     "Checkpoint": "dask_p2p.sections.iterate.output.stores",
     "CompiledFunction": "dask_p2p.fusing.compiled",
     "Field": "dask_p2p.sections.iterate.fields",
     "Handle": "dask_p2p.fusing.resident.client",
-    "LocalBlock": "dask_p2p.sections.api.outputs",
+    "LocalBlock": "dask_p2p.sections.api.output_kinds",
     "MemoryEstimate": "dask_p2p.ops.estimate",
-    "PerRank": "dask_p2p.sections.api.outputs",
+    "PerRank": "dask_p2p.sections.api.output_kinds",
     "Points": "dask_p2p.sections.context.points",
     "Record": "dask_p2p.sections.iterate.output.series",
     "ResidentGang": "dask_p2p.fusing.resident.client",
-    "Rows": "dask_p2p.sections.api.outputs",
-    "Same": "dask_p2p.sections.api.outputs",
+    "Rows": "dask_p2p.sections.api.output_kinds",
+    "Same": "dask_p2p.sections.api.output_kinds",
     "Save": "dask_p2p.sections.iterate.output.stores",
     "Whole": "dask_p2p.sections.api.arguments",
     "check": "dask_p2p.tools.check",

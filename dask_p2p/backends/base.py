@@ -219,9 +219,9 @@ class Queue(Protocol):
     def timing(self, timer: Timer) -> AbstractContextManager[None]:
         """Return a context that adds the time of its work to `timer`, when the queue synchronises.
 
-        It does not nest. On a device the time is that of kernels and of copies from other GPUs, on
-        each stream from the start of the first to the end of the last, concurrent work included.
-        Waits for slots do not count. On the host it is the time of the whole context.
+        It does not nest. On a device the time is that of kernels and of copies from other GPUs. It
+        lasts from the start of the first to the end of the last on each stream, concurrent work
+        included, without waits for slots. On the host it is the time of the whole context.
         """
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 import benchmarks
 import dask_p2p
-from dask_p2p import sections
+from dask_p2p import fusing, sections
 from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
 
 MODULES = sorted(
@@ -167,13 +167,14 @@ def test_every_module_is_named():
     assert named == modules_in(dask_p2p.__path__)
 
 
-def test_every_module_of_sections_is_named_in_its_folder():
+@pytest.mark.parametrize(("package", "head"), [(sections, "| folder "), (fusing, "| room ")])
+def test_every_module_of_a_package_is_named_in_its_folder(package, head):
     named, folder = {}, None
-    for row in table_of("sections.md", "| folder "):
+    for row in table_of("sections.md", head):
         folder = [*names_in(row, 1), folder][0]
         named.setdefault(folder, set()).update(names_in(row, 2))
     modules = {}
-    for module in pkgutil.walk_packages(sections.__path__, "dask_p2p.sections."):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.ispkg:
             _, folder, name = module.name.rsplit(".", 2)
             modules.setdefault(folder, set()).add(name)

@@ -12,10 +12,10 @@ from dask_p2p.backends.host.permute import permute_into
 from dask_p2p.backends.host.threads import pool, thread_count
 from dask_p2p.geometry import box_slices, split_box
 
-# On an H200's host with 16 cores, blocks of 256 MiB went through its GPU at 10, 17, 25, 32 and 28
-# GB/s, both ways together, with 1, 2, 4, 8 and 12 threads that filled slots of pinned memory.
-# Pinned in place for that time, they reached 23 to 26 GB/s. Blocks of 1 GiB reached 50 GB/s with 8
-# or 12 threads, and 31 GB/s pinned in place.
+# Threads fill slots of pinned memory. With 1, 2, 4, 8 and 12 of them, on an H200's host with 16
+# cores, blocks of 256 MiB went through the GPU at 10, 17, 25, 32 and 28 GB/s, both ways together.
+# Pinned in place for that time, such blocks reached 23 to 26 GB/s. Blocks of 1 GiB reached 50 GB/s
+# with 8 or 12 threads, and 31 GB/s pinned in place.
 _FEW_THREADS = 4
 _REGISTER_FROM_BYTES = 2**24
 _LEAST_BYTES = 2**20  # least size of a copy by other threads
@@ -51,7 +51,7 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
 
 
 def register_from_bytes() -> float:
-    """Return the block size from which on a GPU reads faster if the block is pinned in place.
+    """Return the least size of a block that a GPU reads faster if it is pinned in place.
 
     It is infinite with four or more threads that can copy blocks into pinned memory.
     """

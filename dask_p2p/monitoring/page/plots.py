@@ -176,7 +176,7 @@ class WaitingPlot:
         self.root.y_range.factors = chart.workers[::-1]
         self._labels.visible = len(chart.workers) <= _MOST_LABELLED
         shares = chart.columns["share"]
-        looks: Columns = {  # labels stand beside short bars, and in long ones
+        looks: Columns = {  # labels are right of short bars, and inside long ones
             "at": [0.01 + (share if share < 0.6 else 0) for share in shares],
             "ink": ["#808080" if share < 0.6 else "#000000" for share in shares],
         }

@@ -24,7 +24,8 @@ from dask_p2p.sections.api.arguments import (
     ranks_without_arrays,
 )
 from dask_p2p.sections.api.graph import section_arrays
-from dask_p2p.sections.api.outputs import Output, Outputs, checked_outputs, outputs_in_order
+from dask_p2p.sections.api.output_kinds import Output
+from dask_p2p.sections.api.outputs import Outputs, checked_outputs, outputs_in_order
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.values import leaves

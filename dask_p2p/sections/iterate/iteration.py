@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.api.outputs import Output, Outputs, Same
+from dask_p2p.sections.api.output_kinds import Output, Same
+from dask_p2p.sections.api.outputs import Outputs
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.ends import planned
