@@ -179,7 +179,9 @@ class ResidentGang:
                 blocks[index] = loads(block)
             elif isinstance(block, Serialized):  # of this process: it is the block itself
                 blocks[index] = deserialize(block.header, block.frames).copy(order="K")
-        return joined(nested(blocks))
+        found = nested(blocks)
+        # Outside of a list Dask takes a number of zero for a list without blocks.
+        return joined(found if isinstance(found, list) else [found])
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.

@@ -74,6 +74,20 @@ def test_functions_that_overwrite_constants(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_results_without_axes(client, value):
+    """Dask's function that joins blocks takes a number of zero for an array without elements."""
+    u = da.full((4, 3), value, chunks=(2, 3), dtype=float).persist()
+    step = dask_p2p.compile(lambda u: (u.sum(), u.any(), u[1, 2], u.T.rechunk((3, 2)).max()), u)
+    with step.resident(u) as run:
+        for handle, expected in zip(run(u), step(u), strict=True):
+            found, wanted = run.fetch(handle), expected.compute()
+            assert type(found) is type(wanted)
+            assert found.shape == ()
+            assert found == wanted
+            assert run.array(handle).compute() == wanted
+
+
 @pytest.mark.parametrize("chunks", [(2, 3), (4, 3)])
 def test_workers_in_this_process(chunks):
     options = {"processes": False, "threads_per_worker": 2, "dashboard_address": None}
