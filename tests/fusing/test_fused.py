@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
+
 import dask
 import dask.array as da
 import numpy as np
@@ -91,6 +94,31 @@ def test_an_array_alone(client):
     both = dask_p2p.fused(on_workers, on_workers)
     for got in dask.compute(*both):
         np.testing.assert_array_equal(got, values)
+
+
+def test_functions_of_numpy_that_fill_an_array(client):
+    """Dask sends the array with each task; the tasks of a rank share one pickle."""
+    values, x = array()
+    out = np.empty((8, 64))
+    filled = [
+        x.map_blocks(np.add, 1, out=out, dtype=float),
+        x.map_blocks(np.add, 2, out, dtype=float),
+        x.map_blocks(partial(np.add, 3, out=out), dtype=float),
+    ]
+    for number, y in enumerate(dask.compute(*dask_p2p.fused(*filled)), 1):
+        np.testing.assert_array_equal(y, values + number)
+
+
+def test_operators_that_overwrite_blocks_in_use(client):
+    values, x = array()
+    x = x.persist()
+    y = x.T.rechunk((8, 64))
+    added = [y.map_blocks(operator.iadd, 1), y * 2, x.map_blocks(operator.iadd, 1), x * 2]
+    expected = [values.T + 1, values.T * 2, values + 1, values * 2]
+    found = dask.compute(*dask_p2p.fused(*added))
+    for each, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(each, wanted)
+    np.testing.assert_array_equal(x.compute(), values)
 
 
 def test_unknown_chunk_sizes(client):

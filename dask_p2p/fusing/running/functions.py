@@ -1,4 +1,4 @@
-"""The functions of tasks: those of users, and those that keep a state.
+"""The functions of tasks: those of users, those that keep a state, and those that overwrite.
 
 Dask pickles each task alone. So a function finds its closure, its default arguments, and the
 objects among its arguments as they were in the client's process: a random generator, a buffer, a
@@ -9,8 +9,9 @@ copies them for each task.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,7 +21,8 @@ from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p.sections.iterate.capture.replayable import closure_values, codes_in
 
-#: Packages whose functions neither overwrite their arguments nor keep a state.
+#: Packages whose functions neither overwrite their arguments nor keep a state, unless a call says
+#: so: `_overwrites`.
 _KNOWN = (
     *("_operator", "builtins", "cupy", "cupyx", "cytoolz", "dask", "dask_array", "dask_p2p"),
     *("functools", "math", "numpy", "operator", "scipy", "tlz", "toolz"),
@@ -29,6 +31,18 @@ _CONSTANT = {
     *(int, float, complex, str, bytes, bool, slice, range, type(None), type(Ellipsis)),
     *(TaskRef, Alias, ModuleType),
 }
+
+
+#: Operators that overwrite their first argument.
+_IN_PLACE = (
+    *(operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul),
+    *(operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift),
+    *(operator.isub, operator.itruediv, operator.ixor),
+)
+#: Keywords of arrays that a function fills.
+_FILLED = {"out", "output"}
+#: Classes of random generators, of NumPy and CuPy. Each call changes their state.
+_GENERATORS = {"BitGenerator", "Generator", "RandomState"}
 
 
 class Functions:
@@ -47,17 +61,21 @@ class Functions:
         self._constant: dict[int, bool] = {}
 
     def is_of_user(self, task: Any) -> bool:
-        """Return whether a task, or a function, calls a function of an unknown package."""
+        """Return whether a task, or a function, may change its arguments or keep a state.
+
+        Functions of unknown packages may.
+        """
         kind = type(task)
         if kind in _CONSTANT:
             return False
         if kind is Task or isinstance(task, (tuple, list, set, dict, GraphNode)):
+            if kind is Task and _overwrites(task.func, task.args, task.kwargs):
+                return True
             return any(type(p) not in _CONSTANT and self.is_of_user(p) for p in parts_of(task))
         found = self._of_user.get(id(task))
         if found is None:
             self._of_user[id(task)] = False  # for functions that refer to themselves
-            is_unknown = callable(task) and (_package(task) not in _KNOWN or _is_bound(task))
-            found = is_unknown or any(map(self.is_of_user, parts_of(task)))
+            found = _is_of_user(task) or any(map(self.is_of_user, parts_of(task)))
             self._of_user[id(task)] = found
         return found
 
@@ -85,6 +103,25 @@ class Functions:
                 found = found or all(map(self._is_constant, parts))
             self._constant[id(task)] = found
         return found
+
+
+def _is_of_user(value: Any) -> bool:
+    """Return whether an object, apart from its parts, is of a user or has a changing state."""
+    if not _GENERATORS.isdisjoint(each.__name__ for each in type(value).__mro__):
+        return True
+    if isinstance(value, functools.partial) and _overwrites(value.func, value.args, value.keywords):
+        return True
+    return callable(value) and (_package(value) not in _KNOWN or _is_bound(value))
+
+
+def _overwrites(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether a call of a known function overwrites some of its arguments."""
+    if isinstance(function, np.ufunc) and len(args) > function.nin:
+        return True  # with the results among its arguments
+    return any(function is each for each in _IN_PLACE) or any(
+        (name in _FILLED and value is not None) or (name.startswith("overwrite_") and value)
+        for name, value in keywords.items()
+    )
 
 
 def parts_of(whole: Any) -> Iterable[Any]:

@@ -7,8 +7,10 @@ import operator
 
 import numpy as np
 import pytest
+import scipy.fft
 import toolz
 from dask.array.core import getter
+from dask.array.random import _choice_rng as known_choice
 from dask.task_spec import List, Task, TaskRef
 from distributed.protocol.pickle import dumps
 
@@ -70,6 +72,8 @@ def calls_itself(n):
         Task("y", functools.partial(np.std, ddof=1), List(X, X)),
         Task("y", toolz.compose(np.abs, np.sum), X),
         Task("y", np.add, X, np.ones(3)),
+        Task("y", np.sum, X, out=None),
+        Task("y", scipy.fft.fft, X, overwrite_x=False),
     ],
 )
 def test_functions_of_known_packages(task):
@@ -97,6 +101,14 @@ def test_functions_of_known_packages(task):
         (Task("y", toolz.compose(np.abs, Counter()), X), False),
         (Task("y", np.vectorize(by_value(recorded)), X), False),
         (Task("y", Stencil(Counter()), X), False),
+        (Task("y", operator.iadd, X, 1), True),
+        (Task("y", np.add, X, 1, np.empty(3)), False),
+        (Task("y", np.add, X, 1, out=np.empty(3)), False),
+        (Task("y", np.add, X, 1, out=X), True),
+        (Task("y", functools.partial(np.add, 1, out=np.empty(3)), X), False),
+        (Task("y", scipy.fft.fft, X, overwrite_x=True), True),
+        (Task("y", known_choice, np.random.PCG64(0), 5), False),
+        (Task("y", known_choice, np.random.RandomState(0), 5), False),
     ],
 )
 def test_functions_of_users(task, is_constant):
