@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from dask.base import tokenize
 from dask.task_spec import Task
 
 from dask_p2p.errors import FuseError, InputError
-from dask_p2p.fusing.planning.tasks import keys_of, name_of
+from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, name_of
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.types import DaskArray, Key
 
@@ -52,13 +52,34 @@ def pinned(
     }
 
 
-def check_kept(kept: Mapping[Key, Any], arguments: Container[Any]) -> None:
-    """Refuse tasks that stay with Dask and read an argument: `FuseError`."""
-    for key, task in kept.items():
-        read = getattr(task, "dependencies", ())
-        if name_of(key) not in arguments and any(name_of(each) in arguments for each in read):
+def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
+    """Refuse tasks that cannot read an argument: `FuseError`.
+
+    These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
+    them where it optimises a graph before the end.
+    """
+    for key, task in (read.tasks.nodes | read.kept).items():
+        if name_of(key) not in arguments and _has_copy(task):
+            raise FuseError(
+                f"expected only lazy arrays between arguments and results, got the task {key!r} of "
+                f"a delayed function, or of a Dask array among the keywords of map_blocks. Give "
+                f"arrays by position, map_blocks(f, x, y). Call delayed functions outside of the "
+                f"compiled function."
+            )
+    for key, task in read.kept.items():
+        reads = getattr(task, "dependencies", ())
+        if name_of(key) not in arguments and any(name_of(each) in arguments for each in reads):
             raise FuseError(
                 f"expected only tasks of ranks between arguments and results, got the task "
                 f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
                 f"Call it outside of the compiled function."
             )
+
+
+def _has_copy(task: Any) -> bool:
+    """Return whether a task has that of an argument among its own arguments."""
+    if isinstance(task, (list, tuple)):
+        return any(map(_has_copy, task))
+    if isinstance(task, dict):
+        return any(map(_has_copy, task.values()))
+    return isinstance(task, Task) and (task.func is _no_value or _has_copy(task.args))

@@ -15,7 +15,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
-from dask_p2p.fusing.arguments import PREFIX, argument, check_kept, pinned
+from dask_p2p.fusing.arguments import PREFIX, argument, check_reads, pinned
 from dask_p2p.fusing.array_graphs import graph_of, named_graph
 from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.planner import programs_of
@@ -266,7 +266,7 @@ def _compiled(
     size = min(most, read.tasks.widest)
     programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
     names = tuple(x.name for x in given)
-    check_kept(read.kept, names)
+    check_reads(read, names)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
     packed = rank_programs(programs, outputs[0].dtype, kind_of(kinds_of((*given, *outputs)), read))

@@ -123,3 +123,20 @@ def test_functions_that_cannot_be_compiled(client):
         dask_p2p.compile(step, x[x > 0])
     with pytest.raises(FuseError, match="stays with Dask"):
         dask_p2p.compile(lambda u: dask_p2p.spmd(lambda ctx, a: a * 2, u) + 1, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.map_blocks(lambda block, sums: block * sums, sums=x.sum(), dtype=float),
+        lambda x: x * da.from_delayed(dask.delayed(np.sum)(x), (), float),
+        lambda x: x * da.from_delayed(dask.delayed(np.sum)((x + 1).T), (), float),
+    ],
+)
+def test_arguments_that_dask_has_optimised(function):
+    """Dask copies their tasks into others. The error comes at once, not in the calls."""
+    x = da.ones((4, 6), chunks=2)
+    with pytest.raises(FuseError, match="got the task .* of a delayed function, or of a Dask arr"):
+        dask_p2p.compile(function, x)
+    by_position = dask_p2p.compile(lambda x: x.map_blocks(np.multiply, x.sum(), dtype=float), x)
+    assert (by_position(x).compute(scheduler="sync") == 24).all()
