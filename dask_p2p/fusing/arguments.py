@@ -58,7 +58,7 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
     These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
     them where it optimises a graph before the end.
     """
-    for key, task in (read.tasks.nodes | read.kept).items():
+    for key, task in {**read.tasks.nodes, **read.kept}.items():
         if name_of(key) not in arguments and _has_copy(task):
             raise FuseError(
                 f"expected only lazy arrays between arguments and results, got the task {key!r} of "
