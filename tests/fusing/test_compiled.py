@@ -134,9 +134,9 @@ def test_functions_that_cannot_be_compiled(client):
     ],
 )
 def test_arguments_that_dask_has_optimised(function):
-    """Dask copies their tasks into others. The error comes at once, not in the calls."""
+    """Dask copies their tasks into others. `compile` raises the error, not a call."""
     x = da.ones((4, 6), chunks=2)
-    with pytest.raises(FuseError, match="got the task .* of a delayed function, or of a Dask arr"):
+    with pytest.raises(FuseError, match=r"got the task .* of a delayed function, or of"):
         dask_p2p.compile(function, x)
     by_position = dask_p2p.compile(lambda x: x.map_blocks(np.multiply, x.sum(), dtype=float), x)
     assert (by_position(x).compute(scheduler="sync") == 24).all()

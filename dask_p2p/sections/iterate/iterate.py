@@ -198,9 +198,11 @@ def iterate(
         refuses a function whose results depend on them.
     overlap : bool or "auto", optional
         If True, `func` computes the interior of a local block while the halo is in flight, and then
-        the boundary, in two parts for each divided axis. It must return the same values for such
-        parts. "auto", the default, overlaps if halos come from another host and local blocks have
-        at least 2**18 elements. For CuPy blocks it overlaps if local blocks have at least 256 MiB.
+        the boundary, in two parts for each divided axis. It must compute parts as it computes the
+        whole, apart from rounding errors: the second step compares both. "auto", the default,
+        overlaps if halos come from another host and local blocks have at least 2**18 elements, or
+        256 MiB for CuPy blocks. Then the code of `func` must also show that it depends on its
+        arguments alone, as for `capture`, and its values for parts must have the same bits.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
     record : mapping, optional
@@ -269,9 +271,10 @@ def iterate(
         If `func` cannot be called, a number is too small, or `depth` or `boundary` is invalid. Also
         if a parameter of `func` is no known name, or a constant or a keyword is lazy; only
         constants may be Dask arrays. When it runs, if `func` writes into its fields or constants,
-        or reads corners with ``corners=False``. Also if `capture` is True, and `func` cannot be
-        captured or then gives other values. Also if the library `as_library` is unknown, or cannot
-        hold the arrays.
+        or reads corners with ``corners=False``. Also if `overlap` is True, and `func` computes
+        parts of a block otherwise than the whole, as with a counter. Also if `capture` is True, and
+        `func` cannot be captured or then gives other values. Also if the library `as_library` is
+        unknown, or cannot hold the arrays.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError

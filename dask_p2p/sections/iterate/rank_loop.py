@@ -21,12 +21,8 @@ from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
-from dask_p2p.sections.iterate.phase import (
-    NOTHING,
-    Phase,
-    Returned,
-    replace_block,
-)
+from dask_p2p.sections.iterate.overlap import Overlap
+from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned, replace_block
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.writes import explained_writes
 from dask_p2p.types import Array
@@ -55,6 +51,7 @@ class RankLoop:
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
+        self._overlap = Overlap(of, ctx.device, self._fields, self._apply, self._whole)
         self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
@@ -171,16 +168,15 @@ class RankLoop:
     def _step(self, step: int) -> Sequence[Any]:
         """Make a step; return the numbers of its last function."""
         returned = NOTHING
-        overlap = False if self._is_staggered else self._of.overlap
-        if overlap and self._is_asked(step + 1):  # numbers are of a whole local block
-            overlap = False
+        # Numbers for `until` are those of a whole local block.
+        may_overlap = not self._is_staggered and not self._is_asked(step + 1)
         for call in self._calls_of(step):
-            if overlap == "auto":
-                is_overlapped = self._of.capture is not True and call.is_worth_hiding
-            else:
-                is_overlapped = bool(overlap)
+            is_wanted = may_overlap and self._overlap.is_wanted(call)
+            is_overlapped = is_wanted and self._overlap.is_checked(call)
             for box in self._boxes(call, is_overlapped):
                 returned = self._apply(call, box)
+            if is_wanted and not is_overlapped:
+                self._overlap.check(call)
             self._turn(call.changed)
             if returned.scalars:
                 self._scalars.update(returned.scalars)

@@ -14,13 +14,8 @@ from dask_p2p.errors import (
     InputError,
     UnsupportedArrayError,
 )
-from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
-from dask_p2p.sections.api.rank_body import InputSpec, LocalBlocks
-from dask_p2p.sections.wire.connections import Connections
-from tests.sections.gangs import run_gang
 from tests.sections.support import nothing_is_left
-from tests.support import tune
 
 X = np.random.default_rng(0).normal(size=(24, 30))
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -156,15 +151,6 @@ def test_overlap_changes_no_bit(client, boundary, ranks):
     ]
     for each in found[1:]:
         assert all(map(np.array_equal, each, found[0]))
-
-
-def test_with_overlap_the_inside_comes_before_the_halos(client):
-    def shapes(u, out):
-        out[:] = u[1:-1] + (out.shape[0] == 22) + 10 * (out.shape[0] == 1)
-
-    y = iterate(shapes, array(np.zeros((48, 3)), (24, 3)), {0: 1}, 2, overlap=True, ranks=2)
-    # The first step has halos from the start; the second is done in three parts.
-    assert y.compute()[:, 0].tolist() == ([10.0] + [1.0] * 22 + [10.0]) * 2
 
 
 def test_halos_wider_than_local_blocks_and_corners(client):
@@ -310,33 +296,3 @@ def test_wrong_arguments_are_refused():
         iterate(func, X, 1, 2)
     with pytest.raises(ChunksError, match="constants: expected Dask arrays of the fields' shape"):
         iterate(func, array(), 1, 2, constants=[da.ones(3)])
-
-
-@pytest.mark.parametrize(
-    ("is_far", "least", "parts"), [(True, 60, 3), (True, 61, 1), (False, 1, 1)]
-)
-def test_by_default_large_local_blocks_are_done_in_parts_where_halos_come_from_other_hosts(
-    monkeypatch, is_far, least, parts
-):
-    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
-    tune(monkeypatch, overlap_elements=least)
-    x, seen = np.arange(120.0).reshape(24, 5), []
-
-    def counting(u, out):
-        seen.append(out.shape)
-        out[:] = u[:-2] + u[2:]
-
-    y = iterate(counting, array(x, (12, 5)), {0: 1}, 2, ranks=2)
-    body = next(task for key, task in y.dask.to_dict().items() if key[1:] == (0,)).body
-    ranks = body.ranks
-
-    def run(ctx):
-        local_blocks = LocalBlocks(
-            ranks, ctx.rank, [[x[box_slices(ctx.box)]]], [InputSpec(x.dtype)]
-        )
-        return next(iter(body.function(ctx, local_blocks).values()))
-
-    assert np.array_equal(
-        np.concatenate(run_gang(ranks, run)), sum(np.roll(x, by, 0) for by in (-2, 0, 0, 2))
-    )
-    assert len(seen) == 2 * (1 + parts)

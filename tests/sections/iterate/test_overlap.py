@@ -1,0 +1,185 @@
+"""Steps whose functions compute the interior while their halos are in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from threading import get_ident
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import box_shape
+from dask_p2p.sections.iterate.rank_loop import RankLoop
+from dask_p2p.sections.wire.connections import Connections
+from tests.support import tune
+
+pytestmark = pytest.mark.cluster
+#: Workers in this process, which fixtures can change.
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+X = np.random.default_rng(0).normal(size=(24, 5))
+
+
+def smooth(u, out):
+    out[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:])
+
+
+def uses_length(u, out):
+    smooth(u, out)
+    out[0] += len(out)
+
+
+def uses_mean(u, out):
+    smooth(u, out)
+    out -= u.mean()
+
+
+def rounds_otherwise(u, out):
+    smooth(u, out)
+    out *= 1 + np.finfo(float).eps * (len(out) < 12)
+
+
+def counter():
+    counts = Counter()  # by thread: the ranks of this process have the same function
+
+    def count(u, out):
+        counts[get_ident()] += 1
+        out[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:]) + counts[get_ident()]
+
+    return count
+
+
+def generator():
+    rng = np.random.default_rng(0)
+
+    def add(u, out):
+        out[:] = u[1:-1] + rng.normal()
+
+    return add
+
+
+def previous():
+    """A function that keeps its last result, of a whole block."""
+    last = {}
+
+    def extrapolate(u):
+        new, old = 0.25 * (u[:-2] + u[2:]), last.get(get_ident())
+        last[get_ident()] = u[1:-1].copy()
+        return new if old is None or old.shape != new.shape else 2 * new - old
+
+    return extrapolate
+
+
+def cached():
+    """A function that keeps memory for each shape."""
+    kept = {}
+
+    def fill(u):
+        new = kept.setdefault((get_ident(), u.shape), np.empty((len(u) - 2, u.shape[1])))
+        new[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:])
+        return new
+
+    return fill
+
+
+@pytest.fixture(autouse=True)
+def cluster_of_workers(client):
+    pass
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    """The shapes of all boxes that functions compute after the first step."""
+    seen, apply = [], RankLoop._apply
+
+    def recorded(loop, call, box):
+        seen.append(box_shape(box))
+        return apply(loop, call, box)
+
+    monkeypatch.setattr(RankLoop, "_apply", recorded)
+    return seen
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """Ranks as on hosts of their own, where small blocks are worth overlap."""
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
+    tune(monkeypatch, overlap_elements=1)
+
+
+def in_ranks(function, steps, ranks=2, **options):
+    x = da.from_array(X, chunks=(24 // ranks, 5))
+    return iterate(function, x, {0: 1}, steps, ranks=ranks, **options).compute()
+
+
+def whole(function, steps, **options):
+    return in_ranks(function, steps, overlap=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("is_far", "least", "overlaps"), [(True, 60, True), (True, 61, False), (False, 1, False)]
+)
+def test_by_default_large_blocks_are_done_in_parts_where_halos_come_from_other_hosts(
+    monkeypatch, boxes, is_far, least, overlaps
+):
+    expected = whole(smooth, 4)
+    boxes.clear()
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
+    tune(monkeypatch, overlap_elements=least)
+    assert np.array_equal(in_ranks(smooth, 4), expected)
+    assert len(boxes) == 2 * (1 + 3 + 3 + 3 if overlaps else 3)
+
+
+def test_the_interior_comes_first(boxes):
+    """The second step computes the whole block and compares its parts; later ones compute parts."""
+    made = in_ranks(smooth, 3, overlap=True)
+    assert np.array_equal(made, whole(smooth, 3))
+    parts = [(10, 5), (1, 5), (1, 5)]
+    assert sorted(boxes[:14]) == sorted([(12, 5), *parts, *parts] * 2)
+    assert boxes[-2:] == [(12, 5)] * 2
+
+
+def test_one_rank_has_no_halos_to_wait_for(boxes):
+    in_ranks(counter(), 3, ranks=1, overlap=True)
+    assert boxes == [(24, 5)] * 2
+
+
+@pytest.mark.parametrize("make", [counter, previous, cached])
+def test_by_default_functions_with_a_state_compute_whole_blocks(far, boxes, make):
+    assert np.array_equal(in_ranks(make(), 4), in_ranks(make(), 4, ranks=1))
+    assert {*boxes} == {(12, 5), (24, 5)}
+
+
+@pytest.mark.parametrize("function", [uses_length, uses_mean, rounds_otherwise])
+def test_by_default_functions_of_the_block_compute_whole_blocks(far, boxes, function):
+    """Their code is plain, but results for parts differ."""
+    expected = whole(function, 4)
+    assert np.array_equal(in_ranks(function, 4), expected)
+    assert boxes[-2:] == [(12, 5)] * 2
+
+
+def test_by_default_keywords_that_may_change_compute_whole_blocks(far, boxes):
+    def scaled(u, out, factors):
+        factors.append(factors[-1] / 2)
+        out[:] = factors[-1] * u[1:-1]
+
+    assert np.array_equal(in_ranks(scaled, 3, factors=[8.0]), X * 4 * 2 * 1)
+    assert {*boxes} == {(12, 5)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [counter, generator, previous, lambda: uses_length, lambda: uses_mean],
+)
+def test_functions_that_compute_parts_otherwise_are_refused(make):
+    with pytest.raises(InputError, match="overlap=True: expected a function that computes parts"):
+        in_ranks(make(), 4, overlap=True)
+
+
+@pytest.mark.parametrize("make", [cached, lambda: partial(rounds_otherwise)])
+def test_other_functions_compute_parts_if_asked(boxes, make):
+    np.testing.assert_allclose(in_ranks(make(), 4, overlap=True), whole(make(), 4), rtol=1e-14)
+    assert (10, 5) in boxes[-12:]
