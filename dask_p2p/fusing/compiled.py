@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
+import dask
 from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.delayed import Delayed
@@ -31,6 +31,7 @@ from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.handle_memory import HandleMemory
 from dask_p2p.fusing.resident.rank import RunResident
+from dask_p2p.fusing.resident.stored_handles import StoredHandles
 from dask_p2p.fusing.running.compiled_gang import CompiledGang, CompiledLayer
 from dask_p2p.fusing.running.gang import (
     FusedGang,
@@ -210,34 +211,55 @@ class CompiledFunction:
                 "expected a synchronous client for a resident gang, got none. Make a "
                 "distributed.Client, outside of tasks."
             )
-        token = uuid4().hex  # each gang has its own handles
-        own, known, name = self._gang, self._signature, name_of_gang(token)
-        idle_s = checked_options().resident_idle_s
+        options, known = checked_options(), self._signature
+        memory = HandleMemory(known.results, [each.outputs for each in self._gang.ranks])
+        submit = partial(
+            self._submit, client, arrays, options.resident_idle_s, dask.get_annotations()
+        )
+        streams = ClientStreams(client, self.ranks, memory, options.resident_end_s)
+        return ResidentGang(streams, submit, known, [x.name for x in arrays])
+
+    def _submit(
+        self,
+        client: Any,
+        arrays: Sequence[DaskArray],
+        idle_s: float,
+        annotations: Mapping[str, Any],
+        token: str,
+        stored: StoredHandles | None,
+    ) -> Any:
+        """Submit a resident gang; return the future of its commit task."""
+        own, name = self._gang, name_of_gang(token)
+        begin = None if stored is None else (stored.name, stored.number)
         bodies = [
             RunResident(
-                name, each.body.program, own.arguments, each.body.dtype, each.body.kind, idle_s
+                name,
+                each.body.program,
+                own.arguments,
+                each.body.dtype,
+                each.body.kind,
+                idle_s,
+                begin,
             )
             for each in own.ranks
         ]
         programs = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]
         names, graphs = zip(*map(named_graph, arrays), strict=True)
         gang = gang_of(token, programs, own.options, own.renamed(names))
-        commit = Delayed(gang.commit, self._graph(gang, names, graphs), layer=gang.name)
-        memory = HandleMemory(known.results, [each.outputs for each in own.ranks])
-        return ResidentGang(
-            ClientStreams(client, gang.name, self.ranks, memory),
-            partial(client.compute, commit),
-            known,
-            [x.name for x in arrays],
-        )
+        graph = self._graph(gang, names, graphs, annotations)
+        return client.compute(Delayed(gang.commit, graph, layer=gang.name))
 
     def _graph(
-        self, gang: FusedGang, names: Sequence[str], graphs: Sequence[HighLevelGraph]
+        self,
+        gang: FusedGang,
+        names: Sequence[str],
+        graphs: Sequence[HighLevelGraph],
+        annotations: Mapping[str, Any] | None = None,  # None: those of Dask's context
     ) -> HighLevelGraph:
         """Return the graph of a gang and its inputs, which have these names and graphs."""
         name, kept = f"{PREFIX}-others-{self._gang.token}", self._gang.kept
-        others = {name: MaterializedLayer(dict(kept))} if kept else {}
-        own = {**others, gang.name: MaterializedLayer(gang.tasks)}
+        others = {name: MaterializedLayer(dict(kept), annotations)} if kept else {}
+        own = {**others, gang.name: MaterializedLayer(gang.tasks, annotations)}
         read = {name: set[str]() for name in others} | {gang.name: {*names, *others}}
         return HighLevelGraph.merge(*graphs, HighLevelGraph(own, read))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +16,7 @@ from distributed.protocol.pickle import loads
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.fusing.planning.declared import Declared
-from dask_p2p.fusing.resident.client_streams import ClientStreams
+from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.command_log import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
@@ -84,7 +84,7 @@ class ResidentGang:
     def __init__(
         self,
         streams: ClientStreams,
-        submit: Callable[[], Any],  # submits the gang, and returns the future of its commit task
+        submit: Submit,
         signature: Signature,
         names: Sequence[str],  # of the arrays that the gang begins with
     ) -> None:

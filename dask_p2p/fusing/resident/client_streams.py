@@ -2,7 +2,8 @@
 
 When the ranks have begun, the client connects to the worker of each. A stream that ends, ends the
 attempt of all ranks. The client then waits for the ranks of the next attempt, and repeats the
-commands of the log.
+commands of the log. A gang that is idle for long ends; at the next command, another gang goes on
+with its handles.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from contextvars import copy_context
+from typing import Any
+from uuid import uuid4
 
-from distributed import Future
 from distributed.comm import connect
 
 from dask_p2p.errors import SectionError
@@ -28,13 +28,16 @@ from dask_p2p.fusing.resident.command_log import (
     DROP,
     END,
     KEEP,
-    MOST_COMMANDS,
     CommandLog,
 )
-from dask_p2p.fusing.resident.command_queues import COMMANDS, TOPIC
+from dask_p2p.fusing.resident.command_queues import COMMANDS
 from dask_p2p.fusing.resident.command_stream import CommandStream
+from dask_p2p.fusing.resident.events import Ranks, receive, workers_of
 from dask_p2p.fusing.resident.handle_memory import HandleMemory
-from dask_p2p.geometry import Index
+from dask_p2p.fusing.resident.keeping import KeepingRule
+from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
+from dask_p2p.fusing.resident.suspension import suspend_when_idle
+from dask_p2p.fusing.running.gang import name_of_gang
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -42,42 +45,11 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0  # time between two checks whether the client is open
 _MOST_AHEAD = 64  # calls that have not run
 
-# Most time, and most commands, between two checkpoints.
-_KEEP_S, _KEEP_COMMANDS = 30.0, 10_000
-
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
-#: Address, token and memory limit of each rank.
-Ranks = Sequence[tuple[str, str, int]]
-
-#: Index and size in bytes of each block of a rank.
-Sizes = Sequence[tuple[Index, int]]
-
-#: Streams of a client to its resident gangs, by the name of the gang.
-_Gangs: TypeAlias = "WeakValueDictionary[str, ClientStreams]"
-_gangs: WeakKeyDictionary[Any, _Gangs] = WeakKeyDictionary()  # by client
-
-
-class KeepingRule:
-    """Decides when a checkpoint is due."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def restart(self) -> None:
-        """Make a checkpoint due soon: Dask bounds the losses of workers between two of them."""
-        self._last_s = float("-inf")
-
-    def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
-        """Return whether a checkpoint is due, after a call."""
-        if log.is_keeping:
-            return False
-        if len({address for address, *_ in ranks}) < 2:  # its loss would take all checkpoints
-            return log.since_kept >= MOST_COMMANDS
-        is_due = log.since_kept >= _KEEP_COMMANDS or time.monotonic() - self._last_s >= _KEEP_S
-        if is_due:
-            self._last_s = time.monotonic()
-        return is_due
+#: Submits a gang with a token, which goes on with stored handles, if there are some; returns the
+#: future of its commit task.
+Submit = Callable[[str, StoredHandles | None], Any]
 
 
 class ClientStreams:
@@ -86,18 +58,23 @@ class ClientStreams:
     def __init__(
         self,
         client: Any,
-        gang: str,  # its name
         size: int,  # number of ranks
         memory: HandleMemory,
+        end_s: float,  # time without a command until the ranks end
     ) -> None:
-        self._client, self._gang, self._memory = client, gang, memory
+        self.client, self._memory, self._end_s = client, memory, end_s
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
-        self._future: Any = None  # of the gang's commit task
+        self._submit: Submit
+        self._future: Any = None  # of the gang's commit task; None: the ranks have ended while idle
+        self._is_suspended = False  # whether the ranks end while idle, or have ended
+        self._stored: StoredHandles | None = None  # until the ranks have a later checkpoint
+        self._last_s = time.monotonic()  # of the last command
         self._is_awake = self._drops_soon = False  # whether `_send` will run
         self._wanted = set[int]()  # requests whose answers a thread awaits
         self._answers: dict[int, Mapping[int, Any]] = {}  # by number of the request
+        self._asked: dict[int, asyncio.Future[Mapping[int, Any]]] = {}  # as awaited on the loop
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
@@ -110,14 +87,23 @@ class ClientStreams:
 
     # --- in any thread
 
-    def start(self, submit: Callable[[], Any]) -> None:
-        """Begin to listen, and submit the gang: `submit` returns the future of its commit task."""
-        gangs = _gangs.setdefault(self._client, WeakValueDictionary())
-        gangs[self._gang] = self
-        # Once more for each gang: the client may have connected to another scheduler.
-        self._client.subscribe_topic(TOPIC, partial(_pass_on, gangs))
-        self._future = submit()
+    def start(self, submit: Submit) -> None:
+        """Begin to listen, and submit the gang."""
+        self._submit, self._context = submit, copy_context()  # with Dask's annotations
+        self._begin()
+
+    def _begin(self) -> None:
+        token = uuid4().hex  # each gang has its own ranks
+        receive(self.client, name_of_gang(token), self)
+        self._future = self._context.run(self._submit, token, self._stored)
+        self._is_suspended = False
         self._future.add_done_callback(self._record_end)
+
+    def _resume(self) -> None:
+        """Submit another gang in place of one that ends while it is idle."""
+        self._wait_until(lambda: self._future is None)
+        if self._is_suspended:  # no other thread has
+            self._begin()
 
     def call(self, handles: Sequence[int], first: int) -> None:
         """Send a call once few calls are ahead; now and then, also the command for a checkpoint.
@@ -142,6 +128,9 @@ class ClientStreams:
     def _add(self, kind: str, *arguments: Any) -> int:
         """Send a command; return its number."""
         self._check_runs()
+        if self._is_suspended:
+            self._resume()
+        self._last_s = time.monotonic()
         number = self.log.add(kind, *arguments)
         if not self._is_awake:
             self._is_awake = True
@@ -156,6 +145,7 @@ class ClientStreams:
             try:
                 self._wait_until(lambda: number in self._answers)
             finally:
+                self._last_s = time.monotonic()
                 self._wanted.discard(number)
                 answers = self._answers.pop(number, {})
         return [answers[rank] for rank in range(len(answers))]
@@ -166,7 +156,7 @@ class ClientStreams:
         `sizes` has the indices and bytes of the blocks of each rank. Raises `KeyError` if the
         scheduler has lost a worker.
         """
-        return dict(self._client.sync(self._register, name, sizes, self.ranks))
+        return dict(self.client.sync(registered, self.client, name, sizes, self.ranks))
 
     def drop(self, handle: int) -> None:
         """Send the number of a handle that is not used any more, soon or with the next call.
@@ -184,7 +174,9 @@ class ClientStreams:
         Raises the error of the gang, if no call has raised it before.
         """
         with self._changed:
-            if not self.is_over:
+            if self._is_suspended:
+                self._wait_until(lambda: self._future is None)
+            elif not self.is_over:
                 self._add(END)
                 self._wait_until(lambda: self.is_over)
             if self._error is not None and not self._has_raised:
@@ -193,7 +185,7 @@ class ClientStreams:
     def close(self) -> None:
         """End the gang now, if it runs."""
         with self._changed:
-            self.is_over = True
+            self.is_over, self._stored = True, None
         if self._future is not None:
             self._future.release()
         if not self._loop.is_closed():
@@ -208,11 +200,17 @@ class ClientStreams:
         if self._error is not None:
             self._has_raised = True
             raise self._error
-        if self.is_over or self._client.status != "running":
+        if self.is_over or self.client.status != "running":
             raise SectionError("the resident gang has ended. Begin another one: step.resident(x).")
 
     def _record_end(self, future: Any) -> None:
         """Record the end of the commit task."""
+        with self._changed:
+            if self._is_suspended:
+                self._future = None  # the scheduler forgets the gang
+                self.log.record_end()
+                self._changed.notify_all()
+                return
         error = future.exception() if future.status == "error" else None
         if error is None and future.status != "finished":
             error = SectionError(f"the resident gang is {future.status}. Begin another one.")
@@ -226,18 +224,32 @@ class ClientStreams:
 
     # --- on the event loop
 
-    async def _register(self, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> dict[Key, Any]:
-        who_has, nbytes = dict[Key, list[str]](), dict[Key, int]()
-        for (address, *_), blocks in zip(ranks, sizes, strict=True):
-            who_has |= {(name, *index): [address] for index, _ in blocks}
-            nbytes |= {(name, *index): size_bytes for index, size_bytes in blocks}
-        await self._client.scheduler.update_data(
-            who_has=who_has, nbytes=nbytes, client=self._client.id
-        )
-        futures = {key: Future(key, self._client) for key in who_has}
-        for key in futures:
-            self._client.futures[key].finish()
-        return futures
+    @property
+    def idle_s(self) -> float:
+        """Time without a command."""
+        return 0.0 if self._wanted else time.monotonic() - self._last_s
+
+    async def ask(self, kind: str, *arguments: Any) -> tuple[int, list[Any]]:
+        """Send a request; return its number and the answers of all ranks, by rank."""
+        with self._changed:
+            number = self.log.add(kind, *arguments)
+        self._asked[number] = self._loop.create_future()
+        self._send()
+        try:
+            answers = await self._asked[number]
+        finally:
+            del self._asked[number]
+        return number, [answers[rank] for rank in range(len(answers))]
+
+    def suspend(self, stored: StoredHandles, last: int) -> bool:
+        """End the ranks, and return True, if a command is still the last one."""
+        with self._changed:
+            if self.log.last != last or self.is_over:
+                return False
+            self._is_suspended, self._stored = True, stored
+            self.log.add(END)
+        self._send()
+        return True
 
     def record_ranks(self, ranks: Ranks, resume: int) -> None:
         """Connect to the ranks of another attempt, which have the handles of a checkpoint."""
@@ -253,6 +265,7 @@ class ClientStreams:
         """Send commands to the ranks of one attempt, and receive answers, until one is lost."""
         streams: list[CommandStream] = []
         reading: list[asyncio.Future[None]] = []
+        idle: list[asyncio.Future[None]] = []
         try:
             await self._connect(ranks, streams)
             with self._changed:
@@ -260,16 +273,19 @@ class ClientStreams:
                 if self.attempt:
                     self._keeping.restart()
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
+                if len(workers_of(ranks)) < 2:  # its loss would take the stored handles, too
+                    self._stored = None
             self._send()
             reading += [
                 asyncio.ensure_future(self._read(rank, each)) for rank, each in enumerate(streams)
             ]
+            idle += [asyncio.ensure_future(suspend_when_idle(self, self._end_s))]
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
         except SectionError as exc:  # the handles are lost
             self._end(exc)
             self._future.release()
         finally:
-            for task in reading:
+            for task in (*reading, *idle):
                 task.cancel()
             for stream in streams:
                 stream.close()
@@ -284,7 +300,7 @@ class ClientStreams:
         """
         for address, token, _ in ranks:
             try:
-                comm = await connect(address, **self._client.connection_args)
+                comm = await connect(address, **self.client.connection_args)
                 streams.append(stream := CommandStream(comm))
                 await comm.write({"op": COMMANDS, "token": token, "reply": False})
                 await stream.read()
@@ -306,8 +322,14 @@ class ClientStreams:
             self.log.record_done(number)
             return
         answers = self.log.record_answer(rank, number, answer)
-        if answers is not None and number in self._wanted:
+        if answers is None:
+            return
+        if number in self._wanted:
             self._answers[number] = answers
+        elif (asked := self._asked.get(number)) is not None and not asked.done():
+            asked.set_result(answers)
+        if self._stored is not None and self.log.kept > self._stored.number:
+            self._stored = None
 
     def _send_dropped(self) -> None:
         self._drops_soon = False
@@ -323,10 +345,3 @@ class ClientStreams:
             commands = self.log.take_unsent()
         for stream in self._streams:
             stream.send(*commands)
-
-
-def _pass_on(gangs: _Gangs, event: tuple[float, Mapping[str, Any]]) -> None:
-    """Pass an event to the streams of its gang; other clients ignore it."""
-    _, message = event
-    if (streams := gangs.get(message["gang"])) is not None:
-        streams.record_ranks(message["ranks"], message["resume"])

@@ -25,13 +25,15 @@ FETCH = "fetch"
 SIZES = "sizes"
 #: The number of a handle, and the name of an array that gets its blocks.
 PUBLISH = "publish"
-#: The ranks save their handles.
+#: The ranks save their handles, and send the sizes of the states on their workers.
 KEEP = "keep"
+#: The number of a checkpoint, and a name: the ranks add its states to the data of Dask.
+STORE = "store"
 #: The ranks return.
 END = "end"
 
 #: Kinds that each rank answers.
-REQUESTS = (FETCH, SIZES, PUBLISH, KEEP)
+REQUESTS = (FETCH, SIZES, PUBLISH, KEEP, STORE)
 
 #: Message of rank 0: the number of a call. This call and all before it are complete.
 DONE = "done"
@@ -67,6 +69,16 @@ class CommandLog:
     def calls_ahead(self) -> int:
         """Number of calls that have not run."""
         return len(self._running)
+
+    @property
+    def last(self) -> int:
+        """Number of the last command."""
+        return self._last
+
+    @property
+    def kept(self) -> int:
+        """Number of the last complete checkpoint."""
+        return self._kept
 
     @property
     def since_kept(self) -> int:
@@ -107,6 +119,10 @@ class CommandLog:
             self._record_kept(number)
         return found
 
+    def record_end(self) -> None:
+        """Record that the ranks have returned: other ranks will do the commands after the end."""
+        self._drop(END)
+
     def restart(self, resume: int) -> None:
         """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
 
@@ -117,6 +133,7 @@ class CommandLog:
                 "the workers that had the checkpoints of the resident gang are lost, so its "
                 "handles are lost, too. Begin again from arrays; run.array(handle) makes them."
             )
+        self._drop(STORE)  # the client requests it again
         self._record_kept(resume)
         self._answers.clear()
         self._unsent = deque(
@@ -124,6 +141,10 @@ class CommandLog:
             for number, command in self._commands.items()
             if number > resume or command[1] in REQUESTS  # without an answer
         )
+
+    def _drop(self, kind: str) -> None:
+        """Drop the commands of a kind."""
+        self._commands = {n: each for n, each in self._commands.items() if each[1] != kind}
 
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""

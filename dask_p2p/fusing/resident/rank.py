@@ -30,10 +30,12 @@ from dask_p2p.fusing.resident.command_log import (
     KEEP,
     PUBLISH,
     SIZES,
+    STORE,
 )
 from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, queues_on
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
+from dask_p2p.fusing.resident.stored_handles import blocks_of, sizes_of, stored_state
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.gang import output_of, unpacked
@@ -79,6 +81,8 @@ class RunResident:
     dtype: DType | None  # of the first result
     kind: Kind  # of the arrays
     idle_s: float  # time without a command until the rank lends its resources
+    # Name and number of the handles that a gang has stored, which this gang goes on with.
+    stored: tuple[str, int] | None
     is_resident: ClassVar[bool] = True  # the gang shares its workers
 
     @staticmethod
@@ -99,6 +103,8 @@ class RunResident:
         ):
             table = HandleTable(program, self.arguments, blocks)
             resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
+            if state is None and self.stored is not None:
+                resume, state = stored_in(*self.stored, ctx, worker)
             if state is not None:
                 table.restore(state)
             announce(self.gang, ctx, queue, worker, resume)
@@ -106,6 +112,15 @@ class RunResident:
             calls = ReplayedCalls(ctx, program, table, runner.call)
             ResidentRank(ctx, worker, queue, table, calls).serve()
         return [[] for _ in program.outputs]
+
+
+def stored_in(
+    name: str, number: int, ctx: ResidentContext, worker: Worker
+) -> tuple[int, memoryview | None]:
+    """Return the number of stored handles, and this rank's; 0 if some rank's are lost."""
+    found = sync(worker.loop, stored_state, worker, name, ctx.rank)
+    gathered = ctx.connections.gather(_BEGIN, bytes([found is not None]))
+    return (number, found) if all(map(any, gathered)) else (0, None)
 
 
 def announce(
@@ -191,6 +206,7 @@ class ResidentRank:
             FETCH: self._fetch,
             SIZES: self._sizes,
             PUBLISH: self._publish,
+            STORE: self._store,
         }
 
     def serve(self) -> None:
@@ -204,7 +220,7 @@ class ResidentRank:
             elif kind == KEEP:
                 if self._ctx.checkpoints is not None:
                     self._ctx.checkpoints.save(number, self._table.state())
-                self._queue.send((ANSWER, number, None))
+                self._queue.send((ANSWER, number, sizes_of(self._ctx.rank, self._states(number))))
             elif kind == END:
                 return
             else:
@@ -244,6 +260,16 @@ class ResidentRank:
         blocks = self._table.handles[handle].items()
         data = {(name, *index): _copied(self._ctx.device, block) for index, block in blocks}
         sync(self._worker.loop, self._update, data)
+
+    def _store(self, number: int, name: str) -> None:
+        data = blocks_of(name, self._ctx.rank, self._states(number))
+        sync(self._worker.loop, self._update, data)
+
+    def _states(self, number: int) -> Mapping[int, Any]:
+        """Return the states of a checkpoint on this worker, by rank."""
+        if self._ctx.checkpoints is not None:
+            return self._ctx.checkpoints.states(number)
+        return {0: np.concatenate(self._table.state())}  # the only rank, now
 
     async def _update(self, data: Mapping[Any, Any]) -> None:
         self._worker.update_data(data=data)

@@ -13,7 +13,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident import client_streams
+from dask_p2p.fusing.resident import keeping
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, queues_on, repeated
 from tests.fusing.test_kills import killed_once
@@ -33,7 +33,7 @@ def workers_of(client):
 # After the first kill one worker may have all ranks, and so all states.
 @pytest.mark.parametrize(("keep", "kills"), [(20, (60,)), (10_000, (30, 60))])
 def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
-    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", keep)
+    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", keep)
     workers_of(client)
     x = client.persist(array())
     wait(x)
@@ -93,7 +93,7 @@ def killed_if(block, flags, path):
 @pytest.mark.parametrize("keep", [5, 10_000])
 def test_all_workers_are_killed(client, monkeypatch, keep):
     """All calls are repeated, since no checkpoint is left."""
-    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", keep)
+    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", keep)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
@@ -110,7 +110,7 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
 
 
 def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
-    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", 5)
+    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", 5)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from dask_p2p.fusing.resident import client_streams
-from dask_p2p.fusing.resident.client_streams import KeepingRule
+from dask_p2p.fusing.resident import keeping
 from dask_p2p.fusing.resident.command_log import CALL, KEEP, CommandLog
+from dask_p2p.fusing.resident.keeping import KeepingRule
 
 TWO = [("a", "", 0), ("b", "", 0)]
 ONE = [("a", "", 0), ("a", "", 0)]
@@ -16,7 +16,7 @@ def log_of(calls):
 
 
 def test_a_checkpoint_is_due_after_many_commands(monkeypatch):
-    monkeypatch.setattr(client_streams, "_KEEP_COMMANDS", 3)
+    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", 3)
     rule, log = KeepingRule(), log_of(2)
     assert not rule.is_due(log, TWO)
     log.add(CALL, [-1], 2)
@@ -28,7 +28,7 @@ def test_a_checkpoint_is_due_after_many_commands(monkeypatch):
 def test_a_checkpoint_is_due_after_some_time(monkeypatch):
     rule = KeepingRule()
     assert not rule.is_due(log_of(1), TWO)
-    monkeypatch.setattr(client_streams, "_KEEP_S", 0)
+    monkeypatch.setattr(keeping, "_KEEP_S", 0)
     assert rule.is_due(log_of(1), TWO)
 
 
@@ -42,5 +42,5 @@ def test_a_checkpoint_is_due_after_a_loss():
 
 
 def test_a_log_of_one_worker_is_bounded(monkeypatch):
-    monkeypatch.setattr(client_streams, "MOST_COMMANDS", 2)
+    monkeypatch.setattr(keeping, "MOST_COMMANDS", 2)
     assert KeepingRule().is_due(log_of(2), ONE)

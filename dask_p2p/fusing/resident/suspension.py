@@ -1,0 +1,58 @@
+"""The idle end of a resident gang: without commands, its handles are stored, and its ranks end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from uuid import uuid4
+
+from dask_p2p.fusing.resident.command_log import KEEP, STORE
+from dask_p2p.fusing.resident.events import Ranks
+from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
+
+_PREFIX = "p2p-suspended"  # of the names of stored handles
+_AGAIN_S = 1.0  # pause after commands that came in between
+
+
+class Suspendable(Protocol):
+    """The streams of a client to the ranks of a gang."""
+
+    ranks: Ranks
+
+    @property
+    def client(self) -> Any:
+        """The client."""
+
+    @property
+    def idle_s(self) -> float:
+        """Time without a command."""
+
+    async def ask(self, kind: str, *arguments: Any) -> tuple[int, Sequence[Any]]:
+        """Send a request; return its number and the answers of all ranks, by rank."""
+
+    def suspend(self, stored: StoredHandles, last: int) -> bool:
+        """End the ranks, and return True, if a command is still the last one."""
+
+
+async def suspend_when_idle(streams: Suspendable, end_s: float) -> None:
+    """Suspend a gang that has had no command for some time."""
+    while True:
+        while (left_s := end_s - streams.idle_s) > 0:
+            await asyncio.sleep(left_s)
+        if await _is_suspended(streams):
+            return
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def _is_suspended(streams: Suspendable) -> bool:
+    """Store the handles of a gang, and suspend it unless a command has come in between."""
+    name = f"{_PREFIX}-{uuid4().hex}"
+    number, answers = await streams.ask(KEEP)
+    sizes: Sequence[Sizes] = answers
+    with suppress(KeyError):  # a worker is lost
+        futures = await registered(streams.client, name, sizes, streams.ranks)
+        last, _ = await streams.ask(STORE, number, name)
+        return streams.suspend(StoredHandles(name, number, futures), last)
+    return False
