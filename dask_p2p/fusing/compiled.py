@@ -291,7 +291,8 @@ def _compiled(
     check_reads(read, names)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
-    packed = rank_programs(programs, outputs[0].dtype, kind_of(kinds_of((*given, *outputs)), read))
+    kind = kind_of(kinds_of((*given, *outputs)), read)
+    packed = rank_programs(programs, outputs[0].dtype, kind, runs_again=True)
     return CompiledFunction(
         func,
         Signature(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
+from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
@@ -111,7 +112,7 @@ def run_programs(arrays, size, **options):
 
     def run(ctx):
         program = programs[ctx.rank]
-        return Runner(ctx, program).run([inputs[key] for key in program.inputs])
+        return Runner(ctx, ReadyProgram(program)).run([inputs[key] for key in program.inputs])
 
     ranks = RankGrid(((1,) * size,), (size,))
     results = run_gang(ranks, run, context=ProgramContext, **options)

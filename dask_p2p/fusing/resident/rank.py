@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
-from dask_p2p.fusing.planning.program import AssembleStep, Program
+from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.resident.command_log import (
     ANSWER,
     CALL,
@@ -37,10 +37,9 @@ from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
 from dask_p2p.fusing.resident.stored_handles import blocks_of, sizes_of, stored_state
 from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.gang import output_of, unpacked
+from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
-from dask_p2p.fusing.running.values import LiveValues
 from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
@@ -146,33 +145,26 @@ class ResidentRunner(Runner):
     """Runs its program many times. A failed task gives a failed value, and the program goes on."""
 
     def __init__(self, ctx: ResidentContext, program: Program) -> None:
-        super().__init__(ctx, program)
+        super().__init__(ctx, ReadyProgram(program, runs_again=True))
         self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
-        self._functions = Functions(runs_again=True)
         self._number = 0
         self._messages.failed_value = self._failed_value
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
-        self._values = LiveValues(self._program.uses, self._assembling.is_lent)
+        self._values = self._ready.values(self._assembling.is_lent)
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
 
-    def _add_literals(self) -> None:
-        self._values.add_inputs(self._program.literals.items())  # later calls use them, too
-
-    def _run(self, step: Any) -> None:
-        if isinstance(step, AssembleStep):
-            key, read = step.block.key, [each for _, each in step.local]
-        else:
-            key, read = step.key, list(step.dependencies)
+    def _run(self, step: ReadyStep) -> None:
+        key, values = step.key, self._values
         # A failed value of another rank has come under the key of the block.
-        values = [self._values.get(key), *(self._values[each] for each in read)]
-        failed = next((each for each in values if type(each) is FailedValue), None)
+        read = [values.get(key), *[values[each] for each in step.reads]]
+        failed = next((each for each in read if type(each) is FailedValue), None)
         if failed is None:
             try:
                 super()._run(step)
@@ -180,9 +172,9 @@ class ResidentRunner(Runner):
             except Exception as exc:
                 failed = self._failed_value(exc)
         self._assembling.drop(key)
-        self._values[key] = failed
-        for each in read:
-            self._values.use(each)
+        values[key] = failed
+        for each in step.reads:
+            values.use(each)
 
     def _failed_value(self, exc: Exception) -> FailedValue:
         exc.add_note(f"In call {self._number} of a resident gang.")

@@ -22,6 +22,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.running.graph_runner import GraphRunner
+from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.fusing.running.replayable_steps import is_replayable_step
 from dask_p2p.fusing.running.runner import ProgramContext, exchanging
 from dask_p2p.interprocess import cuda_ipc
@@ -88,7 +89,9 @@ class ReplayedCalls:
         if supersteps is None:
             return None
         lending = GraphLending(gpu, self._ctx.connections)
-        runner = GraphRunner(self._ctx, self._program, lending, supersteps)
+        runner = GraphRunner(
+            self._ctx, ReadyProgram(self._program, runs_again=True), lending, supersteps
+        )
         replay = _tried(lambda: _CallGraph(gpu, lending, blocks))
         if not self._all(lending.is_complete and replay is not None) or replay is None:
             return None

@@ -218,5 +218,10 @@ def in_task(key: Key) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        exc.add_note(f"In task {key!r} of a fused graph.")
+        name_task(exc, key)
         raise
+
+
+def name_task(exc: Exception, key: Key) -> None:
+    """Name the task in an exception that it has raised."""
+    exc.add_note(f"In task {key!r} of a fused graph.")

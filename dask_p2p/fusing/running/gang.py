@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from dask_p2p.config import Options
 from dask_p2p.engine.task import RankTask
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.tasks import FusedTasks
+from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression
@@ -30,6 +32,8 @@ from dask_p2p.types import Array, DaskArray, DType, Key, Kind
 _PREFIX = "p2p-fused"  # of the names of gangs
 _LEVEL = 1  # of compression: the fastest
 
+_kept = KeptPrograms()  # of this process
+
 
 @dataclass(frozen=True)
 class _RunProgram:
@@ -38,6 +42,7 @@ class _RunProgram:
     program: bytes
     dtype: DType | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
+    runs_again: bool  # whether workers keep the program for later gangs
 
     @staticmethod
     def context(*given: Any, **options: Any) -> ProgramContext:
@@ -45,11 +50,15 @@ class _RunProgram:
         return ProgramContext(*given, **options)
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
-        program = unpacked(self.program)
         own = [block for block in blocks if ctx.device.holds(block)]
-        with ctx.device.running(own):
-            made = Runner(ctx, program).run(blocks)
+        with self._ready() as ready, ctx.device.running(own):
+            made = Runner(ctx, ready).run(blocks)
             return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
+
+    def _ready(self) -> AbstractContextManager[ReadyProgram]:
+        if self.runs_again:
+            return _kept.running(self.program, unpacked)
+        return nullcontext(ReadyProgram(unpacked(self.program)))
 
 
 def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
@@ -150,11 +159,11 @@ def unpacked(text: bytes) -> Program:
 
 
 def rank_programs(
-    programs: Sequence[Program], dtype: DType | None, kind: Kind
+    programs: Sequence[Program], dtype: DType | None, kind: Kind, runs_again: bool = False
 ) -> list[RankProgram]:
     """Return the programs of ranks, packed. `dtype` is that of the first array, if it is known."""
     return [
-        RankProgram(_RunProgram(packed(each), dtype, kind), each.inputs, each.outputs)
+        RankProgram(_RunProgram(packed(each), dtype, kind, runs_again), each.inputs, each.outputs)
         for each in programs
     ]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_p2p.fusing.planning.program import Program, Superstep
-from dask_p2p.fusing.running.functions import Functions
+from dask_p2p.fusing.planning.program import Superstep
 from dask_p2p.fusing.running.messages import Messages, Packing, text_of
+from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.sections.exchange.device import HOST
 from dask_p2p.sections.exchange.lending import HostLending
@@ -26,7 +26,7 @@ class GraphRunner(Runner):
 
     Parameters
     ----------
-    ctx, program
+    ctx, ready
         As for `Runner`.
     lending
         The memory of arrays that other ranks read.
@@ -37,13 +37,12 @@ class GraphRunner(Runner):
     def __init__(
         self,
         ctx: ProgramContext,
-        program: Program,
+        ready: ReadyProgram,
         lending: GraphLending,
         exchanging: frozenset[int],
     ) -> None:
-        super().__init__(ctx, program, (HostLending(ctx.connections), lending))
+        super().__init__(ctx, ready, (HostLending(ctx.connections), lending))
         self._progress = Progress()  # that of the rank counts calls
-        self._functions = Functions(runs_again=True)
         self._device = HOST  # nothing is waited for
         self._lending, self._exchanging = lending, exchanging
         self._messages = self._own = _GraphMessages(ctx.connections, self._assembling)
@@ -56,9 +55,6 @@ class GraphRunner(Runner):
     def skip(self) -> None:
         """Send and receive an empty message in place of each one that is left."""
         self._own.skip(self._program.supersteps)
-
-    def _add_literals(self) -> None:
-        self._values.add_inputs(self._program.literals.items())  # the program runs again
 
 
 class _GraphMessages(Messages):

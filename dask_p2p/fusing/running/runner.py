@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_p2p.fusing.planning.program import AssembleStep, Program, Superstep
-from dask_p2p.fusing.running.assembling import Assembling, in_task
-from dask_p2p.fusing.running.functions import Functions
+from dask_p2p.fusing.planning.program import Program, Superstep
+from dask_p2p.fusing.running.assembling import Assembling, name_task
 from dask_p2p.fusing.running.messages import Messages
+from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
 from dask_p2p.fusing.running.values import LiveValues
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import HostLending, Lending
@@ -44,15 +44,15 @@ class Runner:
     def __init__(
         self,
         ctx: ProgramContext,
-        program: Program,
+        ready: ReadyProgram,
         memories: Sequence[Lending] = (),  # see `Assembling`
     ) -> None:
-        self._progress, self._program = ctx.progress, program
-        self._functions, self._device = Functions(), ctx.device
-        self._assembling = Assembling(memories or _memories(ctx, program))
-        self._values = LiveValues(program.uses, self._assembling.is_lent)
+        self._progress, self._ready, self._program = ctx.progress, ready, ready.program
+        self._device = ctx.device
+        self._assembling = Assembling(memories or _memories(ctx, self._program))
+        self._values = ready.values(self._assembling.is_lent)
         self._messages = Messages(ctx.connections, self._assembling)
-        self._exchanging = exchanging(program)
+        self._exchanging = exchanging(self._program)
         self._enqueued = 0  # supersteps so far
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
@@ -61,10 +61,11 @@ class Runner:
         values.add_inputs(zip(program.inputs, blocks, strict=True))
         self._add_literals()
         self._progress.steps = len(program.supersteps)
-        for number, superstep in enumerate(program.supersteps):
+        each = zip(program.supersteps, self._ready.steps, strict=True)
+        for number, (superstep, steps) in enumerate(each):
             if number in self._exchanging:
                 self._exchange(number, superstep)
-            for step in superstep.steps:
+            for step in steps:
                 self._run(step)
             self._progress.step = number + 1
             self._enqueued += 1
@@ -73,6 +74,9 @@ class Runner:
 
     def _add_literals(self) -> None:
         literals = self._program.literals
+        if self._ready.runs_again:
+            self._values.add_inputs(literals.items())
+            return
         for key, value in literals.items():
             self._values[key] = value
         literals.clear()  # freed after the last use, as all values
@@ -83,31 +87,24 @@ class Runner:
             for item in items:
                 self._values.use(item.key)
 
-    def _run(self, step: Any) -> None:
-        if isinstance(step, AssembleStep):
-            self._assemble(step)
-            return
-        values, read = self._values, step.dependencies
-        if self._functions.is_of_user(step):
-            step = self._functions.fresh(step)
-            arguments = {key: values.to_overwrite(key) for key in read}
-        else:
-            arguments = {key: values[key] for key in read}
-        with in_task(step.key):
-            values[step.key] = step(arguments)
-        for key in read:
+    def _run(self, step: ReadyStep) -> None:
+        values = self._values
+        try:
+            values[step.key] = self._value(step)
+        except Exception as exc:
+            name_task(exc, step.key)
+            raise
+        for key in step.reads:
             values.use(key)
 
-    def _assemble(self, step: AssembleStep) -> None:
-        key, epilogue = step.block.key, step.block.epilogue
-        if epilogue is not None and self._functions.is_of_user(epilogue):
-            own = self._functions.fresh(epilogue)
-            if own is not epilogue:
-                step = step._replace(block=step.block._replace(epilogue=own))
-        with in_task(key):
-            self._values[key] = self._assembling.finish(step, self._values)
-        for _, each in step.local:
-            self._values.use(each)
+    def _value(self, step: ReadyStep) -> Any:
+        values, call = self._values, step.call
+        if call is None:
+            return self._assembling.finish(self._ready.assembly(step), values)
+        if step.overwrites:
+            assert isinstance(values, LiveValues), "the program has functions of users"
+            return call({key: values.to_overwrite(key) for key in step.reads})
+        return call(values)
 
 
 def exchanging(program: Program) -> frozenset[int]:

@@ -17,22 +17,39 @@ from numpy.lib.array_utils import byte_bounds
 from dask_p2p.types import Array, Key
 
 
-class LiveValues(dict[Key, Any]):
+class CountedValues(dict[Key, Any]):
     """Values by key, each until its last use."""
+
+    def __init__(self, uses: Mapping[Key, int]) -> None:
+        super().__init__()
+        self._uses = dict(uses)
+
+    def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
+        """Add blocks that Dask has, too, or later runs of the program."""
+        self.update(blocks)
+
+    def use(self, key: Key) -> None:
+        """Count one use of a value, and drop the value after its last one."""
+        left = self._uses[key] = self._uses[key] - 1
+        if not left:
+            del self[key]
+
+
+class LiveValues(CountedValues):
+    """Values of which some may be overwritten."""
 
     def __init__(
         self,
         uses: Mapping[Key, int],
         is_lent: Callable[[Any], bool] = lambda value: False,  # whether other ranks read a value
     ) -> None:
-        super().__init__()
+        super().__init__(uses)
         self._is_lent = is_lent
-        self._uses = dict(uses)
         self._inputs: set[int] = set()  # memory of blocks that Dask has
         self._live = defaultdict[int, int](int)  # by memory: number of values in it
 
     def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
-        """Add blocks that Dask has, too."""
+        """See `CountedValues.add_inputs`."""
         for key, block in blocks:
             self[key] = block
             self._inputs.add(_memory(block))
@@ -41,12 +58,9 @@ class LiveValues(dict[Key, Any]):
         super().__setitem__(key, value)
         self._live[_memory(value)] += 1
 
-    def use(self, key: Key) -> None:
-        """Count one use of a value, and drop the value after its last one."""
-        left = self._uses[key] = self._uses[key] - 1
-        if not left:
-            self._live[_memory(self[key])] -= 1
-            del self[key]
+    def __delitem__(self, key: Key) -> None:
+        self._live[_memory(self[key])] -= 1
+        super().__delitem__(key)
 
     def to_overwrite(self, key: Key) -> Any:
         """Return a value, or a copy with the same strides if its memory is used elsewhere."""
