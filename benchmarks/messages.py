@@ -1,10 +1,11 @@
 """Messages between two ranks of a section, and sums over all ranks, compared with mpi4py.
 
     python -m benchmarks.messages --bytes 8 --bytes 67108864 --json FILE
+    python -m benchmarks.messages --gpu --json FILE
 
 Values go there and back between two workers of one host. A time is that of one message, or of one
 `allreduce`, in the fastest round of several in a row: cores that other programs share make longer
-rounds mean little. Runs of a section and of MPI alternate.
+rounds mean little. Runs of a section and of MPI alternate. `messages_gpu` has the other program.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import click
 import numpy as np
 
 import dask_p2p
+from benchmarks import messages_gpu
 from benchmarks.environment import environment
 from benchmarks.growth import write
 from benchmarks.rivals import mpi_messages
@@ -26,6 +28,7 @@ from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER, least_s
 __all__ = ["main"]
 
 _WAYS = (NUMBER, NEW, INTO, ALLREDUCE)
+_SIZES = (8, 1 << 20, 1 << 26)
 
 
 def timed(ctx: Any, size_bytes: int, rounds: int) -> Any:
@@ -65,13 +68,25 @@ def in_turn(
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--bytes", "sizes", multiple=True, default=(8, 1 << 20, 1 << 26), help="Of a value.")
+@click.option("--bytes", "sizes", multiple=True, type=int, help="Of a value.  [default: some]")
 @click.option("--ranks", default=2, help="Workers of one thread; messages are timed with two.")
 @click.option("--rounds", default=20, help="Rounds in each run.")
 @click.option("--repeats", default=5, help="Runs of each program.")
+@click.option("--gpu", "on_gpu", is_flag=True, help="CuPy arrays on two GPUs.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(sizes: Sequence[int], ranks: int, rounds: int, repeats: int, path: Path | None) -> None:
+def main(
+    sizes: Sequence[int], ranks: int, rounds: int, repeats: int, on_gpu: bool, path: Path | None
+) -> None:
     """Time messages and sums in a section and by mpi4py."""
+    if on_gpu:
+        rows = messages_gpu.measured(sizes or messages_gpu.SIZES, rounds)
+    else:
+        rows = of_cpus(sizes or _SIZES, ranks, rounds, repeats)
+    write(path, {**environment(), "ranks": ranks, "repeats": repeats, "rows": rows})
+
+
+def of_cpus(sizes: Sequence[int], ranks: int, rounds: int, repeats: int) -> list[dict[str, Any]]:
+    """Print and return the seconds of each way on CPUs, by size."""
     from distributed import Client, LocalCluster
 
     rows = []
@@ -91,7 +106,7 @@ def main(sizes: Sequence[int], ranks: int, rounds: int, repeats: int, path: Path
                     text += f", mpi4py {mpi_s * 1e6:10.2f} us, ratio {own_s / mpi_s:6.2f}"
                 print(text, flush=True)
             rows.append({"bytes": size_bytes, "times_s": times})
-    write(path, {**environment(), "ranks": ranks, "repeats": repeats, "rows": rows})
+    return rows
 
 
 if __name__ == "__main__":

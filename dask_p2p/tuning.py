@@ -86,6 +86,9 @@ class Tuning:
     task_ahead_bytes: int = 2**28
 
     # sections.wire.
+    #: Smallest value of a GPU that its receiver copies from the sender's memory. Smaller ones go
+    #: through host memory.
+    lent_message_bytes: int = 2**16
     #: Time of polling for messages before a rank blocks: waking up takes about as long. A rank
     #: polls only where each rank of the host has a core. Otherwise it would take a core from the
     #: others.

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import messages
+from benchmarks import messages, messages_gpu
 from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER, least_s, rounds_of
 
 
@@ -26,6 +26,17 @@ def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
         times_s = row["times_s"]["dask_p2p"]
         assert times_s.keys() == (ways if row["bytes"] == 8 else ways - {NUMBER})
         assert all(time_s > 0 for time_s in times_s.values())
+
+
+@pytest.mark.cluster
+def test_the_program_for_gpus_on_cpus():
+    """Without the plain copy and NCCL, which need GPUs."""
+    sums = 1 << 20
+    first, second = messages_gpu.measured([64, sums], 1, on_cpu=True)
+    assert (first["bytes"], second["bytes"]) == (64, sums)
+    assert first["times_s"].keys() == {NEW, INTO}
+    assert second["times_s"].keys() == {NEW, INTO, ALLREDUCE}
+    assert all(time_s > 0 for time_s in second["times_s"].values())
 
 
 def test_the_least_of_alternating_runs():

@@ -331,6 +331,10 @@ class Array:
         self.recorder.run(self._stream, "a kernel", fill, reads=arrays, writes=[new])
         return new
 
+    @property
+    def T(self):  # noqa: N802
+        return self.transpose()
+
     def astype(self, dtype, copy=True):
         if not copy and self.dtype == dtype:
             return self

@@ -15,7 +15,7 @@ from dask_p2p.sections.exchange.device import check_not_masked
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
-from dask_p2p.sections.wire.mailbox import CALL_TAGS
+from dask_p2p.sections.wire.messages.format import CALL_TAGS
 from dask_p2p.types import Array
 
 

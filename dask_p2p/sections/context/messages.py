@@ -22,14 +22,15 @@ from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.small_values import decoded_small, encoded_small
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import (
+from dask_p2p.sections.wire.messages.format import (
     CALL_TAGS,
     LEAST_READ_BYTES,
     MOST_TAG,
-    Receive,
     inline_header,
+    offered_message,
     sent_message,
 )
+from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.types import Array
 
 
@@ -220,18 +221,24 @@ class Messaging:
         if dest is None:
             return Transfer(self)
         if dest == self.rank:
-            own = tag, copied(value, self.device)
+            kept = tag, copied(value, self.device)
             if self._from_itself:
-                self._from_itself.popleft().message = own
+                self._from_itself.popleft().message = kept
             else:
-                self._to_itself.append(own)
+                self._to_itself.append(kept)
             return Transfer(self)
         connections = self._connections
         if (small := encoded_small(value)) is not None:
             header = inline_header(tag, self.communicator, *small)
             if connections.send_inline(dest, header):
                 return Transfer(self)
-        description, parts = encoded(value, self.device)
+        own = encoded(value, self.device)
+        arrays = own.on_device
+        if arrays and (offer := connections.offer(dest, arrays)) is not None:
+            message = offered_message(tag, self.communicator, *own, arrays, offer)
+            connections.send_message(dest, message)
+            return Sending(self, dest, message)
+        description, parts = own.on_host(self.device) if arrays else own
         is_large = self.reads_memory and sum(map(len, parts)) >= LEAST_READ_BYTES
         may_read = is_large and not connections.is_on_other_host(dest)
         message = sent_message(tag, self.communicator, description, parts, may_read)
@@ -263,7 +270,9 @@ class Messaging:
                 self._from_itself.append(received)
             return received
         receive = Receive(tag, self.communicator)
-        if isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable:
+        if self.device.holds(out) and out.flags.c_contiguous:
+            receive.description, (receive.lent_memory,) = encoded(out, self.device, "out")
+        elif isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable:
             receive.description, (memory,) = encoded(out, self.device, "out")
             receive.memory = np.frombuffer(memory, np.uint8) if len(memory) else None
         self._connections.receive_message(source, receive)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.sections.exchange.values import decoded
-from dask_p2p.sections.wire.mailbox import CALL_NAMES, Receive, SentMessage
+from dask_p2p.sections.wire.messages.format import CALL_NAMES, SentMessage
+from dask_p2p.sections.wire.messages.mailbox import Receive
 
 if TYPE_CHECKING:
     from dask_p2p.sections.context.messages import Messaging
@@ -69,9 +70,12 @@ class Receiving(Transfer):
         if (found, arrival.communicator) != (wanted, receive.communicator):
             is_other = arrival.communicator != receive.communicator
             raise wrong_message(wanted, found, source, messages.rank, is_other)
-        if self._out is not None and arrival.data is receive.memory:
+        is_there = arrival.data is receive.memory
+        if arrival.lent is not None:
+            is_there = receive.lent_memory is not None and arrival.lent[0] is receive.lent_memory
+        if self._out is not None and is_there:
             return self._out
-        value = decoded(arrival.description, arrival.data, messages.device)
+        value = decoded(arrival.description, arrival.data, messages.device, arrival.lent)
         receive.arrival = None  # the value may be large
         return value if self._out is None else copied_into(self._out, value)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.values import decoded, encoded, plain_array
-from dask_p2p.sections.wire.mailbox import MOST_INLINE_BYTES
+from dask_p2p.sections.wire.messages.format import MOST_INLINE_BYTES
 from dask_p2p.types import DType
 
 _KINDS = "biufc"

@@ -20,12 +20,13 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Layout, round_up
 from dask_p2p.sections.exchange.device import Host, check_not_masked
 from dask_p2p.sections.exchange.packed import shortened
-from dask_p2p.sections.wire.mailbox import ALIGNMENT
+from dask_p2p.sections.wire.messages.format import ALIGNMENT
 from dask_p2p.types import Array, DType
 
 BYTE_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
 _PYTHON = {bool: "?", int: "<i8", float: "<f8", complex: "<c16"}
 _KEYS = str, int  # types of a dict's keys
+_HOST_BYTES = bytes, memoryview
 
 # A description is the text of nested tuples, which `literal_eval` reads.
 # - ("array", dtype, shape, is in Fortran's order, is on the GPU)
@@ -37,30 +38,50 @@ class Encoded(NamedTuple):
     """A value as bytes."""
 
     description: bytes
-    parts: list[Any]  # bytes of its arrays and numbers
+    parts: list[Any]  # bytes of its arrays and numbers; of a device's arrays see `on_device`
+
+    @property
+    def on_device(self) -> list[Any]:
+        """The parts in the memory of a device, as arrays of bytes."""
+        return [part for part in self.parts if not isinstance(part, _HOST_BYTES)]
+
+    @property
+    def in_host_memory(self) -> list[Any]:
+        """The other parts."""
+        return [part for part in self.parts if isinstance(part, _HOST_BYTES)]
+
+    def on_host(self, device: Host) -> Encoded:
+        """Return the value with all bytes in host memory."""
+        return Encoded(self.description, [in_host_memory(part, device) for part in self.parts])
 
 
 def encoded(value: Any, device: Host, name: str = "value") -> Encoded:
     """Return a value as bytes, which are those of the value itself where possible.
 
-    Raises `InputError` if the value holds anything but numbers, and `UnsupportedArrayError` if an
-    array is masked.
+    Arrays of the device stay in its memory: see `Encoded.on_host`. Raises `InputError` if the value
+    holds anything but numbers, and `UnsupportedArrayError` if an array is masked.
     """
     parts: list[Any] = []
     return Encoded(_text(_described(value, device, name, parts)), parts)
 
 
-def decoded(description: bytes, data: Any, device: Host) -> Any:
+def decoded(
+    description: bytes, data: Any, device: Host, lent: Sequence[Array] | None = None
+) -> Any:
     """Return a value from its description and the bytes of its arrays, each one aligned.
 
-    Arrays are views of `data` if that is an array.
+    Arrays are views of `data` if that is an array. `lent` are the bytes of the device's arrays, if
+    they are not in `data`.
     """
     spec = _spec(description)
-    at = 0
+    at, there = 0, iter(lent or ())
 
-    def leaf(dtype: DType, shape: Sequence[int]) -> Array:
+    def leaf(dtype: DType, shape: Sequence[int], is_on_device: bool = False) -> Array:
         nonlocal at
         size_bytes = dtype.itemsize * prod(shape)
+        if is_on_device and lent is not None and size_bytes:
+            array: Array = next(there).view(dtype).reshape(shape)
+            return array
         own = data[at : at + size_bytes]
         at += round_up(size_bytes, ALIGNMENT)
         if not isinstance(own, np.ndarray):
@@ -72,12 +93,13 @@ def decoded(description: bytes, data: Any, device: Host) -> Any:
 
 def copied(value: Any, device: Host) -> Any:
     """Return a value as another rank would receive it."""
-    description, parts = encoded(value, device)
+    own = encoded(value, device)
+    lent, parts = [part.copy() for part in own.on_device], own.in_host_memory
     layout = Layout(((len(part),) for part in parts), alignment=ALIGNMENT)
     data = np.empty(layout.size_bytes, np.uint8)
     for start, part in zip(layout.starts, parts, strict=True):
         data[start : start + len(part)] = np.frombuffer(part, np.uint8)
-    return decoded(description, data, device)
+    return decoded(own.description, data, device, lent)
 
 
 def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:
@@ -138,14 +160,13 @@ def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[A
         each = tuple(_described(value[key], device, name, parts) for key in value)
         return ("dict", tuple(value), each)
     check_not_masked(name, value)
-    own = device.to_host(value)
-    is_on_device = own is not value
-    array = _checked(own, value, name)
-    if isinstance(own, np.generic):
+    is_on_device = device.holds(value)
+    array = value if is_on_device else _checked(value, name)
+    if isinstance(value, np.generic):
         parts.append(array.tobytes())
         return ("number", _descr(array.dtype))
     is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-    parts.append(_bytes_of(array.T if is_fortran else array))
+    parts.append(_bytes_of(array.transpose() if is_fortran else array, is_on_device))
     return ("array", _descr(array.dtype), array.shape, is_fortran, is_on_device)
 
 
@@ -159,9 +180,9 @@ def _number(value: Any, kind: type, name: str, parts: list[Any]) -> tuple[Any, .
     return (kind.__name__, _PYTHON[kind])
 
 
-def _checked(own: Any, value: Any, name: str) -> Array:
+def _checked(value: Any, name: str) -> Array:
     try:
-        array = np.asarray(None if isinstance(value, (str, bytes)) else own)
+        array = np.asarray(None if isinstance(value, (str, bytes)) else value)
     except ValueError:  # a ragged list
         array = np.asarray(None)
     if array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
@@ -172,19 +193,27 @@ def _checked(own: Any, value: Any, name: str) -> Array:
     return array
 
 
-def _bytes_of(array: Array) -> Any:
+def in_host_memory(part: Any, device: Host) -> Any:
+    """Return bytes in host memory, from a part of a value."""
+    return part if isinstance(part, _HOST_BYTES) else memoryview(device.to_host(part))
+
+
+def _bytes_of(array: Array, is_on_device: bool) -> Any:
     """Return the bytes of an array: its own memory if it is contiguous."""
     if not array.size:
         return b""
+    if is_on_device:
+        own: Any = array if array.flags.c_contiguous else array.copy()  # in C's order
+        return own.reshape(-1).view(np.uint8)
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
-def _made(spec: Any, leaf: Callable[[DType, Sequence[int]], Array], device: Host) -> Any:
+def _made(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
     kind = spec[0]
     if kind == "array":
         _, dtype, shape, is_fortran, is_on_device = spec
-        array = leaf(dtype, shape[::-1] if is_fortran else shape)
+        array = leaf(dtype, shape[::-1] if is_fortran else shape, is_on_device)
         array = array.T if is_fortran else array
         return device.module.asarray(array) if is_on_device else array
     if kind == "number":

@@ -34,6 +34,7 @@ from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.lending import GpuLending
+from dask_p2p.sections.gpu.lent_messages import MessageLender
 from dask_p2p.sections.gpu.lost_events import NOT_READY
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import PeerMemory
@@ -55,6 +56,7 @@ class Gpu(Host):
     kind: ClassVar[Kind] = "cupy"
     stream: Any  # for computation
     copies: Any  # for reads of other ranks' windows
+    _device: int
 
     _idle: ClassVar[defaultdict[int, list[_RankStreams]]] = defaultdict(list)
     _lost: ClassVar[list[_RankStreams]] = []  # streams that wait for work that never comes
@@ -80,12 +82,14 @@ class Gpu(Host):
         self.has_ended = False
         self._step = 0  # last step with a wait for the GPU
         self._steps_ahead = STEPS_AHEAD  # until the next wait
+        if not connections.is_alone:
+            connections.lender = MessageLender(self, connections)
 
     @contextmanager
     def running(self, blocks: Sequence[Array]) -> Iterator[None]:
         with device_work(), device_of(*blocks):
             wait_until_written(blocks)
-            device = self.module.cuda.runtime.getDevice()
+            self._device = device = self.module.cuda.runtime.getDevice()
             with self._lock:
                 idle = self._idle[device]
                 self._streams = streams = (
@@ -122,6 +126,12 @@ class Gpu(Host):
                 yield self.stream
         finally:
             self.stream = own
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Return a context for work on the rank's stream, from any thread of the rank."""
+        with device_work(), self.module.cuda.Device(self._device), self.stream:
+            yield
 
     @property
     def queue(self) -> DeviceQueue:

@@ -1,33 +1,27 @@
-"""Arrays in GPU memory that ranks lend each other.
+"""Arrays in GPU memory that ranks lend each other, any number in one exchange.
 
-A rank records an event after the work that makes its arrays, and sends their descriptors. Readers
-wait for this event on their streams, and enqueue copies. Then each reader records an event. The
-next message of the reader to the holder acknowledges the reads: the holder's stream waits for the
-event, and the memory may be used again. So hosts wait for messages alone. If arrays of many bytes
-are lent, the reader sends a message immediately. Both ends add up these bytes.
-
-A wait for an event counts for the latest record before it. Each record is made before the message
-that reports it, so GPUs never wait in a circle.
+`lent` has the events that order reads and writes. The next message of a reader to the holder
+acknowledges its reads. If arrays of many bytes are lent, the reader sends a message immediately.
+Both ends add up these bytes.
 
 Arrays that other ranks cannot read go through host memory.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.kernels._batch import whole_piece
 from dask_p2p.geometry import box_size, box_slices
-from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
-from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
+from dask_p2p.sections.gpu.descriptors import map_descriptor
+from dask_p2p.sections.gpu.lent import EVENTS, READ, WRITTEN, LentArrays
 from dask_p2p.sections.gpu.regions import read_in_parts
-from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened_by_all, try_share
+from dask_p2p.sections.gpu.windows import opened_by_all
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
@@ -36,7 +30,6 @@ if TYPE_CHECKING:
 
 #: Bytes of arrays that a rank lends another one until that one's next message.
 _MOST_LENT_BYTES = 2**26
-_WRITTEN, _READ = range(2)  # numbers of a rank's events
 
 
 class _Read(NamedTuple):
@@ -52,21 +45,15 @@ class _Read(NamedTuple):
 _LargeCopy: TypeAlias = tuple[Array, Array, Sequence[int]]  # target, region, and its axes
 
 
-class GpuLending(Lending):
+class GpuLending(LentArrays, Lending):
     """Arrays in the memory of a rank's GPU. Making it is a collective call of all ranks."""
 
     lends_whole = True
 
     def __init__(self, gpu: Gpu, connections: Connections) -> None:
-        self._gpu, self._connections, self.backend = gpu, connections, gpu.backend
+        super().__init__(gpu)
+        self._connections, self.backend = connections, gpu.backend
         self._batch = region_batch()
-        self._own: OwnEvents | None = None
-        self._near: Mapping[
-            int, PeerMemory
-        ] = {}  # memory of other ranks that read here and are read
-        #: By reader: arrays that it may be reading. They stay until all ranks have ended.
-        self._lent = defaultdict[int, list[Array]](list)
-        gpu.exported.append(self._lent)
         self._before: dict[int, int] = {}  # by reader: number of arrays of earlier exchanges
         self._owed_bytes: Counter[int] = Counter()  # by owner: bytes read and not acknowledged
         self._reads: list[_Read] = []  # of the present exchange
@@ -75,7 +62,9 @@ class GpuLending(Lending):
             self._open()
 
     def _open(self) -> None:
-        self._own, self._near = opened_by_all(self._gpu, self._connections, "lending of arrays", 2)
+        self._own, self._near = opened_by_all(
+            self._gpu, self._connections, "lending of arrays", EVENTS
+        )
 
     def holds(self, value: Any) -> bool:
         return self._gpu.holds(value)
@@ -109,27 +98,16 @@ class GpuLending(Lending):
         for rank in ranks:
             self._owed_bytes.pop(rank, None)
         self._before = {rank: len(arrays) for rank, arrays in self._lent.items()}
-        if self._own is not None:
-            self._gpu.stream.record(self._own.events[_WRITTEN])
+        self._record(WRITTEN)
 
     def received(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             self._release(rank, self._before.get(rank, 0))
 
-    def _release(self, rank: int, count: int) -> None:
-        """Let the stream wait until a rank has read the first arrays that it was lent."""
-        if count:
-            self._near[rank].wait(self._gpu.stream, _READ)
-            del self._lent[rank][:count]
-
     def descriptor(self, rank: int, array: Array) -> bytes | None:
         if rank not in self._near or not array.nbytes:
             return None
-        handle = try_share(self._gpu, partial(cuda_ipc.export, array))
-        if handle is None:
-            return None
-        self._lent[rank].append(array)
-        return pack_descriptor(0, ((0, array.shape, array.strides, handle),))
+        return self._lend(rank, array)
 
     def read(
         self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
@@ -148,12 +126,12 @@ class GpuLending(Lending):
             with gpu.reading:  # until all reads are enqueued
                 gpu.check_goes_on()
                 for rank in read:
-                    self._near[rank].wait(gpu.stream, _WRITTEN)
+                    self._near[rank].wait(gpu.stream, WRITTEN)
                 large = self._add_reads()
                 if large:
                     self._enqueue_large(large)
                 self.flush()
-            gpu.stream.record(self._own.events[_READ])
+            self._record(READ)
         owed = [rank for rank in read if self._owed_bytes[rank] >= _MOST_LENT_BYTES]
         due = [rank for rank in readers if self._lent_bytes(rank) >= _MOST_LENT_BYTES]
         if owed or due:

@@ -13,16 +13,15 @@ from dask_p2p import tuning
 from dask_p2p.errors import P2PError, SectionError
 from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.in_process import Stream
-from dask_p2p.sections.wire.mailbox import (
+from dask_p2p.sections.wire.messages.format import (
     HEADER,
     TEXT_BYTES,
-    Frame,
     InlineValue,
-    Mailbox,
     SentMessage,
     inline_value,
     is_message,
 )
+from dask_p2p.sections.wire.messages.mailbox import Frame, Mailbox
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview

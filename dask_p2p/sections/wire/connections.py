@@ -107,6 +107,7 @@ class Connections(PointToPoint):
         self._setup.close()
         for connection in self._connections.values():
             connection.close()
+        self.lender = None  # which refers to the connections
 
     def exchange(
         self, call: str, sends: Mapping[int, Buffer], receives: Mapping[int, Buffer | None]

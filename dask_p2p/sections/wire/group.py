@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import InlineValue, Receive, SentMessage
+from dask_p2p.sections.wire.messages.format import InlineValue, SentMessage
+from dask_p2p.sections.wire.messages.mailbox import Receive
+from dask_p2p.types import Array
 
 
 class GroupConnections(Connections):
@@ -60,6 +62,9 @@ class GroupConnections(Connections):
         )
         own = {rank: number for number, rank in enumerate(ranks)}
         return lambda: {own[rank]: data for rank, data in end().items()}
+
+    def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
+        return self._whole.offer(self._ranks[rank], arrays)
 
     def send_message(self, rank: int, message: SentMessage) -> None:
         self._whole.send_message(self._ranks[rank], message)

@@ -16,10 +16,13 @@ from dask_p2p import tuning
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.mailbox import InlineValue, Receive, SentMessage, sent_probe
+from dask_p2p.sections.wire.messages.deadlocks import Probe, unpacked
+from dask_p2p.sections.wire.messages.format import InlineValue, SentMessage, sent_probe
+from dask_p2p.sections.wire.messages.lender import Lender
+from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
+from dask_p2p.types import Array
 
 _CHECK_EVERY = 16  # attempts to receive from one rank, before one from all ranks
 
@@ -48,6 +51,8 @@ class PointToPoint(ABC):
         self.has_messages = False
         self._waits = 0  # number of waits for messages so far
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
+        #: Lends this rank's arrays in messages; None if their bytes are sent.
+        self.lender: Lender | None = None
 
     def on_long_wait(self, function: Callable[[], None]) -> None:
         """Set the function that is called after a long wait, once for each exchange."""
@@ -69,6 +74,7 @@ class PointToPoint(ABC):
     def admit(self, rank: int, connection: Connection) -> Connection:
         """Add a new connection, and begin to send and receive the messages that wait for it."""
         self._connections[rank] = connection
+        connection.mailbox.rank, connection.mailbox.lender = rank, self.lender
         for sent in self._unsent.pop(rank, []):
             connection.post(sent)
         for receive in self._posted.pop(rank, []):
@@ -81,6 +87,13 @@ class PointToPoint(ABC):
         if connection is None and self._rank < rank:
             connection = self.admit(rank, self._connect(rank))
         return connection
+
+    def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
+        """Return an offer of arrays for a message; None if their bytes have to be sent."""
+        if self.lender is None:
+            return None
+        self.complete()  # from now on no other thread moves messages
+        return self.lender.offer(rank, arrays)
 
     def send_message(self, rank: int, message: SentMessage) -> None:
         """Begin to send a message."""

@@ -6,7 +6,7 @@ import pytest
 from dask_p2p.sections.exchange.device import HOST
 from dask_p2p.sections.exchange.small_values import decoded_small, encoded_small
 from dask_p2p.sections.exchange.values import encoded
-from dask_p2p.sections.wire.mailbox import MOST_INLINE_BYTES
+from dask_p2p.sections.wire.messages.format import MOST_INLINE_BYTES
 from tests.sections.exchange.test_values import ARRAYS
 
 NUMBERS = [True, False, 0, -(2**63), 2**63 - 1, 2.5, float("inf"), 1j, np.float32(0.5)]

@@ -352,7 +352,7 @@ def test_options_for_reading(staging, order, part_bytes, has_windows):
 def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
     """Its wait cannot be cancelled: the process has to end."""
     tune(monkeypatch, lost_gpu_s=0.05)
-    connections = SimpleNamespace(has_ended=False)
+    connections = SimpleNamespace(has_ended=False, is_alone=True)
     device = Gpu(connections)
     found, waited = iter([600, 600, 0]), []
 

@@ -12,6 +12,8 @@ from dask_p2p.plans import Fill, Piece
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu import lending as module
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.lent import READ, WRITTEN
+from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import RaceError
 
@@ -113,10 +115,10 @@ def test_bytes_of_several_exchanges_add_up(gpu, monkeypatch):
 @pytest.mark.parametrize("ways", [(1,), (1, -1)])
 @pytest.mark.parametrize("missing", ["wait for the writer", "wait for the readers"])
 def test_a_missing_wait_is_found(gpu, monkeypatch, missing, ways):
-    number = module._WRITTEN if missing == "wait for the writer" else module._READ
-    original = module.PeerMemory.wait
+    number = WRITTEN if missing == "wait for the writer" else READ
+    original = PeerMemory.wait
     monkeypatch.setattr(
-        module.PeerMemory,
+        PeerMemory,
         "wait",
         lambda self, stream, event: None if event == number else original(self, stream, event),
     )

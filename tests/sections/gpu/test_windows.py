@@ -203,7 +203,7 @@ class Waiting:
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, other, has_ended):
     """Also before this process has noticed that the attempt has ended."""
-    gpu = Gpu(SimpleNamespace(has_ended=has_ended))
+    gpu = Gpu(SimpleNamespace(has_ended=has_ended, is_alone=True))
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
         gpu.peers.append(memory)
@@ -223,7 +223,7 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, o
 
 def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
     """The worker leaves immediately: until then the memory of the dead process is in use."""
-    gpu = Gpu(SimpleNamespace(has_ended=True))
+    gpu = Gpu(SimpleNamespace(has_ended=True, is_alone=True))
 
     def work():
         with gpu.running([]):

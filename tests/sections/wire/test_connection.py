@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.mailbox import HEADER, Receive, inline_header, sent_message
+from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message
+from dask_p2p.sections.wire.messages.mailbox import Receive
 
 
 @pytest.fixture

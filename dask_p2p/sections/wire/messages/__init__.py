@@ -1,0 +1,1 @@
+"""Messages between two ranks: their format, those in transit, and waits in a circle."""

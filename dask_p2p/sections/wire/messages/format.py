@@ -1,0 +1,168 @@
+"""The format of messages between two ranks: their headers, and the bytes that follow.
+
+Messages share the sockets of the calls of all ranks. Each one has a header of the same size, whose
+text has the kind of the message, the number of its communicator and the description of its value.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dask_p2p.geometry import round_up
+from dask_p2p.interprocess import process_memory
+from dask_p2p.types import Array
+
+TEXT_BYTES = 240
+HEADER = struct.Struct(f"<QQ{TEXT_BYTES}s")  # number, payload size in bytes, text of the call
+#: Limit of the tags that users give.
+MOST_TAG = 2**32
+#: Tags of calls that consist of messages, by name.
+CALL_TAGS = {
+    "alltoall()": MOST_TAG,
+    "gather(ragged=True)": MOST_TAG + 1,
+    "allgather(ragged=True)": MOST_TAG + 2,
+    "scatter()": MOST_TAG + 3,
+    "bcast()": MOST_TAG + 4,
+}
+CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
+#: Alignment of the arrays of a value in its bytes.
+ALIGNMENT = 16
+#: Size of the smallest value that a rank of the same host copies from the sender's memory.
+LEAST_READ_BYTES = 1 << 16
+# Kinds of frames. The texts of calls begin with other characters.
+VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, PROBE = range(1, 8)
+_LAST_KIND = PROBE
+ARRIVALS = (VALUE, ADDRESS, OFFER)  # kinds that begin a message
+_KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
+LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
+ROOM_BYTES = TEXT_BYTES - LABEL.size
+#: Size of the largest description and value that lie in a header.
+MOST_INLINE_BYTES = ROOM_BYTES
+_START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
+PART = struct.Struct("<QQ")  # address, size
+OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
+#: A message in its header: tag, number of the communicator, description, bytes of the value.
+InlineValue: TypeAlias = tuple[int, int, bytes, bytes]
+
+
+@dataclass
+class SentMessage:
+    """A message that is sent."""
+
+    buffers: Sequence[Any]  # its header, and the bytes that follow
+    parts: Sequence[Any] = ()  # bytes of the value, which its receiver copies from here
+    lent: int = 0  # number of arrays among them that a `Lender` offers
+    end: int | None = None  # number of buffers that the connection has sent after this message
+
+    def is_done(self, sent_buffers: int) -> bool:
+        """Return whether the value may change, from the number of buffers sent so far."""
+        return self.end is not None and sent_buffers >= self.end
+
+
+def is_message(header: bytes | memoryview) -> bool:
+    """Return whether a header is that of a message, and not that of a call of all ranks."""
+    return 0 < header[_KIND_AT] <= _LAST_KIND
+
+
+def inline_header(tag: int, communicator: int, description: bytes, data: bytes) -> bytes:
+    """Return the header of a message with a value of at most `MOST_INLINE_BYTES`."""
+    start = _START.pack(tag, 0, VALUE, communicator, len(description))
+    return (start + description + data).ljust(HEADER.size, b"\0")
+
+
+def inline_value(header: memoryview) -> InlineValue | None:
+    """Return the message in a header; None for any other header, and for larger values."""
+    tag, size_bytes, kind, communicator, length = _START.unpack_from(header)
+    if kind != VALUE or size_bytes or length > ROOM_BYTES:
+        return None
+    text = bytes(header)
+    end = _START.size + length
+    return tag, communicator, text[_START.size : end], text[end:]
+
+
+def sent_message(
+    tag: int,
+    communicator: int,
+    description: bytes,  # shapes and dtypes of the value
+    parts: Sequence[Any],  # bytes of its arrays
+    has_address: bool,  # whether the receiver copies the value from this process's memory
+) -> SentMessage:
+    """Return a message that can be sent."""
+    length = len(description)
+    is_inline, before, inline = _placed(description)
+    if has_address:
+        own = [process_memory.own_proof()]
+        own += [PART.pack(_address(part), len(part)) for part in parts]
+        buffers: list[Any] = [*before, b"".join(own)]
+    elif is_inline and length + sum(map(aligned, map(len, parts))) <= ROOM_BYTES:
+        inline = b"".join((description, *padded(parts)))
+        buffers = []
+    else:
+        buffers = [*before, *padded(parts)]
+    kind = ADDRESS if has_address else VALUE
+    frame = _begun(tag, LABEL.pack(kind, communicator, length) + inline, buffers)
+    return SentMessage(frame, padded(parts) if has_address else ())
+
+
+def offered_message(
+    tag: int,
+    communicator: int,
+    description: bytes,  # shapes and dtypes of the value
+    parts: Sequence[Any],  # bytes in host memory, and arrays that are lent
+    lent: Sequence[Array],  # these arrays
+    offer: bytes,
+) -> SentMessage:
+    """Return a message with an offer of the arrays among its parts."""
+    _, before, inline = _placed(description)
+    text = LABEL.pack(OFFER, communicator, len(description)) + inline
+    own = OFFER_BYTES.pack(len(offer), 0) + offer.ljust(aligned(len(offer)), b"\0")
+    on_host = [part for part in parts if not any(part is each for each in lent)]
+    return SentMessage(_begun(tag, text, [*before, own, *padded(on_host)]), parts, len(lent))
+
+
+def _placed(description: bytes) -> tuple[bool, list[bytes], bytes]:
+    """Return whether a description is in the header, the bytes that follow, and the header's."""
+    length = len(description)
+    if length <= ROOM_BYTES:
+        return True, [], description
+    return False, [description.ljust(aligned(length), b"\0")], b""
+
+
+def _begun(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryview]:
+    header = HEADER.pack(tag, sum(map(len, buffers)), text)
+    return [memoryview(each) for each in (header, *buffers)]
+
+
+def sent_probe(probe: bytes) -> SentMessage:
+    """Return a probe that can be sent."""
+    return SentMessage([frame_of(PROBE, len(probe)), memoryview(probe)])
+
+
+def padded(parts: Sequence[Any]) -> list[Any]:
+    """Return the parts of a value with the gaps between them."""
+    if len(parts) < 2:
+        return [*parts]
+    found: list[Any] = []
+    for part in parts:
+        gap = aligned(len(part)) - len(part)
+        found += [part, bytes(gap)] if gap else [part]
+    return found[:-1] if gap else found
+
+
+def frame_of(kind: int, size_bytes: int = 0) -> memoryview:
+    """Return the header of an answer."""
+    return memoryview(HEADER.pack(0, size_bytes, LABEL.pack(kind, 0, 0)))
+
+
+def _address(part: Any) -> int:
+    return int(np.frombuffer(part, np.uint8).ctypes.data) if len(part) else 0
+
+
+def aligned(size_bytes: int) -> int:
+    """Return the size of an array with the gap after it."""
+    return round_up(size_bytes, ALIGNMENT)

@@ -1,0 +1,294 @@
+"""Arrays of GPUs in messages: values, and the order of all accesses of memory."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError, SectionError, TransferError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.gpu import lent_messages as module
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.lent import READ, WRITTEN
+from dask_p2p.sections.gpu.windows import PeerMemory
+from tests.sections.gangs import run_gang
+from tests.simulation.streams import Array, RaceError
+from tests.support import tune
+
+RANKS = RankGrid(((1, 1, 1),), (3,))
+SHAPE = 6, 8
+
+
+@pytest.fixture(autouse=True)
+def _lent(monkeypatch):
+    tune(monkeypatch, lent_message_bytes=64)
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    """The sizes of arrays that are copied to host memory."""
+    found, original = [], Gpu.to_host
+
+    def noted(self, value):
+        if self.holds(value):
+            found.append(value.nbytes)
+        return original(self, value)
+
+    monkeypatch.setattr(Gpu, "to_host", noted)
+    return found
+
+
+def run(gpu, function, **kwargs):
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            return function(ctx)
+
+    found = run_gang(RANKS, rank_attempt, device=partial(Gpu, **kwargs))
+    gc.collect()
+    gpu.check()
+    return found
+
+
+def values_of(rank, turn=0):
+    return np.arange(48.0).reshape(SHAPE) + 100 * rank + 1000 * turn
+
+
+def filled(gpu, array, values):
+    """Write into an array by a kernel of the rank's stream."""
+    gpu.do(gpu.current[-1].name, "the function", writes=[array])
+    array.values[...] = values
+    return array
+
+
+def ring(ctx):
+    return {"dest": (ctx.rank + 1) % ctx.size, "source": (ctx.rank - 1) % ctx.size}
+
+
+def around(gpu, ctx, turns=4, has_out=False):
+    """Send the same array around, which changes after each message; return the values."""
+    own, made = gpu.empty(SHAPE, float), []
+    for turn in range(turns):
+        filled(gpu, own, values_of(ctx.rank, turn))
+        out = gpu.empty(SHAPE, float) if has_out else None
+        found = ctx.sendrecv(own, **ring(ctx), out=out)
+        assert isinstance(found, Array)
+        assert out is None or found is out
+        made.append(found)
+        filled(gpu, own, -1.0)
+    ctx.device.stream.synchronize()
+    return [*map(gpu.read, made)]
+
+
+def check_around(found):
+    for rank, arrays in enumerate(found):
+        for turn, array in enumerate(arrays):
+            np.testing.assert_array_equal(array, values_of((rank - 1) % 3, turn))
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_arrays_go_from_gpu_to_gpu(gpu, downloads, has_out):
+    """The sender writes into its array as soon as the call has returned."""
+    check_around(run(gpu, lambda ctx: around(gpu, ctx, has_out=has_out)))
+    assert not downloads
+
+
+def test_the_host_waits_for_the_first_message_only(gpu, monkeypatch):
+    waits, original = [], Gpu.wait
+
+    def noted(self):
+        waits.append(1)
+        original(self)
+
+    def program(ctx):
+        own = filled(gpu, gpu.empty(SHAPE, float), 1.0)
+        counts = []
+        for _ in range(4):
+            ctx.sendrecv(own, **ring(ctx))
+            ctx.sendrecv(own, dest=ring(ctx)["source"], source=ring(ctx)["dest"])
+            ctx.barrier()
+            counts.append(len(waits))
+            ctx.barrier()
+        return counts
+
+    monkeypatch.setattr(Gpu, "wait", noted)
+    for counts in run(gpu, program):
+        assert 0 < counts[0] == counts[-1]
+
+
+@pytest.fixture
+def _unopened(monkeypatch):
+    """Senders cannot open the events of receivers."""
+    original = module.MessageLender.acknowledged
+
+    def acknowledged(self, rank, count, acknowledgement):
+        self._unreadable.add(rank)
+        self._near.pop(rank, None)
+        original(self, rank, count, acknowledgement)
+
+    monkeypatch.setattr(module.MessageLender, "acknowledged", acknowledged)
+
+
+def to_the_right(gpu, ctx):
+    """Send the same array three times from rank 0 to rank 1; return the values."""
+    if ctx.rank == 0:
+        own = gpu.empty(SHAPE, float)
+        for turn in range(3):
+            ctx.send(filled(gpu, own, values_of(0, turn)), 1)
+    found = [ctx.recv(0) for _ in range(3 if ctx.rank == 1 else 0)]
+    ctx.device.stream.synchronize()
+    return [*map(gpu.read, found)]
+
+
+@pytest.mark.parametrize("missing", ["for the sender", "for the receiver"])
+def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
+    number = WRITTEN if missing == "for the sender" else READ
+    original = PeerMemory.wait
+    monkeypatch.setattr(
+        PeerMemory,
+        "wait",
+        lambda self, stream, event: None if event == number else original(self, stream, event),
+    )
+    with pytest.raises(RaceError):
+        run(gpu, lambda ctx: around(gpu, ctx))
+
+
+@pytest.mark.usefixtures("_unopened")
+def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
+    """The receiver's host waits for its copies then, in each message."""
+    for turn, array in enumerate(run(gpu, partial(to_the_right, gpu))[1]):
+        np.testing.assert_array_equal(array, values_of(0, turn))
+    assert not downloads
+
+
+@pytest.mark.usefixtures("_unopened")
+def test_a_missing_wait_of_the_host_is_found(gpu, monkeypatch):
+    monkeypatch.setattr(Gpu, "wait", lambda self: None)
+    with pytest.raises(RaceError):
+        run(gpu, partial(to_the_right, gpu))
+
+
+def test_values_of_several_arrays(gpu, downloads):
+    """Of both kinds of memory, in both orders, with numbers and empty arrays between them."""
+
+    def program(ctx):
+        made = {
+            "host": np.arange(100),
+            "c": gpu.written(values_of(ctx.rank)),
+            "f": gpu.written(values_of(ctx.rank)).transpose(),
+            "rank": ctx.rank,
+            "empty": gpu.written(np.zeros((0, 3), "f4")),
+            "part": (
+                gpu.written(values_of(ctx.rank))[1:, ::2],
+                gpu.written(np.arange(5, dtype="i2")),
+            ),
+            "a long name that no header has room for": gpu.written(np.arange(7, dtype="u1")),
+        }
+        found = ctx.sendrecv(made, **ring(ctx))
+        source = ring(ctx)["source"]
+        assert [*found] == [*made]
+        assert found["rank"] == source
+        np.testing.assert_array_equal(found["host"], np.arange(100))
+        assert (found["empty"].shape, found["empty"].dtype) == ((0, 3), np.dtype("f4"))
+        ctx.device.wait()
+        wanted = values_of(source)
+        pairs = (
+            (found["c"], wanted),
+            (found["f"], wanted.T),
+            (found["part"][0], wanted[1:, ::2]),
+            (found["part"][1], np.arange(5)),
+            (found["a long name that no header has room for"], np.arange(7)),
+        )
+        for got, of in pairs:
+            assert isinstance(got, Array)
+            np.testing.assert_array_equal(gpu.read(got), of)
+        assert found["f"].flags.f_contiguous
+
+    run(gpu, program)
+    assert not downloads
+
+
+def test_small_values_go_through_host_memory(gpu, downloads):
+    def program(ctx):
+        found = ctx.sendrecv(gpu.written(np.arange(3) + ctx.rank), **ring(ctx))
+        return found.get().tolist()
+
+    assert run(gpu, program) == [[2, 3, 4], [0, 1, 2], [1, 2, 3]]
+    assert downloads == [24] * 3
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize("refuses", ["windows", "receiver", "sender"])
+def test_unreadable_arrays_are_sent(gpu, monkeypatch, downloads, refuses, has_out):
+    """`ipc` is not in the order of transports, a rank cannot open memory, or export it."""
+
+    def fail(*args):
+        raise TransferError("no")
+
+    if refuses == "receiver":
+        monkeypatch.setattr(module, "PeerMemory", fail)
+    if refuses == "sender":
+        monkeypatch.setattr(module, "OwnEvents", fail)
+    windows = refuses != "windows"
+    program = partial(around, gpu, turns=2, has_out=has_out)
+    check_around(run(gpu, program, has_windows=windows))
+    assert len(downloads) == 6
+
+
+def test_a_rank_in_another_call_receives(gpu):
+    """A send does not wait until its receiver gets there."""
+
+    def program(ctx):
+        if ctx.rank == 0:
+            ctx.send(gpu.written(values_of(0)), 1)
+            ctx.send(gpu.written(values_of(0, 1)), 1)
+        ctx.barrier()
+        if ctx.rank == 1:
+            found = ctx.recv(0), ctx.recv(0)
+            ctx.device.wait()
+            return [*map(gpu.read, found)]
+        return []
+
+    for turn, array in enumerate(run(gpu, program)[1]):
+        np.testing.assert_array_equal(array, values_of(0, turn))
+
+
+def test_messages_of_communicators_and_collective_calls(gpu, downloads):
+    def program(ctx):
+        other = ctx.split(ctx.rank % 2, key=-ctx.rank)
+        to_all = ctx.bcast(gpu.written(values_of(1)) if ctx.rank == 1 else None, root=1)
+        parts = ctx.alltoall([gpu.written(values_of(ctx.rank, to)) for to in range(3)])
+        swapped = None
+        if other.size == 2:
+            swapped = other.sendrecv(
+                gpu.written(values_of(ctx.rank)), 1 - other.rank, 1 - other.rank
+            )
+        ctx.device.wait()
+        np.testing.assert_array_equal(gpu.read(to_all), values_of(1))
+        for rank, part in enumerate(parts):
+            np.testing.assert_array_equal(gpu.read(part), values_of(rank, ctx.rank))
+        if swapped is not None:
+            np.testing.assert_array_equal(gpu.read(swapped), values_of(2 - ctx.rank))
+
+    run(gpu, program)
+    assert not downloads
+
+
+def test_a_value_of_another_shape_is_refused(gpu):
+    def program(ctx):
+        out = gpu.empty((3,), float)
+        ctx.sendrecv(gpu.written(values_of(ctx.rank)), **ring(ctx), out=out)
+
+    with pytest.raises(InputError, match="out: expected an array of shape"):
+        run(gpu, program)
+
+
+def test_a_message_that_is_not_received_is_named(gpu):
+    def program(ctx):
+        if ctx.rank == 0:
+            ctx.send(gpu.written(values_of(0)), 1)
+
+    with pytest.raises(SectionError, match="expected rank 1 to receive all messages"):
+        run(gpu, program)
