@@ -296,6 +296,10 @@ class _Function:
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> Any:
         arrays = map(local_blocks.copy, range(len(local_blocks)))
-        returned = self.function(ctx, *arrays, **self.kwargs)
+        try:
+            returned = self.function(ctx, *arrays, **self.kwargs)
+            ctx.flush_stores()  # the function may have left its loop of steps
+        finally:
+            ctx.close_stores()
         ctx.check_returned(leaves(returned))
         return returned

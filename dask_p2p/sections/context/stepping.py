@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count as numbers_from
 from operator import index
 from typing import Any, Protocol
@@ -31,8 +31,14 @@ class StateStore(Protocol):
     def is_due(self, step: int) -> bool:
         """Return whether `write` is due after a step: the same on all ranks."""
 
-    def write(self, step: int) -> None:
-        """Write the values after a step."""
+    def write(self, step: int, flush: Callable[[], None]) -> None:
+        """Write the values after a step, or begin to; `flush` completes all earlier frames."""
+
+    def flush(self) -> None:
+        """Complete all that was begun. A collective call of all ranks."""
+
+    def close(self) -> None:
+        """End the thread that writes."""
 
 
 class StateFolder(Protocol):
@@ -61,6 +67,7 @@ class Stepping(Places):
         self._saved_step = -1  # of the last checkpoint
         self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
         self._has_steps = False  # whether `steps` was called
+        self._stores: list[StateStore] = []  # of its state
 
     def state(self, **values: Any) -> State:
         """Return the state of a loop of steps: values that change from step to step.
@@ -112,10 +119,10 @@ class Stepping(Places):
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
         save : Save, or sequence of Save or array, optional
-            Zarr groups for frames of arrays and numbers of the state, by absolute paths. A frame is
-            written before the next step. The name of a value in a list or dict has dots,
-            ``fields.u``. Or arrays in the place of a state, which each step changes in place,
-            ``x[...] = ...``.
+            Zarr groups for frames of arrays and numbers of the state, by absolute paths. A thread
+            writes a frame while the next steps run, one frame at a time. The name of a value in a
+            list or dict has dots, ``fields.u``. Or arrays in the place of a state, which each step
+            changes in place, ``x[...] = ...``.
         checkpoint : Checkpoint, optional
             Folder of checkpoints in files, by an absolute path: a `dask_p2p.Checkpoint`. A later
             run resumes from the newest one. Arrays of the local block's shape are parts of one
@@ -181,8 +188,8 @@ class Stepping(Places):
         if state is None or (every is None and not stores):
             return self._counted(last)
         period, bindings = Period(every), Bindings(state, sys._getframe(1))
-        opened = [each.of_state(self, state, last) for each in stores]
-        return self._counted(last, state, period, bindings, opened)
+        self._stores = [each.of_state(self, state, last) for each in stores]
+        return self._counted(last, state, period, bindings)
 
     def _counted(
         self,
@@ -190,11 +197,10 @@ class Stepping(Places):
         state: State | None = None,
         period: Period | None = None,
         bindings: Bindings | None = None,
-        stores: Sequence[StateStore] = (),
     ) -> Iterator[int]:
         self.progress.steps = last or 0
         first = 0 if state is None else self._loaded(state)
-        for store in stores:  # the checkpoints before the frames
+        for store in self._stores:  # the checkpoints before the frames
             first = self.progress.step = self.progress.first = store.resumed(first, last)
         for step in numbers_from(first) if last is None else range(first, last):
             yield step
@@ -203,14 +209,26 @@ class Stepping(Places):
             if state is None or period is None or bindings is None:
                 continue
             is_due = step + 1 != last and self.is_due(period, step + 1)
-            due = [store for store in stores if store.is_due(step + 1)]
+            due = [store for store in self._stores if store.is_due(step + 1)]
             if is_due or due or step - first < _CHECKED_STEPS:
                 state.check()
                 bindings.check(sys._getframe(1))
-            for store in reversed(due):  # a run that resumes here must find all frames
-                store.write(step + 1)
+            for store in reversed(due):  # frames before checkpoints
+                store.write(step + 1, self.flush_stores)
             if is_due and self._checkpoints is not None:
+                self.flush_stores()  # a run that resumes here must find all frames
                 self._checkpoints.save(step + 1, state.arrays())
+        self.flush_stores()
+
+    def flush_stores(self) -> None:
+        """Complete the frames of `steps`. A collective call of all ranks."""
+        for store in self._stores:
+            store.flush()
+
+    def close_stores(self) -> None:
+        """End the threads that write frames."""
+        for store in self._stores:
+            store.close()
 
     def _loaded(self, state: State, may_stay: bool = False) -> int:
         """Take over the state of the last checkpoint; return its step, or 0 without one.

@@ -62,8 +62,8 @@ class CheckpointFolder(ABC):
             self._load(group)
         return newest
 
-    def write(self, step: int, before_end: Callable[[], None] = lambda: None) -> None:
-        """Write a checkpoint; `before_end` is called on all ranks before it is complete."""
+    def write(self, step: int, flush: Callable[[], None]) -> None:
+        """Write a checkpoint; `flush` completes all frames before it is complete."""
         ctx, folder = self.ctx, self._of(step)
 
         def create() -> None:
@@ -75,9 +75,15 @@ class CheckpointFolder(ABC):
         group = seen_by_all(ctx, folder)
         with explained(folder):
             self._fill(group)
-        before_end()
+        flush()
         ctx.barrier()
         together(ctx, folder, lambda: self._complete(step))
+
+    def flush(self) -> None:  # noqa: B027
+        """Return immediately: checkpoints are complete after `write`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Return immediately: no thread writes checkpoints."""
 
     @abstractmethod
     def _program(self) -> dict[str, Any]:

@@ -237,3 +237,63 @@ class FrameWriter:
             wait([self._work])
         if self._thread is not None:
             self._thread.shutdown()
+
+
+class BackgroundFrames:
+    """Frames of one rank, of some groups: a thread writes them while steps go on.
+
+    The next frame that is due waits for all ranks, and then the thread of rank 0 records the
+    previous one. Ranks that share chunks write in turn, without a thread.
+    """
+
+    def __init__(self, ctx: Context, frames: Sequence[Frames]) -> None:
+        self._ctx, self._frames, self._writer = ctx, frames, FrameWriter()
+        # Frames that are written, or in the thread: each function records one in its store.
+        self._unrecorded: list[Callable[[], None]] = []
+
+    def due(self, step: int) -> list[Frames]:
+        """Return those with a frame after a step."""
+        return [frames for frames in self._frames if frames.is_due(step)]
+
+    def check(self) -> None:
+        """Raise the error of a write that has ended."""
+        self._writer.check()
+
+    def write(self, step: int, values: Callable[[Sequence[Frames]], Values]) -> None:
+        """Begin to write the frames that are due; `values` returns the values for them."""
+        due = self.due(step)
+        if not due:
+            return
+        written = self._awaited()
+        of_step = values(due)
+        for frames in due:
+            frames.copy(step, of_step)
+        alone = [frames.write for frames in due if not frames.in_turn]
+        self._writer.start(partial(_call, [*written, *alone]))
+        self._unrecorded = [partial(frames.record, step) for frames in due]
+        for frames in due:
+            for rank in range(self._ctx.size if frames.in_turn else 0):
+                if rank == self._ctx.rank:
+                    frames.write()
+                self._ctx.barrier()
+
+    def flush(self) -> None:
+        """Wait until all ranks have written all frames; rank 0 records them."""
+        _call(self._awaited())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._writer.close()
+
+    def _awaited(self) -> list[Callable[[], None]]:
+        """Wait until all ranks have written their frames; return the records for rank 0 to make."""
+        self._writer.wait()
+        written, self._unrecorded = self._unrecorded, []
+        if written:
+            self._ctx.barrier()
+        return written if self._ctx.rank == 0 else []
+
+
+def _call(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

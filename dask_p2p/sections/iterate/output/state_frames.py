@@ -1,10 +1,11 @@
 """Frames of a state: values that change in a loop of `Context.steps`.
 
-Each rank writes its part of a frame before the next step, and then rank 0 records the frame.
+A thread of each rank writes its part of a frame while the next steps run, as for `iterate`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import State
-from dask_p2p.sections.iterate.output.frames import Frames
+from dask_p2p.sections.iterate.output.frames import BackgroundFrames, Frames
 from dask_p2p.sections.iterate.output.specs import checked_frames
 from dask_p2p.sections.iterate.output.state_files import DIVIDED, NUMBER, StateValues
 
@@ -91,10 +92,10 @@ class StateFrames:
                 "save: expected a state with an array of the local block's shape, got none. Give "
                 "ctx.state the array."
             )
-        self._ctx = ctx
         self._frames = Frames(
             checked_frames(save, names, (), values.grid.chunks), ctx, current, current, steps
         )
+        self._written = BackgroundFrames(ctx, [self._frames])
 
     def resumed(self, first: int, steps: int | None) -> int:
         """Open the group for frames after a first step, which is returned."""
@@ -105,12 +106,14 @@ class StateFrames:
         """Return whether a frame is due after a step."""
         return self._frames.is_due(step)
 
-    def write(self, step: int) -> None:
-        """Write a frame."""
-        self._frames.copy(step, None)
-        for rank in range(self._ctx.size if self._frames.in_turn else 1):
-            if rank == self._ctx.rank or not self._frames.in_turn:
-                self._frames.write()
-            self._ctx.barrier()
-        if self._ctx.rank == 0:
-            self._frames.record(step)
+    def write(self, step: int, flush: Callable[[], None]) -> None:
+        """Begin to write a frame."""
+        self._written.write(step, lambda due: None)
+
+    def flush(self) -> None:
+        """Wait until all ranks have written all frames; rank 0 records them."""
+        self._written.flush()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._written.close()

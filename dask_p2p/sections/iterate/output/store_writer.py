@@ -20,12 +20,11 @@ Ranks that share chunks write in turn, without a thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoint_files import CheckpointFiles
-from dask_p2p.sections.iterate.output.frames import Frames, FrameWriter, Values
+from dask_p2p.sections.iterate.output.frames import BackgroundFrames, Frames, Values
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.scalars import Scalars
@@ -48,9 +47,7 @@ class Stores:
     ) -> None:
         self._ctx, self._steps, self._names = ctx, steps, specs.names
         self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]
-        self._writer = FrameWriter()
-        # Frames that are written, or in the thread: each function records one in its store.
-        self._unrecorded: list[Callable[[], None]] = []
+        self._written = BackgroundFrames(ctx, self._frames)
         self._files: CheckpointFiles | None = None
         if specs.checkpoint is not None:
             arguments = specs.checkpoint, specs.chunks, ctx, local, scalars, series
@@ -70,11 +67,11 @@ class Stores:
         """Return whether frames, or checkpoints of a number of steps, are due after a step."""
         every = self._files.every if self._files is not None else None
         is_state = isinstance(every, int) and step % every == 0
-        return is_state or any(frames.is_due(step) for frames in self._frames)
+        return is_state or bool(self._written.due(step))
 
     def computes(self, step: int) -> bool:
         """Return whether fields are computed for the frames after a step."""
-        return self._computes([frames for frames in self._frames if frames.is_due(step)])
+        return self._computes(self._written.due(step))
 
     @staticmethod
     def _computes(frames: Sequence[Frames]) -> bool:
@@ -85,44 +82,15 @@ class Stores:
 
         The run ends by `max_time` if it `is_last`: then a checkpoint is due.
         """
-        self._writer.check()
-        due = [frames for frames in self._frames if frames.is_due(step)]
-        if due:
-            self._write_frames(due, step, current)
+        self._written.check()
+        self._written.write(step, lambda due: current(self._names) if self._computes(due) else None)
         if self._files is not None and (self._files.is_due(step) or is_last):
             self._files.write(step, self.flush)
 
     def flush(self) -> None:
         """Wait until all ranks have written all frames; rank 0 records them."""
-        _call(self._awaited())
+        self._written.flush()
 
     def close(self) -> None:
         """End the thread."""
-        self._writer.close()
-
-    def _write_frames(self, due: Sequence[Frames], step: int, current: Current) -> None:
-        written = self._awaited()
-        values = current(self._names) if self._computes(due) else None
-        for frames in due:
-            frames.copy(step, values)
-        alone = [frames.write for frames in due if not frames.in_turn]
-        self._writer.start(partial(_call, [*written, *alone]))
-        self._unrecorded = [partial(frames.record, step) for frames in due]
-        for frames in due:
-            for rank in range(self._ctx.size if frames.in_turn else 0):
-                if rank == self._ctx.rank:
-                    frames.write()
-                self._ctx.barrier()
-
-    def _awaited(self) -> list[Callable[[], None]]:
-        """Wait until all ranks have written their frames; return the records for rank 0 to make."""
-        self._writer.wait()
-        written, self._unrecorded = self._unrecorded, []
-        if written:
-            self._ctx.barrier()
-        return written if self._ctx.rank == 0 else []
-
-
-def _call(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+        self._written.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import threading
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -12,8 +14,11 @@ from dask_p2p import Checkpoint, Save, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.iterate.output.frames import Frames
+from dask_p2p.sections.iterate.output.state_files import StateFiles
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
+from tests.support import BOUND_S
 
 zarr = pytest.importorskip("zarr")
 
@@ -74,9 +79,7 @@ def test_a_run_that_resumes_adds_frames(tmp_path):
     frames, files = tmp_path / "frames", tmp_path / "states"
     with pytest.raises(StoppedError):
         run_gang(grid(2), program(frames, stop=10, files=files))
-    group = zarr.open(frames, mode="r")
-    assert group.attrs["frames"] == 3
-    assert np.array_equal(group["u"][2], states()[8][0])
+    assert zarr.open(frames, mode="r").attrs["frames"] == 2  # no rank has recorded the third
     run_gang(grid(2), program(frames, steps=15, files=files))  # from step 8 on
     group = zarr.open(frames, mode="r")
     assert (group.attrs["frames"], group["u"].shape[0]) == (5, 5)
@@ -125,13 +128,114 @@ def test_a_full_disk_ends_the_run_by_name(tmp_path):
     assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 3
 
 
-def test_on_a_cluster(client, tmp_path):
-    def grow(ctx, x, path):
+def grow(ctx, x, path, last=6, stop=None):
+    """Add 1 in each step, save a frame every two steps, and leave the loop at a step."""
+    s = ctx.state(x=x)
+    for step in ctx.steps(last, s, save=[Save(path, 2)]):
+        if step == stop:
+            break
+        s.x = s.x + 1
+    return s.x
+
+
+def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
+    """The first frame is written when the third step has been made, and not by its thread."""
+    made, threads = threading.Event(), []
+    write = Frames.write
+
+    def late(self):
+        threads.append(threading.current_thread())
+        assert made.wait(BOUND_S)
+        write(self)
+
+    def run(ctx, x, path):
         s = ctx.state(x=x)
-        for _ in ctx.steps(6, s, save=[Save(path, 2)]):
+        for step in ctx.steps(6, s, save=Save(path, 2)):
+            if step == 2:
+                made.set()
             s.x = s.x + 1
         return s.x
 
+    monkeypatch.setattr(Frames, "write", late)
+    lazy = spmd(run, da.from_array(U), path=str(tmp_path / "frames"), ranks=1)
+    dask.compute(lazy, scheduler="sync")
+    check(tmp_path / "frames", 2, 4, 6)
+    assert len({*threads}) == 1
+    assert threads[0] not in threading.enumerate()
+
+
+def check(path, *steps):
+    """Check the frames that `grow` writes."""
+    group = zarr.open(path, mode="r")
+    assert (group.attrs["frames"], group.attrs["steps"]) == (len(steps), steps[-1])
+    wanted = U + np.array(steps)[:, None, None]
+    np.testing.assert_allclose(group["x"][: len(steps)], wanted)
+
+
+def test_a_function_may_leave_its_loop(tmp_path):
+    """The last frame is complete when the function has returned, and the thread has ended."""
+    options = {"path": str(tmp_path / "frames"), "last": 100, "stop": 5, "ranks": 1}
+    before = {*threading.enumerate()}  # a test of a gang may have left one
+    dask.compute(spmd(grow, da.from_array(U), **options), scheduler="sync")
+    check(tmp_path / "frames", 2, 4)
+    new = {*threading.enumerate()} - before
+    assert not [each for each in new if each.name.startswith("p2p-frames")]
+
+
+def test_errors_of_the_thread_are_raised_on_all_ranks(tmp_path, monkeypatch):
+    """One rank cannot write its last frame, and has no other call that waits for it."""
+    write = Frames.write
+
+    def fails(self):
+        if self._ctx.rank == 1 and self._number == 3:
+            raise FileError("no room")
+        write(self)
+
+    monkeypatch.setattr(Frames, "write", fails)
+    with pytest.raises(FileError, match="no room"):
+        run_gang(grid(2), program(tmp_path))
+
+
+def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
+    """Also before one in memory: a run that resumes there must find them."""
+    recorded, orders, record = [], [], Frames.record
+    monkeypatch.setattr(
+        Frames, "record", lambda self, step: (record(self, step), recorded.append(step))
+    )
+
+    monkeypatch.setattr(
+        StateFiles, "_complete", lambda self, step: orders.append((step, [*recorded]))
+    )
+
+    class Kept:
+        """Checkpoints in memory."""
+
+        def __init__(self, *args):
+            pass
+
+        def found(self):
+            return 0, None
+
+        def save(self, step, arrays):
+            orders.append((step, [*recorded]))
+
+    def run(ctx):
+        s = ctx.state(u=U)
+        files = Checkpoint(str(tmp_path / "states"), every=6)
+        for _ in ctx.steps(
+            12, s, every=4, save=Save(str(tmp_path / "frames"), 2), checkpoint=files
+        ):
+            s.u = s.u + 1
+
+    run_gang(grid(1), run, checkpoints=Kept)
+    assert orders == [
+        (4, [2, 4]),
+        (6, [2, 4, 6]),
+        (8, [2, 4, 6, 8]),
+        (12, [2, 4, 6, 8, 10, 12]),
+    ]
+
+
+def test_on_a_cluster(client, tmp_path):
     spmd(grow, da.from_array(U, chunks=(4, 6)), path=str(tmp_path / "frames"), ranks=2).compute()
-    group = zarr.open(tmp_path / "frames", mode="r")
-    np.testing.assert_allclose(group["x"][...], U + np.array([2, 4, 6])[:, None, None])
+    check(tmp_path / "frames", 2, 4, 6)
