@@ -86,7 +86,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
-        self._gangs = Gangs(scheduler, self._is_registered, self._put_back)
+        self._gangs = Gangs(scheduler, self._is_registered, self._put_back, self._fetch)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
 
     def _overlay(self) -> None:

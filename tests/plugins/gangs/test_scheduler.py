@@ -73,7 +73,10 @@ def running(main):
         def put_back():
             scheduler.plugins.setdefault(PLUGIN_NAME, own)
 
-        return await main(scheduler, Gangs(scheduler, is_on, put_back))
+        async def under_way(worker):
+            return []
+
+        return await main(scheduler, Gangs(scheduler, is_on, put_back, under_way))
 
     return run_clocked(run())
 
