@@ -109,6 +109,26 @@ def spins() -> Any:
     return computed("simulations.md", 8, n=256, steps=200)["result"]["s"]
 
 
+def multigrid() -> Any:
+    """Return the potential of charges."""
+    found = computed("simulations.md", 9, n=256, cycles=10)["result"]["u"]
+    most = np.percentile(abs(found), 99)
+    return found.clip(-most, most)
+
+
+def particles() -> Any:
+    """Return the logarithm of the density of particles."""
+    names = computed("simulations.md", 10, count=1_000_000, steps=12)
+    _, x, y = names["result"]["particles"].T
+    return np.log1p(np.histogram2d(x, y, 320, [(0, 1), (0, 1)])[0])
+
+
+def life() -> Any:
+    """Return the cells after many steps, enlarged."""
+    found = computed("simulations.md", 11, n=160, steps=500)["result"]["cells"]
+    return found.repeat(2, 0).repeat(2, 1)
+
+
 #: By name of a picture: the function that computes it, and its colours.
 PICTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "gray-scott": (gray_scott, "viridis"),
@@ -120,6 +140,9 @@ PICTURES: dict[str, tuple[Callable[[], Any], str]] = {
     "lanczos": (lanczos, ""),
     "seismic": (seismic, "RdBu_r"),
     "spins": (spins, "cividis"),
+    "multigrid": (multigrid, "RdBu_r"),
+    "particles": (particles, "magma"),
+    "life": (life, "binary"),
 }
 
 
