@@ -52,7 +52,7 @@ class GraphLending(GpuLending):
             lambda ranks: OwnWindow(gpu, dict.fromkeys(ranks, _SLOT_BYTES)),
             lambda _, descriptor: PeerWindow(gpu, descriptor, _SLOT_BYTES),
         )
-        self._near = near
+        self._near = {**near}
         if window is not None and near:
             self._barrier = DeviceBarrier(gpu, window, [*near.values()])
 

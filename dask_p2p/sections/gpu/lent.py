@@ -12,7 +12,6 @@ that reports it, so GPUs never wait in a circle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ class LentArrays:
         self._gpu = gpu
         self._own: OwnEvents | None = None
         # Memory of other ranks that read here and are read.
-        self._near: Mapping[int, PeerMemory] = {}
+        self._near: dict[int, PeerMemory] = {}
         #: By reader: arrays that it may be reading. They stay until all ranks have ended.
         self._lent = defaultdict[int, list[Array]](list)
         self._is_exported = False
