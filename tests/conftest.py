@@ -272,6 +272,14 @@ def gpu(monkeypatch):
     return emulated(monkeypatch)
 
 
+@pytest.fixture
+def strict_cupy(monkeypatch):
+    """A CuPy in host memory, which refuses conversions to NumPy as CuPy does."""
+    from tests.simulation.strict_cupy import emulated_strictly
+
+    return emulated_strictly(monkeypatch)
+
+
 _THRESHOLD = "array.rechunk.threshold"
 _THRESHOLD_OF_DASK = dask.config.get(_THRESHOLD)
 

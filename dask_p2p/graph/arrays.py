@@ -131,6 +131,6 @@ def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
     """Return the array of the layer `before`; `x` is its transpose."""
     layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
     graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
-    inverse = np.argsort(axes)
+    inverse = tuple(map(axes.index, range(len(axes))))
     chunks = tuple(x.chunks[axis] for axis in inverse)
     return new_da_object(graph, before, chunks, meta=x._meta.transpose(inverse), dtype=x.dtype)

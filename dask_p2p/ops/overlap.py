@@ -18,6 +18,7 @@ from dask.array.utils import meta_from_array
 from dask.base import unpack_collections
 from dask.utils import has_keyword
 
+from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
@@ -254,6 +255,9 @@ def _mapped_by_dask(
     func, kwargs, has_block_id = _bound(func, kwargs)
     map_blocks = functions_of(arrays[0]).map_blocks
     options = checked_options()
+    meta = arrays[0]._meta
+    if kwargs.get("dtype") is not None and "meta" not in kwargs and backend_for(meta).on_device:
+        kwargs["meta"] = meta_from_array(meta, dtype=kwargs["dtype"])  # Dask would declare NumPy's
     with_halo = [
         with_fixed_blocks(x)
         if plan.chunks == x.chunks

@@ -287,7 +287,8 @@ class P2PAccessor(Spectral[T]):
     def to_zarr(self, store: Any = None, *, chunks: Any = None, **kwargs: Any) -> Any:
         """Write to a Zarr store, rechunked to chunks of one size along each dimension if needed.
 
-        Zarr has such chunks only, and the last one may be smaller. One exchange makes them.
+        Zarr has such chunks only, and the last one may be smaller. One exchange makes them. CuPy
+        blocks are then copied to host memory.
 
         Parameters
         ----------

@@ -18,7 +18,13 @@ from dask_p2p.ops.arguments import CHUNKS_REMEDY
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.sections.iterate.iterate import iterate
 from dask_p2p.sections.iterate.output.stores import Save
-from dask_p2p.xarray.variables import as_dask, changed_coords, check_data, in_memory
+from dask_p2p.xarray.variables import (
+    as_dask,
+    changed_coords,
+    check_data,
+    in_memory,
+    values_of,
+)
 
 
 def by_dimension(
@@ -224,7 +230,7 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
         return constant
     if not constant.ndim and in_memory(constant.variable):
         check_data(constant.data, constant.name)
-        return constant.values[()]
+        return values_of(constant.variable)[()]
     if not set(constant.dims) <= set(field.dims):
         raise InputError(
             f"constants: expected only dimensions of the fields, {field.dims}, got an array with "

@@ -6,10 +6,12 @@ Names and scalings are those of xrft and scipy. `docs/coming-from.md` lists the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 import xarray as xr
+from dask.array.utils import meta_from_array
 
 from dask_p2p.errors import InputError
 from dask_p2p.xarray.spectra import along, ascending, checked_dims, numbers, spectrum
@@ -29,16 +31,31 @@ def detrended(a: Any, dim: Any, kind: str) -> Any:
     dims = checked_dims(a, dim, None, list(a.dims))
     axes = [a.get_axis_num(name) for name in dims]
     x = as_dask(a.variable, a.name)
-    y = x - x.mean(axes, keepdims=True)
+    y = x - _mean(x, axes)
     for name, axis in zip(dims, axes, strict=True) if kind == "linear" else ():
         # On a grid the centred coordinates are orthogonal, so each slope can be fitted alone.
         centred = numbers(a, name) - numbers(a, name).mean()
         if not centred.any():
             continue
-        positions = along(x, axis, centred / abs(centred).max())
-        slope = (x * positions).mean(axes, keepdims=True) / (positions**2).mean()
+        values = centred / abs(centred).max()
+        positions = along(x, axis, values)
+        slope = _mean(x * positions, axes) / float((values**2).mean())
         y = y - slope * positions
     return _with_values(a, y)
+
+
+def _mean(x: Any, axes: Sequence[int]) -> Any:
+    """Return the mean along axes, which stay with one element.
+
+    `dask_array` declares NumPy blocks for reductions of all arrays, and its mean fails for CuPy's.
+    """
+    total = x.sum(axes, keepdims=True)
+    meta = meta_from_array(x._meta, x.ndim, total.dtype)
+    return total.map_blocks(_itself, meta=meta) / prod(x.shape[axis] for axis in axes)
+
+
+def _itself(block: Any) -> Any:
+    return block
 
 
 def windowed(a: Any, dim: Any, window: Window) -> Any:
@@ -82,7 +99,8 @@ def density(
         y = y * along(y, a.get_axis_num(real_dim), _twins(a.sizes[real_dim]))
     spacings = {name: s[f"{prefix}{name}"].attrs["spacing"] for name in dims}
     y = y * _factor({name: a.sizes[name] for name in dims}, spacings, scaling, window)
-    return xr.DataArray(y, s.coords, s.dims, a.name)  # attributes may be units of the amplitude
+    # Without attributes, which may be units of the amplitude.
+    return xr.DataArray(y, s.coords, s.dims).rename(a.name)
 
 
 def _like(a: Any, other: Any) -> Any:

@@ -10,11 +10,18 @@ from dask_p2p.ops.arguments import check_chunks_are_known
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.regular import is_regular, regular_size
 from dask_p2p.xarray.by_name import named_in_errors
-from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, without_file_chunks
+from dask_p2p.xarray.variables import (
+    as_dask,
+    changed,
+    chunked,
+    in_memory,
+    with_host_memory,
+    without_file_chunks,
+)
 
 
 def regular(given: Any, sizes: Mapping[Hashable, Any]) -> Any:
-    """Return an array or dataset with chunks of one size along each dimension.
+    """Return an array or dataset with chunks of one size along each dimension, in host memory.
 
     Encodings lose the chunks of a file that do not fit the blocks.
     """
@@ -33,7 +40,7 @@ def regular(given: Any, sizes: Mapping[Hashable, Any]) -> Any:
             after = _checked(before.copy(deep=False, data=rechunk(x, wanted)), name)
         return after if _fits(after) else without_file_chunks(after)
 
-    return changed(given, given, change)
+    return with_host_memory(changed(given, given, change))
 
 
 def _checked(variable: Any, name: Hashable) -> Any:

@@ -17,7 +17,7 @@ from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.xarray.variables import as_dask, check_data
+from dask_p2p.xarray.variables import as_dask, check_data, values_of
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
@@ -127,7 +127,7 @@ def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
     if abs(first + zero * step) > _EVEN * step:
         raise InputError(
             f"expected frequencies along {name!r} with 0 at index {zero} in ascending order, got "
-            f"{a[name].values[:4]}... Use the frequencies of a.p2p.fft."
+            f"{values_of(a[name].variable)[:4]}... Use the frequencies of a.p2p.fft."
         )
     frequencies = step * (np.arange(n) - zero)
     return frequencies if in_order else np.fft.ifftshift(frequencies), in_order
@@ -135,7 +135,7 @@ def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
 
 def _even(values: Any, coordinate: Any) -> tuple[float, float]:
     """Return the first number of a coordinate, and its mean spacing."""
-    given, name = coordinate.values, coordinate.name
+    given, name = values_of(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.
     rounding = np.spacing(abs(given).max()) if given.dtype.kind == "f" and given.size else 0
@@ -150,9 +150,9 @@ def _even(values: Any, coordinate: Any) -> tuple[float, float]:
 
 def numbers(a: Any, name: Hashable) -> Any:
     """Return a coordinate as float64; times as seconds after the first one."""
-    if not isinstance(a[name].variable, xr.IndexVariable):  # an index holds plain values
+    if not isinstance(a[name].variable, xr.IndexVariable):
         check_data(a[name].variable.data, name)
-    values = a[name].values
+    values = values_of(a[name].variable)
     kind = values.dtype.kind
     try:
         if kind in "mM":
@@ -193,4 +193,5 @@ def _made(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
     kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}
     new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}
     dims = [names.get(name, name) for name in a.dims]
-    return xr.DataArray(y, {**kept, **new}, dims, a.name, a.attrs)
+    made = xr.DataArray(y, {**kept, **new}, dims, attrs=a.attrs)
+    return made.rename(a.name)  # also of an array without a name

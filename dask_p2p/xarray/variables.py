@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
 
 import dask.array as da
+import numpy as np
 import xarray as xr
 from dask.base import is_dask_collection
 from xarray.groupers import Resampler
@@ -106,6 +107,47 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
             f"{coordinate.dtype}: {exc}. Give sizes in place of the resampler."
         ) from exc
     return sizes
+
+
+def values_of(variable: Any) -> Any:
+    """Return the values of a variable as a NumPy array, also those in GPU memory.
+
+    xarray's ``values`` fails for CuPy arrays.
+    """
+    if isinstance(variable, xr.IndexVariable):  # an index holds plain values
+        return variable.values
+    data = variable.compute().data
+    return np.asarray(backend_for(data).to_host(data) if _is_on_device(data) else data)
+
+
+def with_host_memory(given: Any) -> Any:
+    """Return an array or dataset with copies of its CuPy arrays in host memory, lazy if they are.
+
+    xarray's functions for files fail for CuPy arrays.
+    """
+
+    def copied(variable: Any) -> Any:
+        if isinstance(variable, xr.IndexVariable) or not _is_on_device(variable.data):
+            return variable
+        if in_memory(variable):
+            return variable.copy(deep=False, data=values_of(variable))
+        x, meta = variable.data, np.empty((0,) * variable.ndim, variable.dtype)
+        return variable.copy(deep=False, data=x.map_blocks(_to_host, meta=meta))
+
+    coords = {name: copied(of.variable) for name, of in given.coords.items()}
+    differing = {name: of for name, of in coords.items() if of is not given[name].variable}
+    return with_data(given, given.assign_coords(differing), lambda _, after, name: copied(after))
+
+
+def _is_on_device(data: Any) -> bool:
+    try:
+        return backend_for(data._meta if is_dask_array(data) else data).on_device
+    except UnsupportedArrayError:
+        return False
+
+
+def _to_host(block: Any) -> Any:
+    return backend_for(block).to_host(block)
 
 
 def changed(given: Any, result: Any, change: Change) -> Any:

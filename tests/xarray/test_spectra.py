@@ -106,6 +106,14 @@ def test_the_order_of_elements_makes_no_difference(real_dim, true):
     np.testing.assert_allclose(back.values, a.values, atol=1e-12)
 
 
+def test_an_array_without_a_name_stays_so():
+    a = xr.DataArray(da.ones(8, chunks=4), dims="x")
+    a = a.rename(None)
+    found = (a.p2p.fft(), a.p2p.fft().p2p.ifft(), a.p2p.power_spectrum())
+    assert [each.name for each in found] == [None] * 3
+    assert a.rename("a").p2p.fft().name == "a"
+
+
 def test_two_frequencies_in_the_order_of_numpy():
     a = field((2, 10))
     back = a.p2p.fft("x", shift=False).p2p.ifft()

@@ -1,0 +1,111 @@
+"""All operations on CuPy blocks, in arrays of both libraries: the values are those of NumPy."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_p2p
+from dask_p2p import estimate, fft
+from dask_p2p.engine.task import AssembleTask
+from tests.gpu.test_fft import declared
+from tests.gpu.test_operations import on_host
+from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
+from tests.support import persisted, used
+
+pytestmark = [
+    pytest.mark.gpu(2),
+    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(params=["dask.array", "dask_array"])
+def library(request):
+    return da if request.param == "dask.array" else request.getfixturevalue("dask_array")
+
+
+@pytest.fixture
+def x(library, client):
+    import cupy
+
+    return persisted(client, in_blocks(library).map_blocks(cupy.asarray))
+
+
+def in_blocks(library):
+    return library.from_array(VALUES, chunks=(6, -1))
+
+
+def check(client, y, wanted):
+    """Compare an array of CuPy blocks with one of NumPy blocks; return its persisted blocks."""
+    y = persisted(client, y)
+    assert declared(y)
+    assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
+    np.testing.assert_allclose(on_host(y), wanted.compute(), rtol=1e-9, atol=1e-9)
+    return y
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *SECTIONS])
+def test_values_are_those_of_numpy(name, client, library, x):
+    program = {**PROGRAMS, **SECTIONS}[name]
+    y = program(x)
+    assert type(y) is type(x)
+    check(client, y, program(in_blocks(library)))
+
+
+def test_regions_move_between_gpus(client, x):
+    """Without their workers' copies of whole blocks, and without the host."""
+    for y in (dask_p2p.transpose(x), dask_p2p.rechunk(x, (-1, 5)), fft.fft(x, axis=0)):
+        made = persisted(client, y)
+        assert used(client, y)
+        assert used(client, y) <= {"ipc", "ucx"}
+        assert made.npartitions == y.npartitions
+
+
+def exchange(y):
+    """The plans of the tasks that assemble the blocks of an array, by index."""
+    tasks = y.__dask_graph__().values()
+    return {task.index: task.plan for task in tasks if isinstance(task, AssembleTask)}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_methods_of_dask(name, client, library, x):
+    wanted = INSTALLED[name](in_blocks(library).persist())
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as taken:
+        y = persisted(client, INSTALLED[name](x))
+    assert taken.count == 1
+    check(client, y, wanted)
+
+
+def test_a_transpose_and_a_rechunk_are_one_transpose(client, x):
+    """Their tasks are those of `dask_p2p.transpose`, so they move the same bytes."""
+    rows = (2, -1)
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install():
+        ours = exchange(x.T.rechunk(rows))
+    assert len(ours) == 10
+    assert ours == exchange(dask_p2p.transpose(x, chunks=rows))
+
+
+@pytest.mark.parametrize("name", ["fft", "fft2", "rfft"])
+def test_transforms_of_the_library(name, client, library, x):
+    given = {"fft2": {}}.get(name, {"axis": 0})
+    with dask_p2p.install() as taken:
+        y = getattr(library.fft, name)(x, **given)
+    assert taken.counts["fft"] == 1
+    check(client, y, getattr(fft, name)(in_blocks(library), **given))
+
+
+def test_estimates(client, x):
+    found = estimate(x, workers=2)
+    assert found.input_bytes == found.output_bytes == VALUES.nbytes // 2
+    assert "1 exchange" in str(fft.estimate(fft.fft(x, axis=0)))
+
+
+def test_an_optimiser_takes_slices_first(client, x):
+    y = dask_p2p.transpose(x)[:3]
+    if hasattr(x, "expr"):
+        read = [plan.source_elements(index) for index, plan in exchange(y).items()]
+        assert sum(map(sum, read)) == 3 * len(VALUES)
+    check(client, y, dask_p2p.transpose(da.from_array(VALUES, chunks=(6, -1)))[:3])

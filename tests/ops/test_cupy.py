@@ -1,0 +1,93 @@
+"""Operations on CuPy blocks, by a CuPy that refuses conversions: the values are those of NumPy."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.array.utils import meta_from_array
+
+import dask_p2p
+from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES, weighed
+
+
+@pytest.fixture(params=["dask.array", "dask_array"])
+def library(request):
+    return da if request.param == "dask.array" else request.getfixturevalue("dask_array")
+
+
+@pytest.fixture
+def arrays(library, strict_cupy):
+    """The same array twice: in CuPy blocks, and in NumPy's."""
+    x = library.from_array(VALUES, chunks=(6, -1))
+    return x.map_blocks(strict_cupy.asarray), x
+
+
+def check(y, wanted, cupy):
+    """Compare an array of CuPy blocks with one of NumPy blocks."""
+    with dask.config.set(scheduler="sync"):
+        found, expected = y.compute(), wanted.compute()
+    assert isinstance(meta_from_array(y), cupy.ndarray)
+    assert isinstance(found, cupy.ndarray)
+    assert found.dtype == y.dtype == wanted.dtype
+    assert y.chunks == wanted.chunks
+    np.testing.assert_allclose(found.get(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_those_of_numpy(name, arrays, strict_cupy):
+    y, wanted = map(PROGRAMS[name], arrays)
+    check(y, wanted, strict_cupy)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_results_of_sections_are_of_cupy(name, arrays, strict_cupy):
+    y, wanted = map(SECTIONS[name], arrays)
+    assert isinstance(y._meta, strict_cupy.ndarray)
+    assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_methods_of_dask(name, arrays, strict_cupy):
+    x, on_host = arrays
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as used:
+        y = INSTALLED[name](x).persist(scheduler="sync")
+    assert used.count == 1
+    check(y, INSTALLED[name](on_host), strict_cupy)
+
+
+def summed(block, other):
+    return block.sum(1) + other.sum(1)
+
+
+def test_a_dtype_does_not_change_the_kind(arrays, strict_cupy):
+    """Dask would declare NumPy blocks where it cannot call the function with empty ones."""
+    calls = {
+        "keywords": lambda x: dask_p2p.map_overlap(
+            weighed, x, x, depth={0: 1}, factor=2, dtype="f8"
+        ),
+        "an axis fewer": lambda x: dask_p2p.map_overlap(
+            summed, x, x, depth={0: 1}, drop_axis=1, dtype="f8"
+        ),
+    }
+    for call in calls.values():
+        y, wanted = map(call, arrays)
+        check(y, wanted, strict_cupy)
+
+
+def test_the_stand_in_refuses_conversions(strict_cupy):
+    x = strict_cupy.asarray(VALUES)
+    for refused in (
+        lambda: np.asarray(x),
+        lambda: x + VALUES,
+        lambda: VALUES * x,
+        lambda: np.concatenate([x, VALUES]),
+        lambda: x.dot(VALUES),
+        lambda: strict_cupy.asarray(["text"]),
+        lambda: x.__setitem__(slice(None), VALUES),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            refused()
+    np.testing.assert_array_equal((2 * x[1:] + np.float64(1)).get(), 2 * VALUES[1:] + 1)
+    assert isinstance(x[0, 0], strict_cupy.ndarray)

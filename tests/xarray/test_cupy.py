@@ -1,0 +1,120 @@
+"""The accessor for CuPy blocks, by a CuPy that refuses conversions: values are those of NumPy."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, made, variables, weighed
+
+
+@pytest.fixture
+def arrays(strict_cupy):
+    """The same array twice: in CuPy blocks, and in NumPy's."""
+
+    def lazy(values):
+        return da.from_array(values, chunks=(6, -1)[: values.ndim])
+
+    return made(lambda values: lazy(values).map_blocks(strict_cupy.asarray)), made(lazy)
+
+
+@pytest.fixture
+def in_memory(strict_cupy):
+    """The same array twice, in memory, of CuPy and of NumPy."""
+    return made(strict_cupy.asarray), made(np.asarray)
+
+
+def check(found, wanted, cupy):
+    """Compare a result of CuPy blocks with one of NumPy blocks."""
+    assert found.coords.keys() == wanted.coords.keys()
+    mine, theirs = variables(found), variables(wanted)
+    assert mine.keys() == theirs.keys()
+    for name, variable in mine.items():
+        check_variable(variable, theirs[name], cupy)
+
+
+def check_variable(variable, wanted, cupy):
+    assert isinstance(getattr(variable.data, "_meta", variable.data), cupy.ndarray)
+    assert (variable.dims, variable.chunks) == (wanted.dims, wanted.chunks)
+    with dask.config.set(scheduler="sync"):
+        values, expected = variable.compute().data, wanted.compute().data
+    assert isinstance(values, cupy.ndarray)
+    assert values.dtype == variable.dtype == wanted.dtype
+    tolerance = 1000 * np.finfo(values.dtype).eps
+    np.testing.assert_allclose(values.get(), expected, 0, tolerance * abs(expected).max())
+
+
+def on_host(values):
+    return values.get() if hasattr(values, "get") else values
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_those_of_numpy(name, arrays, strict_cupy):
+    check(*map(PROGRAMS[name], arrays), strict_cupy)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_arrays_in_memory(name, in_memory, strict_cupy):
+    check(*map(PROGRAMS[name], in_memory), strict_cupy)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_results_of_sections_have_the_kind_of_the_fields(name, arrays, strict_cupy):
+    for variable in variables(SECTIONS[name](arrays[0])).values():
+        assert isinstance(variable.data._meta, strict_cupy.ndarray)
+
+
+def test_a_number_in_gpu_memory_is_a_constant(arrays, strict_cupy):
+    a = arrays[0].assign_coords(number=strict_cupy.asarray(3.0))
+    found = a.p2p.iterate(weighed, {"t": 1}, 2, constants=("number",))
+    assert isinstance(found.data._meta, strict_cupy.ndarray)
+
+
+def test_coordinates_in_gpu_memory(strict_cupy):
+    """These have no index: an index holds its values in host memory."""
+
+    def with_times(values, times):
+        coords = xr.Coordinates({"t": ("t", times)}, indexes={})
+        return xr.DataArray(values, coords, ("t", "x"))
+
+    times = np.arange(24.0)[::-1] / 2
+    a = with_times(strict_cupy.asarray(VALUES), strict_cupy.asarray(times))
+    b = with_times(VALUES, times)
+    for program in (
+        lambda a: a.p2p.fft("t"),
+        lambda a: a.p2p.power_spectrum("t", detrend="linear"),
+        lambda a: a.p2p.fft("t").p2p.ifft(),
+    ):
+        found, wanted = program(a), program(b)
+        check(found, wanted, strict_cupy)
+        for name in wanted.coords:
+            np.testing.assert_array_equal(on_host(found[name].data), on_host(wanted[name].data))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_to_zarr(lazy, arrays, in_memory, tmp_path):
+    pytest.importorskip("zarr")
+    a, wanted = arrays if lazy else in_memory
+    with dask.config.set(scheduler="sync"):
+        a.p2p.to_zarr(tmp_path / "array", chunks={"t": 5}, consolidated=False)
+        as_dataset(a).p2p.to_zarr(tmp_path / "dataset", consolidated=False)
+    with xr.open_zarr(tmp_path / "array", consolidated=False) as found:
+        xr.testing.assert_equal(found.u.compute(), wanted.compute())
+        assert found.u.chunks[0] == (5, 5, 5, 5, 4)
+    with xr.open_zarr(tmp_path / "dataset", consolidated=False) as found:
+        xr.testing.assert_equal(found.compute(), as_dataset(wanted).compute())
+
+
+def test_arrays_of_cupy_xarray(strict_cupy):
+    pytest.importorskip("cupy_xarray", reason="needs it: pip install cupy-xarray")
+    a = made(lambda values: values).chunk(t=6).as_cupy()
+    assert a.cupy.is_cupy
+    turned = a.p2p.transpose("x", "t").p2p.fft("t")
+    assert turned.cupy.is_cupy
+    with dask.config.set(scheduler="sync"):
+        found = turned.cupy.as_numpy().compute()
+    wanted = made(lambda values: values).p2p.transpose("x", "t").p2p.fft("t")
+    np.testing.assert_allclose(found.data, wanted.compute().data)
