@@ -18,6 +18,7 @@ from dask_p2p.sections.iterate.call import Call, CallArrays
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
+from dask_p2p.sections.iterate.function_state import FunctionState
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
@@ -60,6 +61,7 @@ class RankLoop:
         recorded = self._scalars, self._series
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
         self._limit = Period(of.max_time)
+        self._functions = FunctionState(of, ctx)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
@@ -80,6 +82,7 @@ class RankLoop:
             else:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
+                self._functions.check(step - first)
                 ctx.progress.advance(step)
                 if self._is_done(step, numbers):
                     self._stores.write(step, self._current)
@@ -89,7 +92,8 @@ class RankLoop:
             self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
-            if step < of.steps and ctx.is_due(period, step):
+            is_due = step < of.steps and ctx.is_due(period, step)
+            if is_due and not self._functions.has_changed():
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._series.save()
                 self._scalars.save()

@@ -1,0 +1,169 @@
+"""Functions that keep values from step to step."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from threading import Lock
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_p2p.errors import InputError
+from dask_p2p.sections.iterate.function_state import FunctionState
+
+FACTOR = 3
+
+
+def plain(u):
+    return FACTOR * np.sin(u[1:-1])
+
+
+def printing(u):
+    print(u.shape)  # noqa: T201
+    return u
+
+
+def counting():
+    seen = []
+    return lambda u: seen.append(1) or u + len(seen)
+
+
+def counting_in_an_attribute():
+    def count(u):
+        count.calls += 1
+        return u + count.calls
+
+    count.calls = 0
+    return count
+
+
+def counting_in_a_default():
+    def count(u, seen=[0]):  # noqa: B006
+        seen[0] += 1
+        return u + seen[0]
+
+    return count
+
+
+def counting_in_an_array():
+    calls = np.zeros(1)
+
+    def count(u):
+        calls[0] += 1
+        return u + calls[0]
+
+    return count
+
+
+class Counter:
+    calls = 0
+
+    def __call__(self, u):
+        self.calls += 1
+        return u + self.calls
+
+    def step(self, u):
+        return self(u)
+
+
+def drawing():
+    rng = np.random.default_rng(0)
+    return lambda u: u + rng.normal()
+
+
+def keeping_a_lock():
+    lock, seen = Lock(), []
+    return lambda u: (lock, seen.append(1), u)[2]
+
+
+STATES = [
+    *(counting, counting_in_an_attribute, counting_in_a_default, counting_in_an_array),
+    *(Counter, lambda: Counter().step, lambda: partial(counting()), drawing),
+]
+
+
+def state_of(function, until=None, checkpoint=None, **kwargs):
+    """Return the state of one rank, whose collective calls are counted."""
+    calls = []
+
+    def allreduce(value, op):
+        calls.append(op)
+        return value
+
+    phases = [SimpleNamespace(function=function)]
+    of = SimpleNamespace(
+        phases=phases, series=(), until=until, kwargs=kwargs, constants=(),
+        stores=SimpleNamespace(checkpoint=checkpoint),
+    )  # fmt: skip
+    return FunctionState(of, SimpleNamespace(allreduce=allreduce, rank=0)), calls
+
+
+def test_plain_functions_need_no_collective_call():
+    state, calls = state_of(plain, lambda total: total < 1, factor=2.0, weights=np.ones(3))
+    assert not state.has_changed()
+    assert not calls
+
+
+@pytest.mark.parametrize("make", STATES)
+def test_functions_that_keep_values(make, caplog):
+    function = make()
+    state, calls = state_of(function)
+    assert not state.has_changed()
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            function(np.ones(3))
+            assert state.has_changed()
+    assert len(calls) == 3
+    assert len(caplog.messages) == 1
+    assert "Give such a value as a field" in caplog.text
+
+
+def test_until_and_keywords_that_keep_values():
+    until, factors = counting(), [1.0]
+    state, _ = state_of(plain, until)
+    until(0)
+    assert state.has_changed()
+    state, _ = state_of(plain, factors=factors)
+    assert not state.has_changed()
+    factors.append(2.0)
+    assert state.has_changed()
+
+
+@pytest.mark.parametrize("make", [lambda: printing, keeping_a_lock, lambda: np.vectorize(abs)])
+def test_functions_without_a_known_change(make):
+    function = make()
+    state, _ = state_of(function)
+    function(np.ones(3))
+    assert not state.has_changed()
+
+
+def steps_of(function, checkpoint):
+    state, _ = state_of(function, checkpoint=checkpoint)
+    for done in range(1, 6):
+        function(np.ones(300))
+        state.check(done)
+
+
+@pytest.mark.parametrize("make", STATES)
+def test_checkpoints_in_files_of_functions_that_keep_values(make):
+    with pytest.raises(InputError, match="checkpoint: expected functions that depend on their arg"):
+        steps_of(make(), "folder")
+    steps_of(make(), None)
+
+
+def filling():
+    """A function with memory for its temporaries."""
+    kept = {}
+
+    def fill(u):
+        return np.multiply(u, kept.setdefault("sum", 0 * u + 1), out=kept["sum"])
+
+    return fill
+
+
+@pytest.mark.parametrize("make", [lambda: plain, lambda: printing, keeping_a_lock, filling])
+def test_checkpoints_in_files_of_other_functions(make):
+    steps_of(make(), "folder")
