@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.sections.exchange.device import check_not_masked
+from dask_p2p.sections.exchange.device import check_plain
 from dask_p2p.types import Array, DType
 
 
@@ -72,7 +72,7 @@ def checked_array(
 
 def checked_value(ctx: Any, value: Any, name: str, example: Any) -> Any:
     """Return a returned value that is like an example."""
-    check_not_masked(name, value)
+    check_plain(name, value)
     own = as_numbers(ctx.device.to_host(value))
     if own.shape != example.shape or not holds(example.dtype, own):
         raise BlockMismatchError(

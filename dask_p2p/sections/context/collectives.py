@@ -11,7 +11,7 @@ from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
-from dask_p2p.sections.exchange.device import check_not_masked
+from dask_p2p.sections.exchange.device import check_plain
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
@@ -296,13 +296,17 @@ class Collectives(Messaging):
         return int(root)
 
     def _numbers(self, value: Any) -> Any:
-        check_not_masked("value", value)
+        check_plain("value", value)
         try:
             own = np.asarray(self.device.to_host(value))
         except ValueError:  # a ragged list
             own = np.asarray(None)
         if own.dtype.kind not in "biufcmM":
-            raise InputError(f"value: expected numbers, got {type(value).__name__}.")
+            found = getattr(value, "dtype", type(value).__name__)
+            raise InputError(
+                f"value: expected numbers, got {found}. Convert it, np.asarray(value, float), or "
+                f"gather other arrays with ragged=True."
+            )
         return own
 
     def _own(self, value: Any) -> list[Array]:

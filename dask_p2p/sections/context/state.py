@@ -16,7 +16,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
-from dask_p2p.sections.exchange.device import Host, check_not_masked
+from dask_p2p.sections.exchange.device import Host, check_plain
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS
 from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, check_state, host_arrays
@@ -189,7 +189,7 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaf(name: str, value: Any, device: Host) -> Leaf:
-    check_not_masked(name, value)
+    check_plain(name, value)
     if isinstance(value, np.random.Generator):
         text = json.dumps(value.bit_generator.state, default=lambda array: array.tolist())
         return Leaf("generator", _on_device(np.frombuffer(text.encode(), np.uint8), device))

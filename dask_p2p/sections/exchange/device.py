@@ -134,10 +134,20 @@ def check_kind(device: Host, name: str, array: Any) -> None:
         )
 
 
-def check_not_masked(name: str, value: Any) -> None:
-    """Refuse an array whose mask would be lost: `UnsupportedArrayError`."""
+def check_plain(name: str, value: Any) -> None:
+    """Refuse an array whose mask, unit or operators would be lost: `UnsupportedArrayError`."""
+    kind = type(value)
     if np.ma.isMaskedArray(value):
         raise UnsupportedArrayError(
-            f"{name}: expected a plain array or a number, got {type(value).__name__}, whose mask "
+            f"{name}: expected a plain array or a number, got {kind.__name__}, whose mask "
             f"would be lost. Fill it first, np.ma.filled(...)."
+        )
+    if (
+        isinstance(value, np.ndarray)
+        and kind.__array_finalize__ is not np.ndarray.__array_finalize__
+        and not isinstance(value, (np.memmap, np.recarray))
+    ):
+        raise UnsupportedArrayError(
+            f"{name}: expected a plain array or a number, got {kind.__module__}.{kind.__name__}, "
+            f"whose unit or operators would be lost. Convert it first, np.asarray(...)."
         )

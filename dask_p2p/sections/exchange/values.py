@@ -18,7 +18,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Layout, round_up
-from dask_p2p.sections.exchange.device import Host, check_not_masked
+from dask_p2p.sections.exchange.device import Host, check_plain
 from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.messages.format import ALIGNMENT
 from dask_p2p.types import Array, DType
@@ -159,7 +159,7 @@ def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[A
                 )
         each = tuple(_described(value[key], device, name, parts) for key in value)
         return ("dict", tuple(value), each)
-    check_not_masked(name, value)
+    check_plain(name, value)
     is_on_device = device.holds(value)
     array = value if is_on_device else _checked(value, name)
     if isinstance(value, np.generic):

@@ -17,7 +17,7 @@ import numpy as np
 from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.geometry import Layout
 from dask_p2p.interprocess.segments import Segment, SegmentName
-from dask_p2p.sections.exchange.device import HOST, Host, check_not_masked
+from dask_p2p.sections.exchange.device import HOST, Host, check_plain
 from dask_p2p.types import Array, DType
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
@@ -77,7 +77,7 @@ def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
     read-only. Raises `UnsupportedArrayError` for a masked array.
     """
     for array in arrays:
-        check_not_masked("the state to save", array)
+        check_plain("the state to save", array)
         if not isinstance(array, device.module.ndarray):
             found = type(array).__name__
         elif array.dtype.hasobject:

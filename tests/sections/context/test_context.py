@@ -63,6 +63,29 @@ def test_masks_are_not_lost(alone, name, call):
         call(alone)
 
 
+class Quantity(np.ndarray):
+    """An array with a unit, as in astropy."""
+
+    def __array_finalize__(self, like):
+        self.unit = getattr(like, "unit", "m")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ctx, value: ctx.allreduce(value),
+        lambda ctx, value: ctx.allgather(value),
+        lambda ctx, value: ctx.sendrecv(value, dest=0, source=0),
+        lambda ctx, value: ctx.state(u=value),
+        lambda ctx, value: ctx.checkpoint(1, value),
+    ],
+)
+def test_units_and_operators_are_not_lost(alone, call):
+    with pytest.raises(UnsupportedArrayError, match=r"whose unit or operators .* np\.asarray"):
+        call(alone, np.ones(3).view(Quantity))
+    call(alone, np.ones(3).view(np.recarray))
+
+
 @pytest.mark.parametrize("step", ["a", 2.5, None, -1])
 def test_checkpoints_are_made_after_steps(alone, step):
     with pytest.raises(InputError, match=f"step: expected the number of steps done.* got {step!r}"):
