@@ -1,4 +1,4 @@
-"""The events by which the ranks of resident gangs announce to their client that they have begun."""
+"""Announcements of the ranks of a resident gang to their client: all of them have begun."""
 
 from __future__ import annotations
 

@@ -155,26 +155,32 @@ class ResidentRunner(Runner):
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._values = self._ready.values(self._assembling.is_lent)
+        self._used = None  # other calls have the same steps
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
 
     def _run(self, step: ReadyStep) -> None:
-        key, values = step.key, self._values
-        # A failed value of another rank has come under the key of the block.
-        read = [values.get(key), *[values[each] for each in step.reads]]
-        failed = next((each for each in read if type(each) is FailedValue), None)
+        failed = self._failed_read(step)
         if failed is None:
             try:
                 super()._run(step)
                 return
             except Exception as exc:
                 failed = self._failed_value(exc)
-        self._assembling.drop(key)
-        values[key] = failed
-        for each in step.reads:
-            values.use(each)
+        self._assembling.drop(step.key)
+        self._values[step.key] = failed
+        if self._used is not step:
+            self._use(step)
+
+    def _failed_read(self, step: ReadyStep) -> FailedValue | None:
+        """Return a failed value that a step reads; None without one."""
+        # A failed value of another rank has come under the key of the block.
+        for value in (self._values.get(step.key), *[self._values[each] for each in step.reads]):
+            if type(value) is FailedValue:
+                return value
+        return None
 
     def _failed_value(self, exc: Exception) -> FailedValue:
         exc.add_note(f"In call {self._number} of a resident gang.")

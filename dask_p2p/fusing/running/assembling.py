@@ -154,7 +154,7 @@ class Assembling:
         self._others.pop(key, None)
 
     def finish(self, step: AssembleStep, values: Mapping[Key, Any]) -> Any:
-        """Return a block, once the regions of other ranks are in it."""
+        """Return a block without its epilogue, once the regions of other ranks are in it."""
         block, epilogue = step.block, step.block.epilogue
         plan = self.plan(block)
         copied = self._copied.pop(block.key, ())
@@ -173,7 +173,7 @@ class Assembling:
             assert block.dtype is not None, "rechunks of Dask have no constants"
             out = self._filled(block, block.dtype, self.memories[-1])
         self._memory(out).flush()
-        return out if epilogue is None else epilogue(out[...], block.position)
+        return out
 
     def _has_others(self, block: AssembledBlock, sources: Mapping[int, Any]) -> bool:
         """Return whether the regions of a block differ in class, memory or dtype."""

@@ -54,6 +54,7 @@ class Runner:
         self._messages = Messages(ctx.connections, self._assembling)
         self._exchanging = exchanging(self._program)
         self._enqueued = 0  # supersteps so far
+        self._used: ReadyStep | None = None  # the last step whose values are counted
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
@@ -88,23 +89,36 @@ class Runner:
                 self._values.use(item.key)
 
     def _run(self, step: ReadyStep) -> None:
-        values = self._values
         try:
-            values[step.key] = self._value(step)
+            self._values[step.key] = self._value(step)
         except Exception as exc:
             name_task(exc, step.key)
             raise
+        if step.assembly is None:
+            self._use(step)
+
+    def _use(self, step: ReadyStep) -> None:
+        """Count the uses of the values that a step has read."""
+        self._used = step
         for key in step.reads:
-            values.use(key)
+            self._values.use(key)
 
     def _value(self, step: ReadyStep) -> Any:
         values, call = self._values, step.call
         if call is None:
-            return self._assembling.finish(self._ready.assembly(step), values)
+            return self._assembled(step)
         if step.overwrites:
             assert isinstance(values, LiveValues), "the program has functions of users"
             return call({key: values.to_overwrite(key) for key in step.reads})
         return call(values)
+
+    def _assembled(self, step: ReadyStep) -> Any:
+        """Return an assembled block. Its sources are dropped before its function takes memory."""
+        assembly = self._ready.assembly(step)
+        made = self._assembling.finish(assembly, self._values)
+        self._use(step)
+        block = assembly.block
+        return made if block.epilogue is None else block.epilogue(made[...], block.position)
 
 
 def exchanging(program: Program) -> frozenset[int]:

@@ -36,7 +36,7 @@ class CountedValues(dict[Key, Any]):
 
 
 class LiveValues(CountedValues):
-    """Values of which some may be overwritten."""
+    """Values for functions that may overwrite them."""
 
     def __init__(
         self,

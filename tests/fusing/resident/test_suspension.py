@@ -13,6 +13,7 @@ from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p.errors import SectionError
+from dask_p2p.fusing.resident import suspension
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, positive, queues_on, repeated
 from tests.fusing.resident.test_idle import are_back
@@ -93,8 +94,9 @@ def test_resources_are_those_of_the_first_ranks(client, ranks):
     are_back(client, 1)
 
 
-def test_calls_while_a_gang_ends(client):
+def test_calls_while_a_gang_ends(client, monkeypatch):
     """At any time of the end: each pause has another length."""
+    monkeypatch.setattr(suspension, "_AGAIN_S", 1e-3)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
@@ -104,6 +106,8 @@ def test_calls_while_a_gang_ends(client):
             u = run(u)
             if number % 3 == 0:
                 run.fetch(u)
+            if number % 8 == 0:
+                wait_until(lambda: run._streams._is_suspended)  # the ranks still run, or have ended
             time.sleep(number % 13 * 3e-3)
         assert same_bits(run.fetch(u), repeated(heat, x, 40).compute())
         assert run._streams.attempt > 1

@@ -89,6 +89,22 @@ def test_values_are_dropped_after_their_last_use():
     assert COUNTED.most == 2
 
 
+ALIVE = []  # numbers of counted blocks at calls of `with_halo`
+
+
+def with_halo(block):
+    ALIVE.append(COUNTED.alive)
+    return block * 1
+
+
+def test_a_source_is_dropped_before_the_function_of_its_halo():
+    x = da.ones((8, 8), chunks=(8, 8)).map_blocks(counted, meta=np.empty((0, 0)))
+    y = dask_p2p.map_overlap(with_halo, x, depth=1, boundary="periodic", dtype=float)
+    ALIVE.clear()
+    run_programs([y], 1)
+    assert ALIVE == [0]
+
+
 def test_branches_run_one_after_the_other():
     """Each of eight arrays is transposed and summed before the next one is made."""
     parts = []
