@@ -19,14 +19,13 @@ from dask_p2p.sections.context.transfers import (
     wrong_message,
 )
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.small_values import decoded_small, encoded_small
+from dask_p2p.sections.exchange.small_values import decoded_small, small_header
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.messages.format import (
     CALL_TAGS,
     LEAST_READ_BYTES,
     MOST_TAG,
-    inline_header,
     offered_message,
     sent_message,
 )
@@ -53,6 +52,7 @@ class Messaging:
         self.rank, self.size, self._connections, self.device = rank, size, connections, device
         self.reads_memory = True  # whether ranks of one host may read each other's memory
         self.communicator = 0  # number of this communicator, the same on its ranks
+        self._done = Transfer(self)  # of messages that need no wait
         self._to_itself = deque[tuple[int, Any]]()  # tags and values
         self._from_itself = deque[FromItself]()  # receives that have no message yet
 
@@ -81,7 +81,7 @@ class Messaging:
         UnsupportedArrayError
             If an array is masked.
         """
-        self.isend(value, dest, tag).wait()
+        self._sent(value, self._checked_rank("dest", dest), _checked_tag(tag)).wait()
 
     def isend(self, value: Any, dest: int | None, tag: int = 0) -> Transfer:
         """Begin to send a value, without waiting. Parameters and errors are those of `send`.
@@ -121,8 +121,7 @@ class Messaging:
             If the next message has another tag, or the other rank makes a call of all ranks, or
             has returned.
         """
-        of, tag = self._checked_rank("source", source), _checked_tag(tag)
-        return self._next(of, tag, out)
+        return self._next(self._checked_rank("source", source), _checked_tag(tag), out)
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
         """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.
@@ -219,19 +218,18 @@ class Messaging:
 
     def _sent(self, value: Any, dest: int | None, tag: int) -> Transfer:
         if dest is None:
-            return Transfer(self)
+            return self._done
         if dest == self.rank:
             kept = tag, copied(value, self.device)
             if self._from_itself:
                 self._from_itself.popleft().message = kept
             else:
                 self._to_itself.append(kept)
-            return Transfer(self)
+            return self._done
         connections = self._connections
-        if (small := encoded_small(value)) is not None:
-            header = inline_header(tag, self.communicator, *small)
-            if connections.send_inline(dest, header):
-                return Transfer(self)
+        header = small_header(value, tag, self.communicator)
+        if header is not None and connections.send_inline(dest, header):
+            return self._done
         own = encoded(value, self.device)
         arrays = own.on_device
         if arrays and (offer := connections.offer(dest, arrays)) is not None:
@@ -261,7 +259,7 @@ class Messaging:
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
-            return Transfer(self)
+            return self._done
         if source == self.rank:
             received = FromItself(self, tag, out)
             if self._to_itself:

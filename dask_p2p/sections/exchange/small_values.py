@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.values import decoded, encoded, plain_array
-from dask_p2p.sections.wire.messages.format import MOST_INLINE_BYTES
+from dask_p2p.sections.wire.messages.format import (
+    HEADER,
+    MOST_INLINE_BYTES,
+    VALUE,
+    inline_format,
+    inline_start,
+)
 from dask_p2p.types import DType
 
 _KINDS = "biufc"
@@ -24,45 +31,46 @@ class _Number:
     """A type of Python's numbers as bytes."""
 
     def __init__(self, example: Any, elements: str) -> None:
-        self.description, self._struct = (
-            encoded(example, HOST).description,
-            struct.Struct(elements),
-        )
+        self.description = encoded(example, HOST).description
+        self._length = len(self.description)
+        self._header = inline_format(self._length, elements)
+        self._value = struct.Struct(f"<{elements}")
 
-    def pack(self, value: Any) -> bytes | None:
+    def header(self, value: Any, tag: int, communicator: int) -> bytes | None:
+        given = tag, 0, VALUE, communicator, self._length, self.description, value
         try:
-            return self._struct.pack(value)
+            return self._header.pack(*given)
         except struct.error:  # too large
             return None
 
     def unpack(self, data: bytes) -> Any:
-        return self._struct.unpack_from(data)[0]
+        return self._value.unpack_from(data)[0]
 
 
-_NUMBERS = {bool: _Number(False, "?"), int: _Number(0, "<q"), float: _Number(0.0, "<d")}
+_NUMBERS = {bool: _Number(False, "?"), int: _Number(0, "q"), float: _Number(0.0, "d")}
 _BY_DESCRIPTION = {number.description: number for number in _NUMBERS.values()}
 
 
-def encoded_small(value: Any) -> tuple[bytes, bytes] | None:
-    """Return the description and the bytes of a value; None for other values than small ones."""
+def small_header(value: Any, tag: int, communicator: int) -> bytes | None:
+    """Return the header of a message with a value; None for other values than small ones."""
     kind = type(value)
-    if kind is np.ndarray:
-        if value.nbytes > MOST_INLINE_BYTES or not value.flags.c_contiguous:
-            return None
-        description = _description(value.dtype, value.shape)
-        data = value.tobytes()
-    elif (number := _NUMBERS.get(kind)) is not None:
-        description, data = number.description, number.pack(value)
-    else:
+    if (number := _NUMBERS.get(kind)) is not None:
+        return number.header(value, tag, communicator)
+    if kind is not np.ndarray or not value.flags.c_contiguous:
         return None
-    if description is None or data is None or len(description) + len(data) > MOST_INLINE_BYTES:
-        return None
-    return description, data
+    start = _array_start(value.dtype, value.shape, tag, communicator)
+    return None if start is None else (start + value.tobytes()).ljust(HEADER.size, b"\0")
 
 
 @lru_cache(1024)
-def _description(dtype: DType, shape: tuple[int, ...]) -> bytes | None:
-    return encoded(np.empty(shape, dtype), HOST).description if dtype.kind in _KINDS else None
+def _array_start(dtype: DType, shape: tuple[int, ...], tag: int, communicator: int) -> bytes | None:
+    """Return the start of the header, before the elements; None if they do not fit in it."""
+    if dtype.kind not in _KINDS or prod(shape) * dtype.itemsize > MOST_INLINE_BYTES:
+        return None
+    description, (data,) = encoded(np.empty(shape, dtype), HOST)
+    if len(description) + len(data) > MOST_INLINE_BYTES:
+        return None
+    return inline_start(tag, communicator, description)
 
 
 def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> Any:

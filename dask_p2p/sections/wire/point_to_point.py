@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Any
@@ -46,7 +47,7 @@ class PointToPoint(ABC):
         # Messages for ranks without a connection, which a lower rank makes in its next call.
         self._unsent: dict[int, list[SentMessage]] = {}
         self._posted: dict[int, list[Receive]] = {}
-        self._sent: dict[int, int] = {}  # number of messages, by rank
+        self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
         self._waits = 0  # number of waits for messages so far
@@ -99,7 +100,7 @@ class PointToPoint(ABC):
         """Begin to send a message."""
         self.complete()
         self.has_messages = True
-        self._sent[rank] = self._sent.get(rank, 0) + 1
+        self._sent[rank] += 1
         self._post(rank, message)
 
     def _post(self, rank: int, message: SentMessage) -> None:
@@ -124,7 +125,7 @@ class PointToPoint(ABC):
         if sent < len(header):
             connection.sending.append(memoryview(header)[sent:])
         self.has_messages = True
-        self._sent[rank] = self._sent.get(rank, 0) + 1
+        self._sent[rank] += 1
         return True
 
     def receive_inline(self, rank: int) -> InlineValue | None:
@@ -243,7 +244,7 @@ class PointToPoint(ABC):
         for peer, connection in [*self._connections.items()]:
             probes, connection.mailbox.probes = connection.mailbox.probes, []
             for probe in map(unpacked, probes):
-                if self._sent.get(peer, 0) > probe.received:
+                if self._sent[peer] > probe.received:
                     continue  # a message for that rank is in transit
                 if probe.rank != self._rank:
                     self._send_probe(probe.passed_on(self._received_from(to), self._rank, call))

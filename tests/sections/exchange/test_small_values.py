@@ -4,21 +4,37 @@ import numpy as np
 import pytest
 
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.exchange.small_values import decoded_small, encoded_small
+from dask_p2p.sections.exchange.small_values import decoded_small, small_header
 from dask_p2p.sections.exchange.values import encoded
-from dask_p2p.sections.wire.messages.format import MOST_INLINE_BYTES
+from dask_p2p.sections.wire.messages.format import (
+    HEADER,
+    MOST_INLINE_BYTES,
+    inline_header,
+    inline_value,
+)
 from tests.sections.exchange.test_values import ARRAYS
 
 NUMBERS = [True, False, 0, -(2**63), 2**63 - 1, 2.5, float("inf"), 1j, np.float32(0.5)]
 
 
+def small(value):
+    """Return the description and the bytes of a small value, from its header; else None."""
+    header = small_header(value, 3, 5)
+    if header is None:
+        return None
+    assert len(header) == HEADER.size
+    tag, communicator, description, data = inline_value(memoryview(header))
+    assert (tag, communicator) == (3, 5)
+    return description, data
+
+
 @pytest.mark.parametrize("value", [*ARRAYS, *NUMBERS], ids=repr)
 def test_values_have_the_same_bytes_as_large_ones(value):
-    small = encoded_small(value)
     description, parts = encoded(value, HOST)
-    assert small in (None, (description, b"".join(map(bytes, parts))))
-    if small is not None:
-        found = decoded_small(description, small[1] + bytes(9), None, HOST)
+    data = b"".join(map(bytes, parts))
+    if (own := small(value)) is not None:
+        assert small_header(value, 3, 5) == inline_header(3, 5, description, data)
+        found = decoded_small(*own, None, HOST)
         assert type(found) is type(value)
         assert (np.asarray(found) == np.asarray(value)).all()
         assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
@@ -26,21 +42,21 @@ def test_values_have_the_same_bytes_as_large_ones(value):
 
 
 def test_which_values_are_small():
-    assert None not in map(encoded_small, (1, True, 0.5, np.zeros(3), np.zeros((2, 2), "i2")))
+    assert None not in map(small, (1, True, 0.5, np.zeros(3), np.zeros((2, 2), "i2")))
     others = (2**63, "text", None, (1, 2), np.zeros(30), np.arange(9)[::2], np.ma.masked_array([1]))
-    assert {*map(encoded_small, others)} == {None}
+    assert {*map(small, others)} == {None}
 
 
 def test_arrays_that_just_fit():
-    found = [encoded_small(np.zeros(count, "i1")) for count in range(300)]
-    sizes = [len(b"".join(each)) for each in found if each is not None]
+    found = [small(np.zeros(count, "i1")) for count in range(300)]
+    sizes = [len(each[0]) + count for count, each in enumerate(found) if each is not None]
     assert max(sizes) == MOST_INLINE_BYTES
     assert set(found[len(sizes) :]) == {None}
 
 
 def test_memory_for_an_array():
     value, out = np.arange(3.0), np.zeros(3)
-    description, data = encoded_small(value)
+    description, data = small(value)
     assert decoded_small(description, data, out, HOST) is out
     assert out.tolist() == [0, 1, 2]
     other = np.zeros(3, "f4")

@@ -44,6 +44,7 @@ ROOM_BYTES = TEXT_BYTES - LABEL.size
 #: Size of the largest description and value that lie in a header.
 MOST_INLINE_BYTES = ROOM_BYTES
 _START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
+_INLINE = struct.Struct(f"{_START.format}{ROOM_BYTES}s")  # with the description and the value
 PART = struct.Struct("<QQ")  # address, size
 OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
 #: A message in its header: tag, number of the communicator, description, bytes of the value.
@@ -69,20 +70,31 @@ def is_message(header: bytes | memoryview) -> bool:
     return 0 < header[_KIND_AT] <= _LAST_KIND
 
 
+def inline_start(tag: int, communicator: int, description: bytes) -> bytes:
+    """Return the start of the header of a message with a value in it: the value follows."""
+    return _START.pack(tag, 0, VALUE, communicator, len(description)) + description
+
+
 def inline_header(tag: int, communicator: int, description: bytes, data: bytes) -> bytes:
     """Return the header of a message with a value of at most `MOST_INLINE_BYTES`."""
-    start = _START.pack(tag, 0, VALUE, communicator, len(description))
-    return (start + description + data).ljust(HEADER.size, b"\0")
+    return (inline_start(tag, communicator, description) + data).ljust(HEADER.size, b"\0")
+
+
+def inline_format(length: int, elements: str) -> struct.Struct:
+    """Return the format of such a header with a value of these elements.
+
+    `length` is the size of the description. The members before it are those of `inline_fields`.
+    """
+    begun = f"{_START.format}{length}s{elements}"
+    return struct.Struct(f"{begun}{HEADER.size - struct.calcsize(begun)}x")
 
 
 def inline_value(header: memoryview) -> InlineValue | None:
     """Return the message in a header; None for any other header, and for larger values."""
-    tag, size_bytes, kind, communicator, length = _START.unpack_from(header)
+    tag, size_bytes, kind, communicator, length, rest = _INLINE.unpack_from(header)
     if kind != VALUE or size_bytes or length > ROOM_BYTES:
         return None
-    text = bytes(header)
-    end = _START.size + length
-    return tag, communicator, text[_START.size : end], text[end:]
+    return tag, communicator, rest[:length], rest[length:]
 
 
 def sent_message(
