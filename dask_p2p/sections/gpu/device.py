@@ -80,6 +80,7 @@ class Gpu(Host):
         self.reading = threading.Lock()  # held while reads of others' memory are enqueued
         #: The GPU no longer waits for other ranks: all results since then are invalid.
         self.has_ended = False
+        self.is_running = False  # whether the rank uses its streams
         self._step = 0  # last step with a wait for the GPU
         self._steps_ahead = STEPS_AHEAD  # until the next wait
         if not connections.is_alone:
@@ -98,11 +99,12 @@ class Gpu(Host):
             self.stream, self.copies = streams.stream, streams.copies
             # Streams are kept: memory of a function that raised is freed later, and RMM frees
             # memory on the stream that allocated it.
-            kept = self._lost
+            kept, self.is_running = self._lost, True
             with self.stream:
                 try:
                     yield
                 finally:
+                    self.is_running = False
                     try:
                         self._drain()  # this stream waits for all others
                         streams.queue.synchronize()

@@ -57,6 +57,8 @@ class MessageLender(LentArrays, Lender):
         return json.dumps([rank in self._near, self.acknowledgement().decode(), texts]).encode()
 
     def bring(self, rank: int, offer: bytes, into: Array | None) -> Sequence[Array] | None:
+        if not self._gpu.is_running:
+            return None
         is_open, events, descriptors = json.loads(offer)
         with self._gpu.entered():
             peer = self._peer(rank, events.encode())
@@ -90,6 +92,8 @@ class MessageLender(LentArrays, Lender):
         return b"" if self._own is None else self._own.descriptor(-1)
 
     def acknowledged(self, rank: int, count: int, acknowledgement: bytes) -> None:
+        if not self._gpu.is_running:
+            return  # the arrays stay until all ranks have ended
         with self._gpu.entered():
             if self._peer(rank, acknowledgement) is None:
                 del self._lent[rank][:count]  # the reader has waited for its copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from functools import partial
 
 import numpy as np
@@ -14,9 +15,9 @@ from dask_p2p.sections.gpu import lent_messages as module
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.lent import READ, WRITTEN
 from dask_p2p.sections.gpu.windows import PeerMemory
-from tests.sections.gangs import run_gang
+from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Array, RaceError
-from tests.support import tune
+from tests.support import BOUND_S, tune
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
 SHAPE = 6, 8
@@ -253,6 +254,58 @@ def test_a_rank_in_another_call_receives(gpu):
 
     for turn, array in enumerate(run(gpu, program)[1]):
         np.testing.assert_array_equal(array, values_of(0, turn))
+
+
+def test_a_sender_that_has_returned(gpu, monkeypatch, downloads):
+    """It does not wait for its message, which is received later. Its memory stays until then.
+
+    It opens no events of the receiver, as it would not close them.
+    """
+    returned, events, opened = threading.Event(), [], []
+
+    def noted(device, descriptor):
+        opened.append(connections_of(device).rank_and_size[0])
+        return PeerMemory(device, descriptor)
+
+    monkeypatch.setattr(module, "PeerMemory", noted)
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            if ctx.rank == 0:
+                for turn in range(2):
+                    ctx.isend(gpu.written(values_of(0, turn)), 1)
+            if ctx.rank == 1:
+                events.append(returned.wait(BOUND_S))
+                found = ctx.recv(0), ctx.recv(0)
+                ctx.device.stream.synchronize()
+                return [*map(gpu.read, found)]
+        returned.set()
+        return []
+
+    found = run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)[1]
+    gc.collect()
+    gpu.check()
+    assert (events, opened) == ([True], [1])
+    for turn, array in enumerate(found):
+        np.testing.assert_array_equal(array, values_of(0, turn))
+    assert not downloads
+
+
+def test_a_receiver_that_has_returned_opens_nothing(gpu, monkeypatch):
+    """Its streams and its closing functions are gone. The message is named as not received."""
+    opened, returned = [], threading.Event()
+    monkeypatch.setattr(module, "PeerMemory", lambda *args: opened.append(args))
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            if ctx.rank == 0:
+                assert returned.wait(BOUND_S)
+                ctx.isend(gpu.written(values_of(0)), 1)
+        returned.set()
+
+    with pytest.raises(SectionError, match="expected rank 1 to receive all messages"):
+        run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)
+    assert not opened
 
 
 def test_messages_of_communicators_and_collective_calls(gpu, downloads):
