@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
 from dask_p2p.sections.exchange.device import check_plain
-from dask_p2p.sections.exchange.reduced import reduced_in_parts
+from dask_p2p.sections.exchange.reduced import reduced_by_messages, reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
@@ -23,7 +24,7 @@ class Collectives(Messaging):
     """One rank, and its collective operations on single values."""
 
     _redistribution: Redistribution
-    reduces_in_parts = True  # whether large arrays may move by exchanges of regions
+    reduces_by_messages = False  # whether large arrays move by messages, not by regions
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method.
@@ -74,15 +75,17 @@ class Collectives(Messaging):
     def _is_in_parts(self, leaf: Any) -> bool:
         """Return whether an array is so large that each rank reduces one part."""
         is_here = isinstance(leaf, self.device.module.ndarray) and not np.ma.isMaskedArray(leaf)
-        is_possible = is_here and self.size > 1 and self.reduces_in_parts
-        return is_possible and leaf.nbytes >= tuning.current.parted_reduction_bytes
+        return is_here and self.size > 1 and leaf.nbytes >= tuning.current.parted_reduction_bytes
 
     def _reduced(self, leaf: Any, op: str) -> Any:
         if not self._is_in_parts(leaf):
             return self.allreduce(leaf, op)
         dtype = prepared(np.empty(0, leaf.dtype), op).dtype
-        own = leaf.astype(dtype, copy=False)
-        return reduced_in_parts(own, op, combined, self.size, self._redistribution)
+        own, given = leaf.astype(dtype, copy=False), (op, combined, self.size)
+        if self.reduces_by_messages:
+            exchanged = partial(self._exchanged, tag=CALL_TAGS["allreduce()"])
+            return reduced_by_messages(own, *given, exchanged)
+        return reduced_in_parts(own, *given, self._redistribution)
 
     def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
         """Combine the values of all ranks on one rank.

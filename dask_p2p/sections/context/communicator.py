@@ -110,8 +110,8 @@ class Communicator(Collectives):
         at, size = connections.rank_and_size
         made = Communicator(at, size, connections, self.device, whole)
         made.reads_memory = self.reads_memory
-        made.reduces_in_parts = not self.device.backend.on_device
-        if made.reduces_in_parts:
+        made.reduces_by_messages = self.device.backend.on_device
+        if not made.reduces_by_messages:
             lines = RankGrid(((1,) * size,), (size,))
             options = connections, self.reads_memory, self.device
             made._redistribution = Redistribution(lines, at, *options)

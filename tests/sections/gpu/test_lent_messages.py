@@ -329,6 +329,27 @@ def test_messages_of_communicators_and_collective_calls(gpu, downloads):
     assert not downloads
 
 
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_sums_of_some_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
+    tune(monkeypatch, lent_message_bytes=64, parted_reduction_bytes=256)
+
+    def program(ctx):
+        some = ctx.split(ctx.rank > 0)
+        own = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
+        found = some.allreduce(own, op)
+        ctx.device.stream.synchronize()
+        return gpu.read(found), gpu.read(own)
+
+    (alone, _), *both = run(gpu, program)
+    np.testing.assert_array_equal(alone, values_of(0))
+    first, second = -values_of(1), values_of(2)
+    for found, own in both:
+        wanted = first + second if op == "sum" else np.maximum(first, second)
+        np.testing.assert_array_equal(found, wanted)
+        assert (own == first).all() or (own == second).all()
+    assert downloads == [48 * 8]  # of the rank that is alone
+
+
 def test_a_value_of_another_shape_is_refused(gpu):
     def program(ctx):
         out = gpu.empty((3,), float)

@@ -28,6 +28,7 @@ CALL_TAGS = {
     "allgather(ragged=True)": MOST_TAG + 2,
     "scatter()": MOST_TAG + 3,
     "bcast()": MOST_TAG + 4,
+    "allreduce()": MOST_TAG + 5,
 }
 CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.
