@@ -11,6 +11,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.transfers import (
+    DONE,
     FromItself,
     Receiving,
     Sending,
@@ -52,7 +53,6 @@ class Messaging:
         self.rank, self.size, self._connections, self.device = rank, size, connections, device
         self.reads_memory = True  # whether ranks of one host may read each other's memory
         self.communicator = 0  # number of this communicator, the same on its ranks
-        self._done = Transfer(self)  # of messages that need no wait
         self._to_itself = deque[tuple[int, Any]]()  # tags and values
         self._from_itself = deque[FromItself]()  # receives that have no message yet
 
@@ -218,18 +218,18 @@ class Messaging:
 
     def _sent(self, value: Any, dest: int | None, tag: int) -> Transfer:
         if dest is None:
-            return self._done
+            return DONE
         if dest == self.rank:
             kept = tag, copied(value, self.device)
             if self._from_itself:
                 self._from_itself.popleft().message = kept
             else:
                 self._to_itself.append(kept)
-            return self._done
+            return DONE
         connections = self._connections
         header = small_header(value, tag, self.communicator)
         if header is not None and connections.send_inline(dest, header):
-            return self._done
+            return DONE
         own = encoded(value, self.device)
         arrays = own.on_device
         if arrays and (offer := connections.offer(dest, arrays)) is not None:
@@ -259,7 +259,7 @@ class Messaging:
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
-            return self._done
+            return DONE
         if source == self.rank:
             received = FromItself(self, tag, out)
             if self._to_itself:

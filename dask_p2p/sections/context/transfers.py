@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 class Transfer:
     """A message in transit, from `isend` or `irecv`."""
 
-    def __init__(self, messages: Messaging) -> None:
-        self._messages = messages
-
     def wait(self) -> Any:
         """Wait for the message.
 
@@ -36,11 +33,15 @@ class Transfer:
         """
 
 
+#: A message that needs no wait.
+DONE = Transfer()
+
+
 class Sending(Transfer):
     """A message to another rank."""
 
     def __init__(self, messages: Messaging, dest: int, message: SentMessage) -> None:
-        super().__init__(messages)
+        self._messages = messages
         self._dest, self._message = dest, message
 
     def wait(self) -> None:
@@ -51,7 +52,7 @@ class Receiving(Transfer):
     """A message from another rank."""
 
     def __init__(self, messages: Messaging, source: int, receive: Receive, out: Any) -> None:
-        super().__init__(messages)
+        self._messages = messages
         self._source, self._receive, self._out = source, receive, out
         self._found: tuple[Any] | None = None
 
@@ -84,7 +85,7 @@ class FromItself(Transfer):
     """A message that the rank sends to itself."""
 
     def __init__(self, messages: Messaging, tag: int, out: Any) -> None:
-        super().__init__(messages)
+        self._messages = messages
         self._tag, self._out = tag, out
         self.message: tuple[int, Any] | None = None  # tag and value
 
