@@ -29,6 +29,7 @@ from dask_p2p.graph.libraries import (
     check_one_library,
     functions_of,
     is_dask_array,
+    is_of_dask_array,
     with_fixed_blocks,
 )
 from dask_p2p.ops.arguments import (
@@ -99,8 +100,8 @@ def map_overlap(
     **kwargs
         Keywords of `dask.array.map_blocks` go to that function: ``dtype``, ``meta``, ``chunks``,
         ``drop_axis``, ``new_axis``, ``name``, ``token``, ``enforce_ndim``. Others go to `func`;
-        Dask computes lazy ones first. Bind a parameter of `func` that is named ``corners`` with
-        `functools.partial`.
+        `dask.array` computes lazy ones first. Bind a parameter of `func` that is named ``corners``
+        with `functools.partial`.
 
     Returns
     -------
@@ -117,7 +118,7 @@ def map_overlap(
         If chunk sizes are unknown.
     InputError
         If `depth` or `boundary` is invalid, a halo is wider than its array, or ``corners`` may be
-        meant for `func`.
+        meant for `func`. If a keyword is lazy, and the array is of `dask_array`.
     BlockMismatchError
         During the computation, if `func` returns an array of another shape.
 
@@ -153,6 +154,9 @@ def mapped(
     Raises `InputError` if a block is smaller than its halo and `allow_rechunk` is False.
     """
     arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
+    lazy = unpack_collections(kwargs)[0]
+    if lazy and is_of_dask_array(arrays[0]):  # its fused tasks pass them on as they are
+        raise InputError(f"expected computed keywords, got {lazy[0]!r:.200}. Compute it first.")
     if align_arrays and len(arrays) > 1:
         arrays = aligned(arrays)
     shapes = [x.shape for x in arrays]
@@ -166,11 +170,7 @@ def mapped(
         for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
     ]
     register_if_possible()
-    is_plain = not (
-        kwargs.keys() & _OF_MAP_BLOCKS
-        or has_keyword(func, "block_info")
-        or unpack_collections(kwargs)[0]
-    )
+    is_plain = not (kwargs.keys() & _OF_MAP_BLOCKS or has_keyword(func, "block_info") or lazy)
     if len(arrays) == 1 and is_plain:
         return _assembled_and_mapped(func, arrays[0], plans[0], trim, kwargs)
     return _mapped_by_dask(func, arrays, plans, trim, kwargs)

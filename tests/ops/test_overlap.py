@@ -421,6 +421,17 @@ def test_arguments_that_dask_has_still_to_compute(client):
     np.testing.assert_array_equal(nested.compute(scheduler="sync"), X + 3)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_lazy_arguments_of_dask_array_are_refused(depth, dask_array):
+    """Its fused tasks would pass them to the function as they are."""
+    x = dask_array.from_array(X, chunks=(4, 5))
+    for lazy in (dask_array.ones(5, chunks=2), dask.delayed(len)([1, 2, 3])):
+        with pytest.raises(InputError, match=r"expected computed keywords, .*Compute it first"):
+            dask_p2p.map_overlap(np.multiply, x, depth, by=lazy, dtype=float)
+    y = dask_p2p.map_overlap(lambda block, by: block * by, x, depth, by=3)
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), X * 3)
+
+
 def test_names_and_numbers_of_axes():
     x = da.from_array(X, chunks=(4, 5))
     assert dask_p2p.map_overlap(np.negative, x, depth=0, name="mine").name == "mine"
