@@ -83,10 +83,11 @@ def test_values_are_those_of_numpy(name, client, arrays):
 
 
 def test_regions_move_between_gpus(client, arrays):
-    turned = arrays[0].p2p.transpose("x", "t").data
-    persisted(client, turned)
-    assert used(client, turned)
-    assert used(client, turned) <= {"ipc", "ucx"}
+    with dask.config.set({"p2p.transports.order": ["ipc"]}):
+        turned = arrays[0].p2p.transpose("x", "t").data
+    made = persisted(client, turned)
+    assert used(client, turned) == {"ipc"}
+    assert declared(made)
 
 
 CHUNKS = {
