@@ -155,7 +155,7 @@ def mapped(
     """
     arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
     lazy = unpack_collections(kwargs)[0]
-    if lazy and is_of_dask_array(arrays[0]):  # its fused tasks pass them on as they are
+    if lazy and is_of_dask_array(arrays[0]):  # fused tasks would not compute them
         raise InputError(f"expected computed keywords, got {lazy[0]!r:.200}. Compute it first.")
     if align_arrays and len(arrays) > 1:
         arrays = aligned(arrays)

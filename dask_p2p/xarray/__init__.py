@@ -332,8 +332,8 @@ class P2PAccessor(Spectral[T]):
 
     def __repr__(self) -> str:
         """Return a line for each method: its name, and the first line of its documentation."""
-        is_array = isinstance(self._given, xr.DataArray)
-        methods = {**vars(P2PAccessor), **(vars(Spectral) if is_array else {})}
+        methods = {**vars(P2PAccessor), **vars(Spectral)}
+        methods.pop("cross_spectrum" if isinstance(self._given, xr.Dataset) else "", None)
         lines: list[str] = [
             f"  {name:15} {(of.__doc__ or '').partition(chr(10))[0]}"
             for name, of in methods.items()

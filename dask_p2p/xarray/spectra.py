@@ -6,7 +6,7 @@ the differences.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,42 @@ def undone(
     return _made(a, y, axes)
 
 
+def of_each(
+    ds: Any, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
+) -> Any:
+    """Return a dataset with the transforms of the arrays that have the dimensions.
+
+    Without dimensions they are all arrays with a dimension that has the prefix. Raises `AxesError`
+    if no array, or an array of several dimensions only some, has the dimensions.
+    """
+    wanted = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
+    arrays = {}
+    for name, a in ds.data_vars.items():
+        of_array = wanted or {each for each in a.dims if str(each).startswith(prefix)}
+        if of_array.isdisjoint(a.dims):
+            continue
+        if not of_array <= {*a.dims}:
+            raise AxesError(
+                f"expected arrays with all of the dimensions dim={dim!r}, real_dim={real_dim!r} or "
+                f"with none of them, got {name!r} with {a.dims}. Drop it: ds.drop_vars({name!r})."
+            )
+        arrays[name] = transform(a)
+    if not arrays:
+        raise AxesError(
+            f"expected dimensions of {tuple(ds.sizes)}, got dim={dim!r}, real_dim={real_dim!r}."
+        )
+    gone = {d for name, a in arrays.items() for d in ds[name].dims if d not in a.dims}
+    kept = {name: of for name, of in ds.coords.items() if not gone & {*of.dims}}
+    return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, kept, ds.attrs)
+
+
 def checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
     """Return the dimensions to transform; the one of real numbers is last."""
     if not isinstance(a, xr.DataArray):
         raise UnsupportedArrayError(
             f"expected a DataArray, got {type(a).__name__}. Transform its arrays one by one."
         )
-    given = every if dim is None else [dim] if isinstance(dim, str) else list(dim)
+    given = every if dim is None else _listed(dim)
     dims = [name for name in given if name != real_dim]
     dims += [] if real_dim is None else [real_dim]
     if not dims or len({*dims}) < len(dims) or any(name not in a.dims for name in dims):
@@ -110,6 +139,10 @@ def checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> 
             f"expected dimensions of {a.dims}, each once, got dim={dim!r}, real_dim={real_dim!r}."
         )
     return dims
+
+
+def _listed(dim: Any) -> list[Hashable]:
+    return [dim] if isinstance(dim, str) else list(dim)
 
 
 def ascending(a: Any, dims: Sequence[Hashable]) -> Any:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import xarray as xr
 
 from dask_p2p.xarray.densities import Window, density, detrended, windowed
-from dask_p2p.xarray.spectra import spectrum, undone
+from dask_p2p.xarray.spectra import of_each, spectrum, undone
 
 T = TypeVar("T", xr.DataArray, xr.Dataset)
 
 
 class Spectral(Generic[T]):
-    """Methods of arrays with evenly spaced coordinates; datasets are refused."""
+    """Methods of arrays with evenly spaced coordinates.
+
+    In a dataset they apply to each array that has the dimensions. Arrays that have none of them do
+    not change.
+    """
 
     _given: Any
 
     def fft(
-        self: Spectral[xr.DataArray],
+        self,
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
@@ -27,7 +31,7 @@ class Spectral(Generic[T]):
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> xr.DataArray:
+    ) -> T:
         """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
 
         If a coordinate descends, the array is reversed first. So the direction of a coordinate
@@ -54,14 +58,14 @@ class Spectral(Generic[T]):
 
         Returns
         -------
-        xarray.DataArray
+        xarray.DataArray or xarray.Dataset
             The spectrum. Its frequencies have the attributes `spacing` and `direct_lag`, the middle
             of the transformed coordinate.
 
         Raises
         ------
         AxesError
-            If a dimension does not exist.
+            If a dimension does not exist, or an array of a dataset has only some of the dimensions.
         InputError
             If a coordinate is not evenly spaced, or has neither numbers nor times.
         UnsupportedArrayError
@@ -74,27 +78,29 @@ class Spectral(Generic[T]):
         >>> found.freq_x.values, abs(found).values
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
         """
-        return spectrum(self._given, dim, real_dim, shift, true_phase, true_amplitude, prefix)
+        options = (shift, true_phase, true_amplitude, prefix)
+        return self._of_each(dim, real_dim, lambda a: spectrum(a, dim, real_dim, *options))
 
     def ifft(
-        self: Spectral[xr.DataArray],
+        self,
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
         true_phase: bool = True,
         true_amplitude: bool = True,
         prefix: str = "freq_",
-    ) -> xr.DataArray:
+    ) -> T:
         """Invert `fft` along dimensions of the spectrum, by default all that have the prefix.
 
         The result has an even number of elements along `real_dim`. Its coordinates are centred on
         the attribute `direct_lag` of the frequencies, or on zero. Times are in seconds. For other
         parameters and errors see `fft`.
         """
-        return undone(self._given, dim, real_dim, true_phase, true_amplitude, prefix)
+        options = (true_phase, true_amplitude, prefix)
+        return self._of_each(dim, real_dim, lambda a: undone(a, dim, real_dim, *options), prefix)
 
     def power_spectrum(
-        self: Spectral[xr.DataArray],
+        self,
         dim: Hashable | Sequence[Hashable] | None = None,
         real_dim: Hashable | None = None,
         *,
@@ -103,7 +109,7 @@ class Spectral(Generic[T]):
         window: Window | None = None,
         shift: bool = True,
         prefix: str = "freq_",
-    ) -> xr.DataArray:
+    ) -> T:
         """Return the squares of the amplitudes of an array's spectrum, as densities by default.
 
         Parameters
@@ -125,7 +131,7 @@ class Spectral(Generic[T]):
 
         Returns
         -------
-        xarray.DataArray
+        xarray.DataArray or xarray.Dataset
             The power spectrum, of real numbers. It has no attributes, because units change.
 
         Raises
@@ -141,7 +147,8 @@ class Spectral(Generic[T]):
         >>> wave.p2p.power_spectrum(real_dim="x", scaling="spectrum").values.round(9)
         array([0. , 0. , 4.5, 0. , 0. ])
         """
-        return density(self._given, None, dim, real_dim, scaling, detrend, window, shift, prefix)
+        options = (scaling, detrend, window, shift, prefix)
+        return self._of_each(dim, real_dim, lambda a: density(a, None, dim, real_dim, *options))
 
     def cross_spectrum(
         self: Spectral[xr.DataArray],
@@ -178,10 +185,10 @@ class Spectral(Generic[T]):
         return density(self._given, other, dim, real_dim, scaling, detrend, window, shift, prefix)
 
     def detrend(
-        self: Spectral[xr.DataArray],
+        self,
         dim: Hashable | Sequence[Hashable] | None = None,
         kind: str = "constant",
-    ) -> xr.DataArray:
+    ) -> T:
         """Subtract the mean or the linear trend along dimensions, which may be chunked.
 
         Parameters
@@ -194,7 +201,7 @@ class Spectral(Generic[T]):
 
         Returns
         -------
-        xarray.DataArray
+        xarray.DataArray or xarray.Dataset
             The array without its trend, in the same units.
 
         Raises
@@ -209,13 +216,13 @@ class Spectral(Generic[T]):
         >>> a.p2p.detrend().values, a.p2p.detrend(kind="linear").values
         (array([-2.,  0.,  2.]), array([0., 0., 0.]))
         """
-        return detrended(self._given, dim, kind)
+        return self._of_each(dim, None, lambda a: detrended(a, dim, kind))
 
     def window(
-        self: Spectral[xr.DataArray],
+        self,
         dim: Hashable | Sequence[Hashable] | None = None,
         window: Window = "hann",
-    ) -> xr.DataArray:
+    ) -> T:
         """Multiply by a window along dimensions, so that the ends of the array fade out.
 
         Parameters
@@ -228,7 +235,7 @@ class Spectral(Generic[T]):
 
         Returns
         -------
-        xarray.DataArray
+        xarray.DataArray or xarray.Dataset
             The array times the window, in the same units.
 
         Raises
@@ -241,4 +248,11 @@ class Spectral(Generic[T]):
         >>> xr.DataArray([2.0, 2.0, 2.0, 2.0], dims="x").p2p.window().values
         array([0., 1., 2., 1.])
         """
-        return windowed(self._given, dim, window)
+        return self._of_each(dim, None, lambda a: windowed(a, dim, window))
+
+    def _of_each(
+        self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
+    ) -> Any:
+        if isinstance(self._given, xr.Dataset):
+            return of_each(self._given, dim, real_dim, transform, prefix)
+        return transform(self._given)

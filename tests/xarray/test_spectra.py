@@ -106,6 +106,33 @@ def test_the_order_of_elements_makes_no_difference(real_dim, true):
     np.testing.assert_allclose(back.values, a.values, atol=1e-12)
 
 
+def test_arrays_of_a_dataset_that_have_the_dimensions_are_transformed():
+    values = np.random.default_rng(0).random((6, 8))
+    coords = {"t": np.arange(6) / 2, "x": np.arange(8.0), "label": ("x", list("abcdefgh"))}
+    a = xr.DataArray(da.from_array(values, chunks=(2, -1)), coords, ("t", "x"), "a")
+    ds = xr.Dataset(
+        {"a": a, "b": 2 * a, "only_x": ("x", np.arange(8)), "one": 3}, attrs={"by": "me"}
+    )
+    for of in (
+        lambda each: each.p2p.fft("t"),
+        lambda each: each.p2p.power_spectrum("t", "t", window="hann", detrend="linear"),
+        lambda each: each.p2p.detrend("t", kind="linear"),
+        lambda each: each.p2p.window(["t"]),
+        lambda each: each.p2p.fft("t", true_phase=False).p2p.ifft("freq_t", true_phase=False),
+        lambda each: each.p2p.fft("t").p2p.ifft(),
+    ):
+        found = of(ds)
+        assert [*found] == [*ds]
+        assert found.attrs == ds.attrs
+        for name in ("a", "b"):
+            xr.testing.assert_identical(found[name].compute(), of(ds[name]).compute())
+        for name in ("only_x", "one"):
+            xr.testing.assert_identical(found[name], ds[name])
+    every = ds[["a", "only_x"]].p2p.fft()
+    assert (every.a.dims, every.only_x.dims) == (("freq_t", "freq_x"), ("freq_x",))
+    assert "label" not in every.coords
+
+
 def test_an_array_without_a_name_stays_so():
     a = xr.DataArray(da.ones(8, chunks=4), dims="x")
     a = a.rename(None)
@@ -252,7 +279,10 @@ def test_calendars_that_differ_are_refused():
         (lambda a: a.p2p.fft("z"), AxesError, r"dimensions of \('x', 'y'\)"),
         (lambda a: a.p2p.fft(["x", "x"]), AxesError, "each once"),
         (lambda a: a.p2p.ifft(), AxesError, "dim=None"),
-        (lambda a: a.to_dataset().p2p.fft(), UnsupportedArrayError, "one by one"),
+        (lambda a: a.to_dataset().p2p.cross_spectrum(a), UnsupportedArrayError, "one by one"),
+        (lambda a: a.to_dataset().p2p.fft("z"), AxesError, "expected dimensions of .*dim='z'"),
+        (lambda a: xr.Dataset({"b": a.isel(x=0)}).p2p.fft(["x", "y"]), AxesError, "got 'b' with"),
+        (lambda a: xr.Dataset().p2p.detrend(), AxesError, "expected dimensions"),
         (lambda a: a.assign_coords(x=np.arange(12) ** 2).p2p.fft(), InputError, "'x'.*even"),
         (lambda a: a.isel(x=[0]).p2p.fft(), InputError, "two values"),
         (lambda a: a.isel(x=[]).p2p.fft("x"), InputError, "two values"),
