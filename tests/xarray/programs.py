@@ -83,6 +83,7 @@ PROGRAMS = {
     "window": lambda a: a.p2p.window(window=lambda n: np.linspace(0, 1, n)),
     "backwards": lambda a: a.isel(t=slice(None, None, -1)).p2p.power_spectrum("t"),
     "dataset": lambda a: as_dataset(a).p2p.transpose("x", "t").p2p.chunk(x=4),
+    "spectra of a dataset": lambda a: as_dataset(a).p2p.power_spectrum("t", "t", window="hann"),
     "then others": lambda a: a.p2p.transpose("x", "t").isel(x=slice(3, 9)) * 2,
 }
 #: Programs of sections, which need a cluster.
