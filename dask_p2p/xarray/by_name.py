@@ -148,8 +148,10 @@ def _with_names(save: Any, first: Any, steps: int) -> Any:
     """Return the stores of a run with the dimensions and coordinates of a field."""
     coords = {}
     for name in first.dims:
-        if name in first.coords and not isinstance(first.indexes[name], pd.MultiIndex):
-            encoded = xr.conventions.encode_cf_variable(first.coords[name].variable, name=name)
+        if name in first.coords and not isinstance(first.indexes.get(name), pd.MultiIndex):
+            given = first.coords[name].variable
+            on_host = xr.Variable(given.dims, values_of(given), given.attrs, given.encoding)
+            encoded = xr.conventions.encode_cf_variable(on_host, name=name)
             encoded.attrs.pop("_FillValue", None)  # the values are complete
             if encoded.dtype.kind in "biuf":
                 coords[str(name)] = encoded

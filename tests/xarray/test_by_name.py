@@ -271,3 +271,14 @@ def test_frames_are_a_dataset(tmp_path, array):
         np.testing.assert_array_equal(found[name], ds[name])
     np.testing.assert_array_equal(found.y, ds.y[::2])
     np.testing.assert_array_equal(found.a[-1], result.u[:, ::2])
+
+
+def test_frames_have_coordinates_without_an_index(tmp_path):
+    pytest.importorskip("zarr")
+    coords = xr.Coordinates({"x": ("x", np.arange(6.0) / 2)}, indexes={})
+    a = xr.DataArray(da.from_array(np.arange(6.0), chunks=3), coords, ("x",))
+    ds = xr.Dataset({"u": a, "v": a * 2})
+    given = {"fields": {"a": "u", "b": "v"}, "save": dask_p2p.Save(tmp_path / "frames", 1)}
+    ds.p2p.iterate(growing, {}, 2, **given).compute()
+    found = xr.open_zarr(tmp_path / "frames", consolidated=False)
+    np.testing.assert_array_equal(found.x, a.x)
