@@ -91,3 +91,9 @@ def test_the_stand_in_refuses_conversions(strict_cupy):
             refused()
     np.testing.assert_array_equal((2 * x[1:] + np.float64(1)).get(), 2 * VALUES[1:] + 1)
     assert isinstance(x[0, 0], strict_cupy.ndarray)
+
+
+@pytest.mark.parametrize("name", ["fftfreq", "rfftfreq"])
+def test_frequencies_of_both_kinds_of_blocks_have_names_of_their_own(name, strict_cupy):
+    function = getattr(dask_p2p.fft, name)
+    assert function(8).name != function(8, like=strict_cupy.zeros(1)).name

@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from dask.array.utils import meta_from_array
+from dask.array.utils import asarray_safe, meta_from_array
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
@@ -100,10 +100,14 @@ def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
     (sizes,) = checked_chunks(chunks, ((count,),), np.dtype(float))
+    numbers: DaskArray = functions_of(like).arange(count, chunks=(sizes,))
     block = like._meta if is_dask_array(like) else like
-    meta = None if block is None else meta_from_array(block, 1)
-    numbers: DaskArray = functions_of(like).arange(count, chunks=(sizes,), like=meta)
-    return numbers
+    if block is None or type(block) is np.ndarray:
+        return numbers
+    # `arange(like=...)` of Dask gives blocks of all libraries the same keys.
+    meta = meta_from_array(block, 1, dtype=numbers.dtype)
+    made: DaskArray = numbers.map_blocks(asarray_safe, like=meta, dtype=numbers.dtype, meta=meta)
+    return made
 
 
 def _checked_samples(n: int, d: Any) -> int:
