@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, TextIO
 
 from dask.utils import format_time
-from distributed import futures_of
+from distributed import futures_of, wait
 
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_client
@@ -15,8 +16,7 @@ from dask_p2p.monitoring.runs import Run, last_runs
 from dask_p2p.types import Client
 
 _WIDTH = 16  # characters of the bar
-_LOOK_S = 0.5  # time between two requests for records
-_PAUSE_S = 0.05
+_LOOK_S = 0.8  # time between two requests for records: each of them takes milliseconds from ranks
 _MOST_RUNS = 50  # that may be newer than the run to show
 
 
@@ -24,8 +24,8 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
     """Show the steps of a running `iterate` or `spmd` until its results are there.
 
     The line has a bar, the number of steps, steps per second, the time left, and the largest
-    fraction of its time that a rank waited for others. It moves twice a second, in terminals and in
-    notebooks.
+    fraction of its time that a rank waited for others. It moves at least once a second, in
+    terminals and in notebooks.
 
     Parameters
     ----------
@@ -67,9 +67,8 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
             shown = line
         if is_over:
             break
-        until_s = time.monotonic() + _LOOK_S
-        while time.monotonic() < until_s and not all(future.done() for future in futures):
-            time.sleep(_PAUSE_S)
+        with suppress(TimeoutError, CancelledError):
+            wait(futures, timeout=_LOOK_S)
     if shown:
         out.write("\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import threading
 import time
 
 import dask.array as da
@@ -97,3 +98,19 @@ def test_an_asynchronous_client_is_refused(cluster):
                 progress(client.submit(abs, -3), client=client)
 
     asyncio.run(ask())
+
+
+def test_it_ends_with_a_cancelled_run(client):
+    file = io.StringIO()
+    fields, options = {"u": da.from_array(X, chunks=4)}, {"boundary": "periodic", "ranks": 2}
+    y = iterate(slow, fields, 1, 10_000, **options)["u"].persist()  # ranks end in an exchange
+    line = threading.Thread(target=progress, args=(y,), kwargs={"client": client, "file": file})
+    line.start()
+    deadline_s = time.monotonic() + BOUND_S
+    while not shown(file.getvalue()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    client.cancel(y)
+    line.join(BOUND_S)
+    assert not line.is_alive()
+    assert file.getvalue().endswith("\n")
