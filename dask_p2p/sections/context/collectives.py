@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
 from dask_p2p.sections.exchange.device import check_plain
-from dask_p2p.sections.exchange.reduced import reduced_by_messages, reduced_in_parts
+from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
@@ -24,7 +24,12 @@ class Collectives(Messaging):
     """One rank, and its collective operations on single values."""
 
     _redistribution: Redistribution
-    reduces_by_messages = False  # whether large arrays move by messages, not by regions
+
+    @cached_property
+    def reduces_by_messages(self) -> bool:
+        """True on GPUs of one host: a message takes one round of hosts, regions take two."""
+        others = map(self._connections.is_on_other_host, range(self.size))
+        return self.device.backend.on_device and not any(others)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method.
@@ -81,11 +86,10 @@ class Collectives(Messaging):
         if not self._is_in_parts(leaf):
             return self.allreduce(leaf, op)
         dtype = prepared(np.empty(0, leaf.dtype), op).dtype
-        own, given = leaf.astype(dtype, copy=False), (op, combined, self.size)
+        own = leaf.astype(dtype, copy=False)
         if self.reduces_by_messages:
-            exchanged = partial(self._exchanged, tag=CALL_TAGS["allreduce()"])
-            return reduced_by_messages(own, *given, exchanged)
-        return reduced_in_parts(own, *given, self._redistribution)
+            return self._reduced_by_messages(own, op)
+        return reduced_in_parts(own, op, combined, self.size, self._redistribution)
 
     def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
         """Combine the values of all ranks on one rank.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import block_bounds, split_evenly
+from dask_p2p.sections.context.reductions import combined
 from dask_p2p.sections.context.transfers import (
     DONE,
     FromItself,
@@ -189,6 +192,30 @@ class Messaging:
         for each in sent:
             each.wait()
         return values
+
+    def _reduced_by_messages(self, own: Array, op: str) -> Array:
+        """Combine the arrays of all ranks, of the same shape, as `reduced_in_parts` does."""
+        flat, empty = own.reshape(-1), self.device.empty
+        whole = empty(flat.shape, flat.dtype)
+        bounds = block_bounds(split_evenly(own.size, self.size))
+        parts = [slice(*each) for each in pairwise(bounds)]
+        mine, others = parts[self.rank], {*range(self.size)} - {self.rank}
+        found = {rank: empty(whole[mine].shape, flat.dtype) for rank in others}
+        self._exchange({rank: flat[parts[rank]] for rank in others}, found)
+        found[self.rank] = flat[mine]
+        combined([found[rank] for rank in range(self.size)], op, whole[mine])
+        self._exchange(
+            dict.fromkeys(others, whole[mine]), {rank: whole[parts[rank]] for rank in others}
+        )
+        return whole.reshape(own.shape)
+
+    def _exchange(self, sends: Mapping[int, Array], into: Mapping[int, Array]) -> None:
+        """Send arrays, and receive arrays into memory, by rank."""
+        tag = CALL_TAGS["allreduce()"]
+        order = sorted(sends, key=lambda rank: (rank - self.rank) % self.size)
+        sent = [self._sent(sends[rank], rank, tag) for rank in order]
+        for each in [*(self._received(rank, tag, into[rank]) for rank in order), *sent]:
+            each.wait()
 
     def _check_parts(self, name: str, parts: Any) -> None:
         count = len(parts) if hasattr(parts, "__len__") else 0

@@ -53,8 +53,8 @@ def prepared(own: Array, op: str) -> Array:
         ) from None
 
 
-def combined(given: Sequence[Array], op: str) -> Any:
-    """Combine arrays of the same shape and dtype, in their order.
+def combined(given: Sequence[Array], op: str, out: Array | None = None) -> Any:
+    """Combine arrays of the same shape and dtype, in their order; into `out` if that is given.
 
     "maxloc" and "minloc" return a tuple: the extremes, and their positions in `given`.
     """
@@ -63,8 +63,8 @@ def combined(given: Sequence[Array], op: str) -> Any:
         found = _EXTREMES[op](stacked, axis=0)
         values = np.take_along_axis(stacked, found[np.newaxis], axis=0)[0]
         return values[()], found
-    total, *others = given
-    total = total.copy()
-    for other in others:
-        _UFUNCS[op](total, other, out=total)
+    first, *others = given
+    total = first.copy() if out is None else out
+    for number, other in enumerate(others):
+        _UFUNCS[op](total if number else first, other, out=total)
     return total[()]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
-from dask_p2p.geometry import block_bounds, split_evenly
+from dask_p2p.geometry import split_evenly
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.types import Array
@@ -39,21 +38,3 @@ def reduced_in_parts(
     total = combined(given, op)
     module = redistribution.module
     return back(module.broadcast_to(total, given.shape)).reshape(own.shape)
-
-
-def reduced_by_messages(
-    own: Array,  # this rank's array, of the same shape and dtype on all ranks
-    op: str,
-    combined: Callable[[Sequence[Array], str], Any],  # combines arrays in their order
-    size: int,  # number of ranks
-    exchanged: Callable[[Sequence[Array]], Sequence[Array]],  # sends a part to each rank
-) -> Array:
-    """Combine arrays as `reduced_in_parts` does, by messages between each two ranks."""
-    flat = own.reshape(-1)
-    bounds = block_bounds(split_evenly(own.size, size))
-    parts = [slice(*each) for each in pairwise(bounds)]
-    total = combined(exchanged([flat[part] for part in parts]), op)
-    whole: Array = flat.copy()
-    for part, found in zip(parts, exchanged([total] * size), strict=True):
-        whole[part] = found
-    return whole.reshape(own.shape)

@@ -350,6 +350,24 @@ def test_sums_of_some_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
     assert downloads == [48 * 8]  # of the rank that is alone
 
 
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_sums_of_all_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
+    tune(monkeypatch, lent_message_bytes=64, parted_reduction_bytes=256)
+
+    def program(ctx):
+        own = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
+        found = [ctx.allreduce(own, op) for _ in range(3)]
+        ctx.device.stream.synchronize()
+        return [gpu.read(each) for each in found], gpu.read(own)
+
+    each = [values_of(0), -values_of(1), values_of(2)]
+    wanted = each[0] + each[1] + each[2] if op == "sum" else np.maximum.reduce(each)
+    for rank, (found, own) in enumerate(run(gpu, program)):
+        np.testing.assert_array_equal(found, [wanted] * 3)
+        np.testing.assert_array_equal(own, each[rank])
+    assert not downloads
+
+
 def test_a_value_of_another_shape_is_refused(gpu):
     def program(ctx):
         out = gpu.empty((3,), float)
