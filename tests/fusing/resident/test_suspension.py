@@ -179,8 +179,7 @@ def test_all_workers_retire_after_the_end(client):
         ends(client, run)
         for worker in before:
             client.retire_workers([worker], close_workers=False, remove=False)
-            kill(client, worker)
-            wait_until(lambda worker=worker: worker not in workers_of(client))
+            client.restart_workers([worker], timeout=BOUND_S)
         assert same_bits(run.fetch(u), values)
         assert run._streams.log.kept > 0
         assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
