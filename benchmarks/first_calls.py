@@ -1,10 +1,12 @@
-"""First calls on new clusters: the registration of the plugins, and transposes by three ways.
+"""First calls on new clusters: the registration, transposes by three ways, and an iteration.
 
     python -m benchmarks.first_calls --workers 4 --repeats 7 --json FILE
+    python -m benchmarks.first_calls --gpus --new-cache --workers 2 --json FILE
 
 Each time is that of the first call on a cluster of its own, whose workers have made the input. All
 ways take turns. The processor time of a worker is that of its process; the client and the
-scheduler share the main process. Python caches the bytecode of the package first, as pip does.
+scheduler share the main process. Python caches the bytecode of the package first, as pip does. With
+``--new-cache`` each cluster compiles all kernels, as on a new machine.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import compileall
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -29,6 +34,7 @@ from benchmarks.growth import write
 __all__ = ["main"]
 
 _SETTLE_S = 0.3
+_CACHE = "CUPY_CACHE_DIR"
 FIELDS = ("wall", "worker", "main")  # wall time; processor times of a worker and the main process
 
 #: Ways by name: functions of the input, whose result is computed if it is an array.
@@ -37,7 +43,16 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "dask_p2p": lambda x: dask_p2p.transpose(x),
     "dask tasks": lambda x: x.T.rechunk(x.chunks, method="tasks"),
     "dask p2p": lambda x: x.T.rechunk(x.chunks, method="p2p"),
+    "iterate": lambda x: _iterated(x),
 }
+
+
+def _iterated(x: Any) -> Any:
+    return dask_p2p.iterate(_averaged, x, depth=1, steps=10, boundary="periodic")
+
+
+def _averaged(u: Any) -> Any:
+    return (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
 
 
 def processor_s() -> float:
@@ -46,11 +61,18 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def first_call(call: Callable[[Any], Any], workers: int, side: int) -> dict[str, float]:
+def first_call(
+    call: Callable[[Any], Any], workers: int, side: int, gpus: bool = False
+) -> dict[str, float]:
     """Return the times of a call on a new cluster, by the names in `FIELDS`, in seconds."""
     options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=workers, **options) as cluster, Client(cluster) as client:
+    make = partial(dask_p2p.local_cluster, gpus=True) if gpus else LocalCluster
+    with make(n_workers=workers, **options) as cluster, Client(cluster) as client:
         x = da.random.default_rng(0).random((side, side), chunks=(-(-side // workers), side))
+        if gpus:
+            import cupy
+
+            x = x.map_blocks(cupy.asarray)
         x = client.persist(x)
         wait(x)
         time.sleep(_SETTLE_S)
@@ -66,19 +88,44 @@ def first_call(call: Callable[[Any], Any], workers: int, side: int) -> dict[str,
     return dict(zip(FIELDS, (wall_s, worker_s, main_s), strict=True))
 
 
+@contextmanager
+def _kernels_of_their_own() -> Iterator[None]:
+    """Give the processes that start meanwhile an empty cache of kernels."""
+    before = os.environ.get(_CACHE)
+    with TemporaryDirectory() as folder:
+        os.environ[_CACHE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(_CACHE)
+            if before is not None:
+                os.environ[_CACHE] = before
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--workers", default=4, help="Workers with one thread each.")
 @click.option("--side", default=4096, help="Rows and columns of the matrix, in row slabs.")
 @click.option("--repeats", default=5, help="Clusters for each way.")
 @click.option("--way", "ways", multiple=True, type=click.Choice([*WAYS]), default=[*WAYS])
+@click.option("--gpus", is_flag=True, help="A worker for each GPU, with CuPy blocks.")
+@click.option("--new-cache", is_flag=True, help="Give each cluster an empty cache of kernels.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
-def main(workers: int, side: int, repeats: int, ways: tuple[str, ...], path: Path | None) -> None:
+def main(
+    workers: int,
+    side: int,
+    repeats: int,
+    ways: tuple[str, ...],
+    gpus: bool,
+    new_cache: bool,
+    path: Path | None,
+) -> None:
     """Time the first call on new clusters, by each way."""
     compileall.compile_dir(os.path.dirname(dask_p2p.__file__), quiet=1)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
-            found[way].append(first_call(WAYS[way], workers, side))
+            with _kernels_of_their_own() if new_cache else nullcontext():
+                found[way].append(first_call(WAYS[way], workers, side, gpus))
     for way, runs in found.items():
         columns = {name: sorted(run[name] * 1e3 for run in runs) for name in FIELDS}
         texts = (
@@ -87,7 +134,8 @@ def main(workers: int, side: int, repeats: int, ways: tuple[str, ...], path: Pat
         )
         print(f"{way:>12}, ms: {'; '.join(texts)}", flush=True)
     rows = [{"way": way, "times_s": runs} for way, runs in found.items()]
-    write(path, {**environment(), "workers": workers, "side": side, "rows": rows})
+    given = {"workers": workers, "side": side, "gpus": gpus, "new_cache": new_cache}
+    write(path, {**environment(), **given, "rows": rows})
 
 
 if __name__ == "__main__":
