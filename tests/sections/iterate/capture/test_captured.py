@@ -304,7 +304,7 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
 
     class Ends:
-        has_ended = False
+        has_ended, is_alone = False, True
 
     connections = Ends()
     device = Gpu(connections)
