@@ -38,11 +38,10 @@ class Overlap:
         of: Iteration,
         device: Host,
         fields: Mapping[str, LocalField],
-        apply: Callable[[Call, Box], Any],  # computes a box of the next local blocks
         whole: Box,  # the whole local block
     ) -> None:
         self._of, self._device, self._fields = of, device, fields
-        self._apply, self._whole = apply, whole
+        self._whole = whole
         self._is_promised = of.overlap is True
         self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
 
@@ -61,7 +60,11 @@ class Overlap:
         """Return whether a function is known to compute parts alike."""
         return self._found.get(id(call.phase), False)
 
-    def check(self, call: Call) -> None:
+    def check(
+        self,
+        call: Call,
+        apply: Callable[[Call, Box], Any],  # computes a box of the next local blocks
+    ) -> None:
         """Compare the results for the whole block, which are there, with those for its parts.
 
         Raises `InputError` if they differ, with ``overlap=True``.
@@ -70,11 +73,11 @@ class Overlap:
         whole = self._sums(call)
         for box in call.exchange.boxes:
             if box_size(box):
-                self._apply(call, box)
+                apply(call, box)
         is_alike = self._sums(call) == whole
         if not is_alike:
             parts = [self._results(call, name).copy() for name in call.changed]
-            self._apply(call, self._whole)
+            apply(call, self._whole)
             is_alike = self._is_promised and self._are_close(call, parts)
             if self._is_promised and not is_alike:
                 raise InputError(

@@ -52,7 +52,7 @@ class RankLoop:
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
-        self._overlap = Overlap(of, ctx.device, self._fields, self._apply, self._whole)
+        self._overlap = Overlap(of, ctx.device, self._fields, self._whole)
         self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
@@ -180,7 +180,7 @@ class RankLoop:
             for box in self._boxes(call, is_overlapped):
                 returned = self._apply(call, box)
             if is_wanted and not is_overlapped:
-                self._overlap.check(call)
+                self._overlap.check(call, self._apply)
             self._turn(call.changed)
             if returned.scalars:
                 self._scalars.update(returned.scalars)
