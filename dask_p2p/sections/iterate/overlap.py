@@ -40,8 +40,7 @@ class Overlap:
         fields: Mapping[str, LocalField],
         whole: Box,  # the whole local block
     ) -> None:
-        self._of, self._device, self._fields = of, device, fields
-        self._whole = whole
+        self._of, self._device, self._fields, self._whole = of, device, fields, whole
         self._is_promised = of.overlap is True
         self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
 
@@ -60,12 +59,10 @@ class Overlap:
         """Return whether a function is known to compute parts alike."""
         return self._found.get(id(call.phase), False)
 
-    def check(
-        self,
-        call: Call,
-        apply: Callable[[Call, Box], Any],  # computes a box of the next local blocks
-    ) -> None:
+    def check(self, call: Call, apply: Callable[[Call, Box], Any]) -> None:
         """Compare the results for the whole block, which are there, with those for its parts.
+
+        `apply` computes a box of the next local blocks.
 
         Raises `InputError` if they differ, with ``overlap=True``.
         """
