@@ -365,3 +365,28 @@ def test_functions_that_keep_values_start_again(client, tmp_path):
     assert (tmp_path / "killed").exists()
     del y
     nothing_is_left(client)
+
+
+def carrying_the_time(ctx, x, folder):
+    """Has the time in a variable, and not in its state; kills a worker once."""
+    s, time, dt = ctx.state(x=x), 0.0, 0.5
+    for step in ctx.steps(20, s, every=5):
+        note(folder / f"{ctx.rank}.log", step)
+        total = ctx.allreduce(1.0)
+        s.x = s.x + total * time
+        time += dt
+        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return s.x
+
+
+def test_ranks_whose_loops_carry_other_values_begin_at_the_start(client, tmp_path):
+    """A checkpoint does not have them."""
+    three_workers(client)
+    y = spmd(carrying_the_time, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
+    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 3 * 95.0))
+    for of_rank in attempts(tmp_path):
+        assert of_rank[-1] == [*range(20)]
+        assert len(of_rank) > 1
+    nothing_is_left(client)

@@ -51,6 +51,7 @@ class Bindings:
 
     def __init__(self, state: State, frame: FrameType | None) -> None:
         self._state = state
+        self.code = None if frame is None else frame.f_code  # of the function with the loop
         self._references: list[tuple[str, Array, list[Reference]]] = []  # by name in the state
         found = [each for code, names in _frames(frame) for each in _references(code, names)]
         for name, leaf in state.leaves().items():
@@ -112,11 +113,12 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OWN:
         if frame.f_code not in seen:  # the innermost call of a recursive function
             seen.add(frame.f_code)
-            yield frame.f_code, _names(frame)
+            yield frame.f_code, names_in(frame)
         frame = frame.f_back
 
 
-def _names(frame: FrameType) -> dict[str, Any]:
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a running function by name."""
     names = dict(frame.f_locals)
     if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
         frame.f_locals.clear()  # the copy would keep arrays that the function drops

@@ -310,10 +310,7 @@ class Collectives(Messaging):
             own = np.asarray(None)
         if own.dtype.kind not in "biufcmM":
             found = getattr(value, "dtype", type(value).__name__)
-            raise InputError(
-                f"value: expected numbers, got {found}. Convert it, np.asarray(value, float), or "
-                f"gather other arrays with ragged=True."
-            )
+            raise InputError(f"value: expected numbers, got {found}. Convert it to numbers first.")
         return own
 
     def _own(self, value: Any) -> list[Array]:

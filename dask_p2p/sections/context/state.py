@@ -19,7 +19,14 @@ from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host, check_plain
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS
-from dask_p2p.sections.gang.state_memory import CHANGED, EMPTY, SAME, check_state, host_arrays
+from dask_p2p.sections.gang.state_memory import (
+    CHANGED,
+    EMPTY,
+    OUTSIDE,
+    SAME,
+    check_state,
+    host_arrays,
+)
 from dask_p2p.types import Array, DType
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
@@ -46,10 +53,11 @@ class State:
     ``s.u = s.u + 1`` and ``s.u += 1`` both change the state `s`.
     """
 
-    __slots__ = ("__dict__", "_device", "_names", "has_copies")
+    __slots__ = ("__dict__", "_device", "_names", "has_copies", "outside")
 
     def __init__(self, device: Host, values: Mapping[str, Any], has_copies: bool = True) -> None:
         self._device, self.has_copies = device, has_copies
+        self.outside: list[str] = []  # names of other values that a loop carries
         for name, value in values.items():
             setattr(self, name, _copied(value, device) if has_copies else value)
         self._names = [*self.leaves()]
@@ -90,7 +98,7 @@ class State:
     def arrays(self) -> list[Array]:
         """Return the header and the arrays of a checkpoint."""
         leaves = self.check().values()
-        text = repr(_header(leaves)).encode()
+        text = repr((self.outside, _header(leaves))).encode()
         size_bytes = round_up(_LENGTH_BYTES + len(text), _ALIGNMENT_BYTES)
         length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
         header = (length + text).ljust(size_bytes)
@@ -99,8 +107,12 @@ class State:
         ]
 
     def changes(self, saved: memoryview) -> bytes:
-        """Compare each value with a checkpoint: `SAME`, `CHANGED` or `EMPTY`."""
+        """Compare each value with a checkpoint: `SAME`, `CHANGED` or `EMPTY`.
+
+        One more byte, `OUTSIDE`, follows if the loop carried other values.
+        """
         found = []
+        self.outside, _ = _text_of(saved)
         for (spec, theirs), own in zip(self._read(saved), self.leaves().values(), strict=True):
             is_same = (spec.kind, spec.dtype, spec.shape) == (
                 own.kind,
@@ -112,7 +124,7 @@ class State:
                 self._device.copy_to_host(mine, own.array)
                 is_same = mine.tobytes() == theirs.tobytes()
             found.append(CHANGED if not is_same else SAME if theirs.size else EMPTY)
-        return bytes(found)
+        return bytes([*found, OUTSIDE] if self.outside else found)
 
     def load(self, saved: memoryview) -> None:
         """Take over the values of a checkpoint; arrays of the same shape are filled in place."""
@@ -131,16 +143,14 @@ class State:
 
     def name(self, number: int) -> str:
         """Return the text of a value by its number."""
-        return self._names[number]
+        return [*self._names, ", ".join(self.outside)][number]
 
     def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
         """Return the kind, dtype and shape of each value in a checkpoint, and its elements.
 
         Raises `InputError` for arrays of a function that have other shapes or dtypes.
         """
-        length = int.from_bytes(saved[:_LENGTH_BYTES], "little")
-        text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + length]).decode()
-        found, own = literal_eval(text), [*self.leaves().values()]
+        (_, found), own = _text_of(saved), [*self.leaves().values()]
         if self.has_copies:
             specs = [_Saved(kind, descr_to_dtype(descr), shape) for kind, descr, shape in found]
         elif found == _header(own):
@@ -150,9 +160,19 @@ class State:
                 f"expected the arrays of the last checkpoint, {found}, got {_header(own)}. Give "
                 f"ctx.restore and ctx.checkpoint the same arrays."
             )
-        header = (np.dtype(np.uint8), (_LENGTH_BYTES + length,))
+        header = (np.dtype(np.uint8), (_LENGTH_BYTES + _length_of(saved),))
         arrays = host_arrays(saved, [header, *((of.dtype, of.shape) for of in specs)])
         return list(zip(specs, arrays[1:], strict=True))
+
+
+def _length_of(saved: memoryview) -> int:
+    return int.from_bytes(saved[:_LENGTH_BYTES], "little")
+
+
+def _text_of(saved: memoryview) -> Any:
+    """Return the names outside of the state of a checkpoint, and its header."""
+    text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(saved)])
+    return literal_eval(text.decode())
 
 
 def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:

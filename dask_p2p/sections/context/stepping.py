@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.bindings import Bindings
+from dask_p2p.sections.context.carried import carried_values
 from dask_p2p.sections.context.places import Places
 from dask_p2p.sections.context.state import State
 from dask_p2p.sections.exchange.device import Host
@@ -113,8 +114,9 @@ class Stepping(Places):
             Total number of steps; None if the function ends the loop.
         state : State, optional
             All values that a step needs from earlier steps, from `Context.state`. Before the first
-            step they become those of the checkpoint. Without a state, or if a value of it has not
-            changed on any rank since the start, ranks resume at the start.
+            step they become those of the checkpoint. Ranks resume at the start without a state, or
+            if a value of it has not changed on any rank since the start. So do ranks whose loop
+            carries other numbers or arrays in local variables, ``t += dt``.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
@@ -208,6 +210,8 @@ class Stepping(Places):
             self.device.keep_up(step + 1)
             if state is None or period is None or bindings is None:
                 continue
+            if step == first:
+                state.outside = carried_values(state, bindings.code, sys._getframe(1))
             is_due = step + 1 != last and self.is_due(period, step + 1)
             due = [store for store in self._stores if store.is_due(step + 1)]
             if is_due or due or step - first < _CHECKED_STEPS:

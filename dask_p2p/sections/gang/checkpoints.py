@@ -26,6 +26,7 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.state_memory import (
     CHANGED,
     EMPTY,
+    OUTSIDE,
     SAME,
     StateMemory,
     copied_into,
@@ -224,17 +225,21 @@ class Checkpoints:
         """
         gathered = self._connections.gather(f"state of step {step}, compared", changed)
         by_value = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
-        same = [number for number, found in by_value if SAME in found and CHANGED not in found]
-        if same:
-            logger.warning(
-                "Began at the start, not at step %d: %s of the state had not changed since the "
-                "start. Change the state itself, s.u = ..., and give it no constants.",
-                step,
-                ", ".join(map(name, same)),
+        rows = [*by_value]
+        same = [number for number, found in rows if SAME in found and CHANGED not in found]
+        outside = [number for number, found in rows if OUTSIDE in found]
+        if same or outside:
+            cause = (
+                "%s of the state had not changed since the start. Change the state itself, s.u = "
+                "..., and give it no constants."
+                if same
+                else "the loop carries %s outside of its state. Give all such values to ctx.state."
             )
+            names = ", ".join(map(name, same or outside))
+            logger.warning(f"Began at the start, not at step %d: {cause}", step, names)
             self._states.saved.clear(self._states.gang)
             self._last = 0
-        return not same
+        return not (same or outside)
 
     def _found(self, rank: int, step: int) -> memoryview:
         state = self._states.saved.get(self._states.gang, rank, step)

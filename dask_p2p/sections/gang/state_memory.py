@@ -21,7 +21,7 @@ from dask_p2p.sections.exchange.device import HOST, Host, check_plain
 from dask_p2p.types import Array, DType
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
-SAME, CHANGED, EMPTY = range(3)
+SAME, CHANGED, EMPTY, OUTSIDE = range(4)
 
 
 class StateMemory:
