@@ -577,6 +577,27 @@ def test_ranks_of_one_process_share_no_arguments_of_iterate():
     assert (log, table) == ([], {"calls": 0})
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_of_one_process_share_no_functions_of_iterate(ranks):
+    seen, stops = [], []
+
+    def counted(u, out):
+        seen.append(1)
+        out[...] = len(seen)
+        return None, float(len(seen))
+
+    def until(total):
+        stops.append(total)
+        return len(stops) == 3
+
+    with own_client(1, threads_per_worker=4, processes=False):
+        y = iterate(counted, array(), 1, 9, ranks=ranks, until=until)
+        for _ in range(2):
+            assert (y.compute() == 3).all()
+    assert seen == stops == []
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_rank_gets_the_whole_of_an_array(client, ranks):
     table = np.arange(35.0).reshape(5, 7)
