@@ -90,7 +90,7 @@ def first_call(
 
 @contextmanager
 def _kernels_of_their_own() -> Iterator[None]:
-    """Give the processes that start meanwhile an empty cache of kernels."""
+    """Give the processes that start now an empty cache of kernels."""
     before = os.environ.get(_CACHE)
     with TemporaryDirectory() as folder:
         os.environ[_CACHE] = folder
