@@ -289,6 +289,25 @@ def holder(seconds):
         process.join(30)
 
 
+@pytest.mark.gpu(1)
+def test_closing_a_mapping_does_not_stop_other_threads():
+    """It waits for the GPU, whose work may wait for something that another thread has to do."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    with holder(0) as (_, (_, memory_handle)):
+        address = runtime.ipcOpenMemHandle(memory_handle)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        held = HeldKernel(stream)
+        closing = threading.Thread(target=close_ipc, args=(address,))
+        closing.start()
+        closing.join(1)  # it may wait by now
+        held.let_go()
+        closing.join()
+        stream.synchronize()
+        assert held.was_let_go
+
+
 def wait_for_lost(connection, count):
     """Be a process whose streams wait for an event of a process that is killed; send the end.
 
@@ -319,7 +338,10 @@ def wait_for_lost(connection, count):
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("count", [1, 12])
 def test_waits_for_an_event_of_a_killed_process_end_or_are_known(count):
-    """Also if more streams wait than a GPU has queues. A rank with known waits leaves."""
+    """Also if more streams wait than a GPU has queues. A rank with known waits leaves.
+
+    These are the last tests here: the kernel of the killed process may occupy the GPU for a minute.
+    """
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
     process = context.Process(target=wait_for_lost, args=(other, count))
@@ -330,22 +352,3 @@ def test_waits_for_an_event_of_a_killed_process_end_or_are_known(count):
     finally:
         process.kill()
         process.join(30)
-
-
-@pytest.mark.gpu(1)
-def test_closing_a_mapping_does_not_stop_other_threads():
-    """It waits for the GPU, whose work may wait for something that another thread has to do."""
-    import cupy
-
-    runtime = cupy.cuda.runtime
-    with holder(0) as (_, (_, memory_handle)):
-        address = runtime.ipcOpenMemHandle(memory_handle)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        held = HeldKernel(stream)
-        closing = threading.Thread(target=close_ipc, args=(address,))
-        closing.start()
-        closing.join(1)  # it may wait by now
-        held.let_go()
-        closing.join()
-        stream.synchronize()
-        assert held.was_let_go
