@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import dask
 import numpy as np
+from dask.task_spec import Alias
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -80,6 +81,25 @@ def persisted(client, x):
     x = client.persist(x)
     wait(x)
     return x
+
+
+def layers_of(x):
+    """The layers of an array's graph by name; for a library without layers its tasks by name.
+
+    That library gives layers other names, by aliases.
+    """
+    graph = x.__dask_graph__()
+    if hasattr(graph, "layers"):
+        graph.validate()
+        return graph.layers
+    found = {}
+    for key, task in graph.items():
+        found.setdefault(key[0] if isinstance(key, tuple) else key, {})[key] = task
+    for name, tasks in reversed([*found.items()]):
+        if all(isinstance(task, Alias) for task in tasks.values()):
+            for target in {task.target[0] for task in tasks.values()}:
+                found[name] = found.pop(target)
+    return found
 
 
 def result_of(client, future, timeout_s=BOUND_S):

@@ -19,7 +19,7 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.ops.fft import local as local_fft
 from tests import support
 from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of, set_trap
-from tests.support import persisted, run_of
+from tests.support import layers_of, persisted, run_of
 from tests.transports.loopback import wait_until
 
 ALONG_ONE = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
@@ -87,7 +87,7 @@ def check(got, expected, char):
         {(1, 1): "F", (1, 0): "f", (0, 1): "D", (0, 0): "d"}[single, is_complex]
     )
     assert got.compute(scheduler="sync").dtype == got.dtype
-    got.dask.validate()
+    layers_of(got)
     for index in np.ndindex(got.numblocks):
         shape = tuple(sizes[i] for sizes, i in zip(got.chunks, index, strict=True))
         assert got.blocks[index].compute(scheduler="sync").shape == shape
@@ -188,7 +188,7 @@ def test_scipy_is_used_where_it_is_and_numpy_where_not(lose_scipy, monkeypatch):
 
 
 def layers(y, of="p2p-fft"):
-    return sum(name.startswith(of) for name in y.dask.layers)
+    return sum(name.startswith(of) for name in layers_of(y))
 
 
 @pytest.mark.parametrize("name", ["fftn", "rfftn", "ifftn"])
@@ -196,7 +196,7 @@ def test_slabs_are_two_layers_of_which_one_moves(name):
     x = da.from_array(numbers((8, 9, 10), "d"), chunks=(2, -1, -1))
     y = getattr(fft, name)(x)
     assert layers(y) == 1
-    assert len(y.dask.layers) - len(x.dask.layers) == 2
+    assert len(layers_of(y)) - len(layers_of(x)) == 2
     assert y.numblocks == ((1, 1, 4) if name == "ifftn" else (1, 4, 1))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
-from tests.support import added, pairwise, parameter_names, persisted
+from tests.support import added, layers_of, pairwise, parameter_names, persisted
 
 X = np.random.default_rng(0).random((12, 10))
 
@@ -38,7 +38,7 @@ def test_values_are_those_of_dask(boundary, depth):
     expected = da.map_overlap(star, x, depth=depth, boundary=boundary)
     assert got.chunks == expected.chunks == x.chunks
     np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
-    got.dask.validate()
+    layers_of(got)
 
 
 @given(cases())
@@ -96,7 +96,7 @@ def test_without_corners_stars_have_the_same_values(boundary):
     lean = dask_p2p.map_overlap(star, x, 1, boundary, corners=False)
     whole = dask_p2p.map_overlap(star, x, 1, boundary)
     np.testing.assert_array_equal(lean.compute(scheduler="sync"), whole.compute(scheduler="sync"))
-    edges = [len(task.dependencies) for task in lean.dask.layers[lean.name].values()]
+    edges = [len(task.dependencies) for task in layers_of(lean)[lean.name].values()]
     assert max(edges) == 5, "a block and its four neighbours"
 
 
@@ -115,8 +115,8 @@ def test_corners_that_are_left_out_show_in_results():
 def test_one_layer_of_one_task_a_block():
     x = da.from_array(X, chunks=(4, 5))
     y = dask_p2p.map_overlap(star, x, 1)
-    assert set(y.dask.layers) - set(x.dask.layers) == {y.name}
-    assert len(y.dask.layers[y.name]) == 6
+    assert set(layers_of(y)) - set(layers_of(x)) == {y.name}
+    assert len(layers_of(y)[y.name]) == 6
 
 
 def test_dtype_and_arguments():
@@ -401,7 +401,7 @@ def test_block_id_and_block_info_tell_where_a_block_is():
 def test_one_layer_where_a_function_has_a_block_id():
     x = da.from_array(X, chunks=(4, 5))
     y = dask_p2p.map_overlap(lambda block, block_id=None: block, x, 1)
-    assert set(y.dask.layers) - set(x.dask.layers) == {y.name}
+    assert set(layers_of(y)) - set(layers_of(x)) == {y.name}
 
 
 def test_arguments_that_dask_has_still_to_compute(client):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from tests.plans.support import chunks_of
+from tests.support import layers_of
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 
@@ -92,7 +93,7 @@ def test_any_grid_to_any_grid(case):
     shape, before, axes, after = case
     x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     y = dask_p2p.rechunk(da.from_array(x, chunks=before), after, axes=axes)
-    y.dask.validate()
+    layers_of(y)
     assert y.chunks == after
     assert_eq(y, x.transpose(axes), scheduler="sync")
 
@@ -108,8 +109,8 @@ def test_one_layer_and_blocks_that_stay_are_handed_on():
     blocks = [np.full((2, 3), i) for i in range(4)]
     x = da.concatenate([da.from_array(b, chunks=-1, asarray=False) for b in blocks[:3]])
     y = dask_p2p.rechunk(x, ((2, 4), (3,)))
-    assert set(y.dask.layers) - set(x.dask.layers) == {y.name}
-    task = y.dask.layers[y.name][y.name, 0, 0]
+    assert set(layers_of(y)) - set(layers_of(x)) == {y.name}
+    task = layers_of(y)[y.name][y.name, 0, 0]
     assert task({(x.name, 0, 0): blocks[0]}) is blocks[0]
 
 
@@ -159,7 +160,7 @@ def test_blocks_of_groups_are_those_that_were_asked_for(axes):
         y = dask_p2p.rechunk(x, after, axes=axes)
     assert y.chunks == after
     assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
-    (layer,) = (layer for name, layer in y.dask.layers.items() if name.startswith("p2p-"))
+    (layer,) = (layer for name, layer in layers_of(y).items() if name.startswith("p2p-"))
     assert len(layer) == 2
 
 
@@ -182,5 +183,5 @@ def test_through_a_grid_between(axes, after, groups):
         estimate = dask_p2p.estimate(x, axes or (0, 1, 2), chunks=after, workers=2)
     assert tuple(sizes[0] for sizes in y.chunks) == after
     assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
-    assert len([name for name in y.dask.layers if name.startswith("p2p-")]) == 2
+    assert len([name for name in layers_of(y) if name.startswith("p2p-")]) == 2
     assert estimate.output_bytes >= x.nbytes, "half of what is between, and half of the result"

@@ -18,7 +18,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import split_evenly
 from tests.plans.support import chunks_of
-from tests.support import indexed
+from tests.support import indexed, layers_of
 
 
 def same(y, expected):
@@ -179,7 +179,7 @@ def test_lazy_and_one_task_an_output_block():
 
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(fail, dtype=float, meta=np.ones((0, 0)))
     y = dask_p2p.transpose(x)
-    layer = y.dask.layers[y.name]
+    layer = layers_of(y)[y.name]
     assert len(layer) == 4
     assert {len(task.dependencies) for task in layer.values()} == {4}
 

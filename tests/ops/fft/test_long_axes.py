@@ -12,7 +12,7 @@ from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.ops.fft.long_axes import Long, long_axis
 from dask_p2p.plans.fft import Transform, stages
-from tests.support import pairwise, persisted, run_of
+from tests.support import layers_of, pairwise, persisted, run_of
 from tests.test_fft import assert_close, numbers
 
 LIMIT_BYTES = 16_000
@@ -85,7 +85,7 @@ def test_precision(char):
 def test_three_exchanges_and_chunks_that_are_asked_for():
     x = da.from_array(numbers(4096), chunks=512)
     y = fft.fft(x)
-    assert sum(name.startswith("p2p-") for name in y.dask.layers) == 3
+    assert sum(name.startswith("p2p-") for name in layers_of(y)) == 3
     assert fft.fft(x, chunks=512).chunks == x.chunks
     assert fft.fft(x, chunks=-1).numblocks == (1,)
     assert_close(fft.ifft(fft.fft(x), chunks=x.chunks), x.compute())
