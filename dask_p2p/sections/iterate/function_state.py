@@ -15,7 +15,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from distributed.protocol.pickle import dumps, loads
+import cloudpickle  # Dask's functions would log an error for each object without a pickle
 
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
@@ -100,7 +100,7 @@ def _own(function: Any) -> Any:
     if function is None or is_replayable(function):
         return function
     with suppress(Exception):
-        return loads(dumps(function))
+        return cloudpickle.loads(cloudpickle.dumps(function))
     return function
 
 
@@ -111,7 +111,8 @@ def _sums(kept: Any, most_bytes: float = inf) -> list[int] | None:
     """
     buffers: list[PickleBuffer] = []
     try:
-        parts = [dumps(kept, buffer_callback=buffers.append), *(each.raw() for each in buffers)]
+        pickled = cloudpickle.dumps(kept, buffer_callback=buffers.append)
+        parts = [pickled, *(each.raw() for each in buffers)]
         parts = [each for number, each in enumerate(parts) if not number or len(each) <= most_bytes]
     except Exception:
         return None

@@ -167,3 +167,9 @@ def filling():
 @pytest.mark.parametrize("make", [lambda: plain, lambda: printing, keeping_a_lock, filling])
 def test_checkpoints_in_files_of_other_functions(make):
     steps_of(make(), "folder")
+
+
+def test_functions_without_a_pickle_are_no_errors(caplog):
+    state, _ = state_of(keeping_a_lock())
+    state.has_changed()
+    assert not caplog.records
