@@ -12,10 +12,13 @@ from dask.array.utils import assert_eq
 
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
 WARNS = "expects a warning in this process"
+#: Some runs fail: the cluster may still have the keys of the first array.
+COLLIDES = "makes arrays of the same name and other chunks"
 #: Causes of failures of Dask's tests, by module and name.
 EXPECTED = {
     "test_rechunk": {"test_rechunk_intermediates": COUNTS},
     "test_reductions": {"test_nanquantile_all_nan": WARNS},
+    "test_shuffle": {"test_shuffle_config_tolerance": COLLIDES},
 }
 GANGS = pytest.StashKey[list[int]]()
 
@@ -55,7 +58,8 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"there are no tests {missing} any more")
     for item in items:
         if item.originalname in expected:
-            item.add_marker(pytest.mark.xfail(reason=expected[item.originalname], strict=True))
+            reason = expected[item.originalname]
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=reason != COLLIDES))
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -20,7 +20,7 @@ QUICK = [
     ("test_masked", 139, 900),
     ("test_atop", 60, 50),
     ("test_reshape", 50, 30),
-    ("test_shuffle", 14, 30),
+    ("test_shuffle", 12, 30),
 ]
 LONG = [
     ("test_array_function", 69, 200),
