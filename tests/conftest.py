@@ -273,6 +273,14 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
+def replayed(monkeypatch):
+    """The streams whose graphs were launched: one for each launch on an emulated GPU."""
+    from tests.simulation.streams import launches
+
+    return launches(monkeypatch)
+
+
+@pytest.fixture
 def strict_cupy(monkeypatch):
     """A CuPy in host memory, which refuses conversions to NumPy as CuPy does."""
     from tests.simulation.strict_cupy import emulated_strictly

@@ -428,6 +428,18 @@ class Stream:
         self.recorder.current.pop()
 
 
+def launches(monkeypatch):
+    """A list that gets the captured stream of each graph that is launched from now on."""
+    found, original = [], Stream.end_capture
+
+    def noted(stream):
+        graph = original(stream)
+        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
+
+    monkeypatch.setattr(Stream, "end_capture", noted)
+    return found
+
+
 class Event:
     done = False
 

@@ -2,7 +2,7 @@
 
 Such a function is called for the interior, and then for parts of the boundary. A function that
 keeps a state, or reads sizes or sums of its block, would return other values than for the whole
-block. So an overlapped call follows one in which the results of both are compared.
+block. So before calls overlap, one call compares the results of both.
 """
 
 from __future__ import annotations

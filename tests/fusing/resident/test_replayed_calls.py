@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -27,7 +26,7 @@ from dask_p2p.sections.gpu.graph_lending import GraphLending
 from dask_p2p.sections.gpu.windows import DeviceBarrier
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
-from tests.simulation.streams import HOST, RaceError, Stream
+from tests.simulation.streams import HOST, RaceError
 from tests.support import tune
 
 CALLS, FIRST = 9, 3
@@ -47,19 +46,6 @@ def gpu(monkeypatch):
         return own.name
 
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", own_name)
-    return found
-
-
-@pytest.fixture
-def replayed(monkeypatch):
-    """The streams whose graphs were launched."""
-    found, original = [], Stream.end_capture
-
-    def noted(stream):
-        graph = original(stream)
-        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
-
-    monkeypatch.setattr(Stream, "end_capture", noted)
     return found
 
 

@@ -6,7 +6,6 @@ import gc
 import threading
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -22,23 +21,10 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import BarrierKernel, Pool, RaceError, Stream
+from tests.simulation.streams import BarrierKernel, Pool, RaceError
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
-
-
-@pytest.fixture
-def replayed(monkeypatch):
-    """The number of replays of graphs, by ranks."""
-    found, original = [], Stream.end_capture
-
-    def noted(stream):
-        graph = original(stream)
-        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
-
-    monkeypatch.setattr(Stream, "end_capture", noted)
-    return found
 
 
 def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=Gpu, **kwargs):

@@ -16,12 +16,10 @@ from dask_p2p.sections.iterate.capture import replays
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.local_fields import LocalField
 from tests.sections.emulated import kernel, on_gpu, run_section
-from tests.sections.iterate.capture.test_captured import CHUNKS, X, replayed
+from tests.sections.iterate.capture.test_captured import CHUNKS, X
 from tests.sections.iterate.test_iterate import reference, star
 from tests.simulation.streams import RaceError
 from tests.support import tune
-
-__all__ = ["replayed"]
 
 STEPS = 19
 SHARE_GPUS = Replays._share_gpus
