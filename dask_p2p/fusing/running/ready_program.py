@@ -48,7 +48,7 @@ class ReadyProgram:
     program
         The program.
     runs_again
-        Whether it runs again: then its functions and literals are kept as they are.
+        Whether it runs again: then no run changes its functions and literals.
     """
 
     def __init__(self, program: Program, runs_again: bool = False) -> None:

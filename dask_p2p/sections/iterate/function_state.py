@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = 3, 4  # steps after which functions are compared
+_COMPARED = 3, 4  # functions are compared after these steps
 _SMALL_BYTES = 1024  # larger arrays are memory for temporaries
 _GOT = (
     "got one that keeps values from step to step: a closure, attribute, global variable or keyword "

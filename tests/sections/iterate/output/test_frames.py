@@ -17,12 +17,12 @@ import zarr
 
 from dask_p2p import Checkpoint, Field, Save, estimate, iterate
 from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
-from dask_p2p.sections.iterate.output.frames import Frames, FrameWriter
+from dask_p2p.sections.iterate.output.frames import FrameWriter
 from dask_p2p.sections.iterate.output.specs import part_of_slice
 from tests.sections.iterate.output.test_stores import A, B, fields, states
 from tests.sections.iterate.test_coupled import array, inner, react
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, result_of
+from tests.support import result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -112,27 +112,19 @@ def test_computed_fields_read_the_newest_records(tmp_path):
         np.testing.assert_allclose(frames_of(tmp_path)["part"][frame], wanted)
 
 
-def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
+def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
     """The first frame is written when the second step has been made, and not by its thread."""
-    made, threads = threading.Event(), []
-    write = Frames.write
-
-    def late(self):
-        threads.append(threading.current_thread())
-        assert made.wait(BOUND_S)
-        write(self)
 
     def step(u, at):
         if at.step == 1:
-            made.set()
+            late_writes.may_write.set()
         return u + 1
 
-    monkeypatch.setattr(Frames, "write", late)
     lazy = iterate(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1), ranks=1)
     dask.compute(lazy, scheduler="sync")
     assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
-    assert len({*threads}) == 1
-    assert threads[0] not in threading.enumerate()
+    assert len({*late_writes.threads}) == 1
+    assert late_writes.threads[0] not in threading.enumerate()
 
 
 def test_at_most_one_frame_is_in_the_thread(tmp_path, monkeypatch):

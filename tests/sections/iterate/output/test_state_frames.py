@@ -18,7 +18,6 @@ from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.state_files import StateFiles
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
-from tests.support import BOUND_S
 
 zarr = pytest.importorskip("zarr")
 
@@ -138,30 +137,22 @@ def grow(ctx, x, path, last=6, stop=None):
     return s.x
 
 
-def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
+def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
     """The first frame is written when the third step has been made, and not by its thread."""
-    made, threads = threading.Event(), []
-    write = Frames.write
-
-    def late(self):
-        threads.append(threading.current_thread())
-        assert made.wait(BOUND_S)
-        write(self)
 
     def run(ctx, x, path):
         s = ctx.state(x=x)
         for step in ctx.steps(6, s, save=Save(path, 2)):
             if step == 2:
-                made.set()
+                late_writes.may_write.set()
             s.x = s.x + 1
         return s.x
 
-    monkeypatch.setattr(Frames, "write", late)
     lazy = spmd(run, da.from_array(U), path=str(tmp_path / "frames"), ranks=1)
     dask.compute(lazy, scheduler="sync")
     check(tmp_path / "frames", 2, 4, 6)
-    assert len({*threads}) == 1
-    assert threads[0] not in threading.enumerate()
+    assert len({*late_writes.threads}) == 1
+    assert late_writes.threads[0] not in threading.enumerate()
 
 
 def check(path, *steps):
