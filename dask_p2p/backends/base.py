@@ -40,7 +40,6 @@ class Backend(ABC):
     on_device: ClassVar[bool]
     holds_objects: ClassVar[bool]  # true if an array can hold Python objects
     checksum_algorithm: ClassVar[str]  # best of `checksum.ALGORITHMS` for its memory
-    checksum_words: ClassVar[int]  # words of 8 bytes that are summed at a time
     most_probe_bytes: ClassVar[int]  # size of the largest block that measures a link
     #: Modules with its Fourier transforms, under NumPy's names. The first installed one is used.
     fft_modules: ClassVar[tuple[str, ...]]
@@ -159,6 +158,10 @@ class Backend(ABC):
     def checksum_stream(self, array: Array) -> AbstractContextManager[Any]:
         """Return a context for an array's checksum that does not wait for other work."""
         return nullcontext()
+
+    @abstractmethod
+    def mixed_sum(self, data: Array) -> int:
+        """Return the sum of the words of contiguous bytes, for the checksum ``mixed64``."""
 
 
 class Queue(Protocol):

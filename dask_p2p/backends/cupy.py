@@ -34,7 +34,6 @@ class CupyBackend(Backend):
     on_device = True
     holds_objects = False
     checksum_algorithm = "mixed64"
-    checksum_words = 2**21  # enough to hide launches; needs twice as much extra memory
     most_probe_bytes = 256 * 2**20
     fft_modules = ("dask_p2p.backends.cufft",)
 
@@ -125,8 +124,7 @@ class CupyBackend(Backend):
             return measured_host_link(warn)
 
     def warm_up(self) -> None:
-        _kernels().warm_up()
-        _regions().warm_up()
+        _source().load_all([*_kernels().SOURCES, *_regions().SOURCES, *_checksums().SOURCES])
 
     def device_of(self, block: Array) -> Any:
         return block.device
@@ -139,6 +137,10 @@ class CupyBackend(Backend):
         """
         with array.device, private_stream("checksums"):
             yield
+
+    def mixed_sum(self, data: Array) -> int:
+        total: int = _checksums().mixed_sum(data)
+        return total
 
 
 def _cupy() -> Any:
@@ -166,6 +168,20 @@ def _regions() -> Any:
     from dask_p2p.backends.kernels import regions
 
     return regions
+
+
+def _checksums() -> Any:
+    _cupy()
+    from dask_p2p.backends.kernels import device_checksum
+
+    return device_checksum
+
+
+def _source() -> Any:
+    _cupy()
+    from dask_p2p.backends.kernels import _source
+
+    return _source
 
 
 def region_batch() -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from dask_p2p.backends.base import Backend
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.host.hardware import cpu_name
+from dask_p2p.backends.host.mixed_words import mixed_sum
 from dask_p2p.backends.host.permute import permute_into
 from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
@@ -34,7 +35,6 @@ class NumpyBackend(Backend):
     on_device = False
     holds_objects = True
     checksum_algorithm = "crc32"
-    checksum_words = 2**15  # intermediate results fit into a cache
     most_probe_bytes = 32 * 2**20
     fft_modules = ("scipy.fft", "numpy.fft")
 
@@ -115,6 +115,9 @@ class NumpyBackend(Backend):
 
     def device_name(self) -> str:
         return cpu_name()
+
+    def mixed_sum(self, data: Array) -> int:
+        return mixed_sum(data)
 
 
 NUMPY = NumpyBackend()

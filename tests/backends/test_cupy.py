@@ -29,7 +29,7 @@ def device():
         count = 0
     if not count:
         pytest.skip("no GPU")
-    kernels.warm_up()
+    backend_named("cupy").warm_up()
     yield
     cupy.get_default_memory_pool().free_all_blocks()
 

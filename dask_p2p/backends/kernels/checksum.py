@@ -47,44 +47,11 @@ def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     with backend.checksum_stream(array):
         if algorithm == "crc32":
             return zlib.crc32(_bytes_of(np, backend.to_host(array)), start % 2**32)
-        return _mixed64(backend.module, array, start, backend.checksum_words)
+        data = _bytes_of(backend.module, array)
+        return int(start + data.size + backend.mixed_sum(data)) % 2**64
 
 
 def _bytes_of(xp: Any, array: Array) -> Any:
     if not array.nbytes:
         return np.empty(0, np.uint8)
     return xp.ascontiguousarray(array).reshape(-1).view("u1")
-
-
-def _mixed64(xp: Any, array: Array, start: int, words_at_once: int) -> int:
-    """Compute the sum with NumPy or CuPy on the current stream, and wait for it."""
-    data = _bytes_of(xp, array)
-    total: int = start + data.size
-    whole_bytes = data.size // _WORD_BYTES * _WORD_BYTES
-    if whole_bytes:
-        words = _words(xp, data[:whole_bytes])
-        for first in range(0, words.size, words_at_once):
-            total += _mixed_sum(xp, words[first : first + words_at_once], first)
-    if data.size > whole_bytes:
-        last = xp.zeros(_WORD_BYTES, "u1")
-        last[: data.size - whole_bytes] = data[whole_bytes:]
-        total += _mixed_sum(xp, _words(xp, last), whole_bytes // _WORD_BYTES)
-    return total % 2**64
-
-
-def _words(xp: Any, data: Any) -> Any:
-    if xp is not np and data.data.ptr % _WORD_BYTES:  # a GPU loads words from aligned memory only
-        data = data.copy()
-    return data.view("<u8")
-
-
-def _mixed_sum(xp: Any, words: Any, first: int) -> int:
-    """Return the sum of words, each mixed with its position, which starts at `first`."""
-    mixed = xp.arange(first + 1, first + 1 + words.size, dtype="u8")
-    mixed *= np.uint64(_STEP)
-    mixed += words
-    for shift, factor in _ROUNDS:
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(factor)
-    mixed ^= mixed >> np.uint64(_LAST_SHIFT)
-    return int(mixed.sum(dtype="u8"))

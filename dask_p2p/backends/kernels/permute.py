@@ -101,13 +101,4 @@ _KERNELS = {
     size: CudaSource("transpose.cu", partial(_loaded, size), f"-DONLY_WORD_BYTES={size}")
     for size in WORD_SIZES_BYTES
 }
-
-
-def warm_up() -> None:
-    """Compile and load the kernels of the current device before their first use.
-
-    The first call on a machine takes about half a second for each word size, later calls take
-    milliseconds. Do not call it on an event loop.
-    """
-    for source in _KERNELS.values():
-        source.on(cupy.cuda.runtime.getDevice())
+SOURCES = tuple(_KERNELS.values())

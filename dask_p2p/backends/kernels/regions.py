@@ -35,6 +35,7 @@ _LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
 _ALIGNMENT = 15
 
 _SOURCE = CudaSource("regions.cu", lambda module: module.get_function("copy_regions").kernel)
+SOURCES = (_SOURCE,)
 
 
 class _Copies(NamedTuple):
@@ -144,8 +145,3 @@ def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequenc
         groups.setdefault(item, []).append(Piece(0, box, box))
     for item, pieces in groups.items():
         yield cupy.asarray(np.frombuffer(item, dtype).reshape(())), pieces
-
-
-def warm_up() -> None:
-    """Compile and load the kernel of the current device before its first use."""
-    _SOURCE.on(cupy.cuda.runtime.getDevice())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from importlib import util
 from types import SimpleNamespace
 
@@ -42,7 +43,8 @@ def module(monkeypatch, compiled):
         compiled.append(options)
         return SimpleNamespace(code=code)
 
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module))
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3), Device=nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module, cuda=cuda))
     spec = util.spec_from_file_location("source", f"{folder.__path__[0]}/_source.py")
     made = util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -74,3 +76,23 @@ def test_threads_compile_once(module, compiled):
         thread.join(60)
     assert len(compiled) == 1
     assert [*known] == [0]
+
+
+def test_sources_load_at_the_same_time(module):
+    both = threading.Barrier(2)
+
+    def load(made):
+        both.wait(60)
+        return made.code
+
+    sources = [module.CudaSource(f"{name}.cu", load) for name in ("regions", "checksums")]
+    module.load_all(sources)
+    assert [[*source._loaded] for source in sources] == [[3], [3]]
+
+
+def test_a_source_that_cannot_be_compiled_is_an_error(module):
+    def load(made):
+        raise ValueError("no compiler")
+
+    with pytest.raises(ValueError, match="no compiler"):
+        module.load_all([module.CudaSource("regions.cu", load)])
