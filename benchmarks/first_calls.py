@@ -4,9 +4,10 @@
     python -m benchmarks.first_calls --gpus --new-cache --workers 2 --json FILE
 
 Each time is that of the first call on a cluster of its own, whose workers have made the input. All
-ways take turns. The processor time of a worker is that of its process; the client and the
-scheduler share the main process. Python caches the bytecode of the package first, as pip does. With
-``--new-cache`` each cluster compiles all kernels, as on a new machine.
+ways take turns. `local_cluster` starts the clusters, and registers the plugins. The processor time
+of a worker is that of its process; the client and the scheduler share the main process. Python
+caches the bytecode of the package first, as pip does. With ``--new-cache`` each cluster compiles
+all kernels, as on a new machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import click
 import dask.array as da
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
 import dask_p2p
 from benchmarks.environment import environment
@@ -64,8 +65,8 @@ def first_call(
 ) -> dict[str, float]:
     """Return the times of a call on a new cluster, by the names in `FIELDS`, in seconds."""
     options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": ":0"}
-    make = partial(dask_p2p.local_cluster, gpus=True) if gpus else LocalCluster
-    with make(n_workers=workers, **options) as cluster, Client(cluster) as client:
+    started = partial(dask_p2p.local_cluster, workers, gpus=gpus, **options)
+    with started() as cluster, Client(cluster) as client:
         x = da.random.default_rng(0).random((side, side), chunks=(-(-side // workers), side))
         if gpus:
             import cupy

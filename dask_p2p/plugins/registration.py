@@ -79,6 +79,20 @@ def register(client: Any = None) -> Any:
     return None
 
 
+def register_cluster(cluster: Any) -> None:
+    """Register the plugins with a cluster that this process has started.
+
+    The first call of each client then finds them there.
+
+    Raises
+    ------
+    RegistrationError
+        As for `register`.
+    """
+    check_dask()
+    _report(cluster.sync(ask, cluster.scheduler_comm))
+
+
 def connection_of(client: Any) -> Any:
     """Return a client's connection to its scheduler; None if it is not connected.
 

@@ -9,6 +9,7 @@ from typing import Any
 from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError, install_command
 from dask_p2p.inputs import checked_count
+from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.tools.keywords import started
 from dask_p2p.types import Kind, LocalCluster
 
@@ -17,6 +18,8 @@ from dask_p2p.types import Kind, LocalCluster
 POOL_GRANULE_BYTES = 2 * 2**20
 
 _FOR_GPUS = ("cupy", "dask_cuda")
+# Workers import all that ranks need as they start, which takes longer than a gang.
+_RANK_MODULES = ("dask_p2p.sections.gang.rank", "dask_p2p.sections.iterate.iteration")
 _POOL_FRACTION = 0.8  # fraction of free GPU memory; CUDA contexts and other libraries need the rest
 
 
@@ -64,7 +67,7 @@ def device_names(client: Any, kind: Kind) -> list[str]:
 def local_cluster(
     n_workers: int | None = None, *, gpus: bool | None = None, **kwargs: Any
 ) -> LocalCluster:
-    """Start a cluster on this machine.
+    """Start a cluster on this machine, and register the plugins of this package.
 
     On GPUs it is a `dask_cuda.LocalCUDACluster` with one worker for each GPU. Dask's own messages
     use TCP, which schedules faster than UCX, and blocks move by CUDA IPC. CuPy allocates from an
@@ -93,6 +96,8 @@ def local_cluster(
         no class takes a keyword. No process has started then.
     MissingPackageError
         If `protocol` names UCX, and the package distributed-ucxx is missing.
+    RegistrationError
+        As for `register`. The cluster has been closed then.
     StartError
         If a script starts a cluster whenever it is imported, as each worker imports it. Start the
         cluster below ``if __name__ == "__main__":``.
@@ -103,7 +108,7 @@ def local_cluster(
     if n_workers is not None:
         n_workers = checked_count("workers", n_workers=n_workers)
     if gpus:
-        return _gpu_cluster(n_workers, usable, kwargs)
+        return _registered(_gpu_cluster(n_workers, usable, kwargs))
     from distributed import LocalCluster
 
     options: dict[str, Any] = {
@@ -113,7 +118,18 @@ def local_cluster(
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return started(LocalCluster, options, kwargs)
+    return _registered(started(LocalCluster, options, kwargs))
+
+
+def _registered(cluster: LocalCluster) -> LocalCluster:
+    """Register the plugins with a cluster, unless it is asynchronous, and not started yet."""
+    if not cluster.asynchronous:
+        try:
+            register_cluster(cluster)
+        except BaseException:
+            cluster.close()
+            raise
+    return cluster
 
 
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
@@ -128,6 +144,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         "threads_per_worker": 1,
         "protocol": "tcp",
         "dashboard_address": ":0",
+        "pre_import": ",".join(_RANK_MODULES),
     }
     if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
         free_bytes = min(free_gpu_bytes(usable[:wanted]))

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 import types
 
+import dask.array as da
 import pytest
 from distributed import Client
+from distributed.core import Status
 
 import dask_p2p
-from dask_p2p.errors import InputError
+from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
@@ -48,6 +52,10 @@ def two_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
+def has_plugin(dask_worker):
+    return PLUGIN_NAME in dask_worker.plugins
+
+
 @pytest.fixture
 def no_gpus(monkeypatch):
     monkeypatch.setattr(cluster, "usable_gpus", list)
@@ -65,6 +73,42 @@ def test_cpu_cluster():
         processes = client.run(lambda: __import__("os").getpid())
         assert len({*processes.values()}) == 2
         assert len(cluster.device_names(client, "numpy")) == 2
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_workers_have_the_plugin_from_the_start():
+    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+        assert [*client.run(has_plugin).values()] == [True, True]
+        made.scale(3)
+        client.wait_for_workers(3)
+        assert [*client.run(has_plugin).values()] == [True, True, True]
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_cluster_that_cannot_be_registered_is_closed(monkeypatch):
+    made = []
+
+    def refuse(cluster):
+        made.append(cluster)
+        raise RegistrationError("another version")
+
+    monkeypatch.setattr(cluster, "register_cluster", refuse)
+    with pytest.raises(RegistrationError, match="another version"):
+        dask_p2p.local_cluster(1)
+    assert made[0].status == Status.closed
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_an_asynchronous_cluster():
+    async def main():
+        async with (
+            dask_p2p.local_cluster(1, asynchronous=True) as made,
+            Client(made, asynchronous=True) as client,
+        ):
+            x = dask_p2p.transpose(da.ones((4, 4), chunks=(2, 4)))
+            return await client.compute(x.sum())
+
+    assert asyncio.run(main()) == 16
 
 
 def test_overrides_win(monkeypatch, two_gpus):
@@ -103,6 +147,7 @@ def test_gpu_cluster():
     assert made["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
     assert (made["n_workers"], made["threads_per_worker"], made["protocol"]) == (2, 1, "tcp")
     assert made["rmm_allocator_external_lib_list"] == ["cupy"]
+    assert [importlib.import_module(name) for name in made["pre_import"].split(",")]
     assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
     assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
     assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]

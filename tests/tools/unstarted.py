@@ -9,6 +9,8 @@ class Unstarted(distributed.LocalCluster):
     def __init__(self, **kwargs):
         self.given = kwargs
 
+    asynchronous = True  # as a cluster that is started later
+
     def __getitem__(self, name):
         return self.given[name]
 
@@ -53,5 +55,6 @@ class UnstartedCUDACluster(Unstarted):
             "protocol": protocol,
             "rmm_pool_size": rmm_pool_size,
             "rmm_allocator_external_lib_list": rmm_allocator_external_lib_list,
+            "pre_import": pre_import,
         }
         super().__init__(**{name: of for name, of in names.items() if of is not None}, **kwargs)

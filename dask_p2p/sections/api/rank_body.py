@@ -74,11 +74,10 @@ class LocalBlocks:
         of = self._inputs[number]
         places = of.blocks(self._ranks, self._rank)
         for (index, box), block in zip(places, self._arrays[number], strict=True):
-            slices = box_slices(box)
-            key, shape = (f"input {number}", *index), local_block[slices].shape
-            given = checked_block(as_array(block), key, shape, of.dtype)
+            key, into = (f"input {number}", *index), local_block[box_slices(box)]
+            given = checked_block(as_array(block), key, into.shape, of.dtype)
             check_kind(self._device, f"block {key}", given)
-            local_block[slices] = given
+            self._device.backend.permute_into(into, given, range(into.ndim))
 
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""
