@@ -32,7 +32,7 @@ class FusedExpression:
     optimizer: Any
 
     def __dask_graph__(self) -> Any:
-        """Return the graph that Dask runs. Raises `FuseError` if it has to be fused, and cannot."""
+        """Return the graph that Dask runs. Its tasks fail if it has to be fused, and cannot."""
         return self.optimizer.of_expression(self.expr, self.keys)
 
     def __dask_annotations__(self) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
+from uuid import uuid4
 
 from dask.array.optimization import optimize
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.task_spec import Alias, Task
 
 from dask_p2p.config import Options
 from dask_p2p.errors import FuseError, UnsupportedArrayError
@@ -113,6 +115,20 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     inputs, own, outputs, after = layers
     dependencies = {inputs: set(), own: {inputs}, outputs: {own}, after: {inputs, outputs}}
     return optimize(HighLevelGraph(layers, dependencies), keys)
+
+
+def failing(keys: Any, error: Exception) -> dict[Key, Task]:
+    """Return a graph whose tasks with these keys all fail with an error.
+
+    Without tasks Dask would lose the keys, and cancel later graphs that read arrays of `persist`
+    for "lost dependencies".
+    """
+    name = f"fuse-error-{uuid4().hex}"  # of no value that the scheduler has
+    return {name: Task(name, _raised, error)} | {key: Alias(key, name) for key in flatten([keys])}
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
-from dask_p2p.fusing.graph import Known, choice_of, optimized
+from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
@@ -87,11 +87,14 @@ class AtScheduler:
     obstacle: str  # the reason why Dask computes the graph; empty: none
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
-        """Return the graph for the cluster. Raises `FuseError` if it has to be fused, and cannot.
+        """Return the graph for the cluster. Its tasks fail if it has to be fused, and cannot.
 
         Runs in another thread than the scheduler.
         """
-        made = self._made(graph, keys)
+        try:
+            made = self._made(graph, keys)
+        except (FuseError, UnsupportedArrayError) as exc:
+            return failing(keys, exc)
         return optimize(graph, keys) if made is None else made
 
     def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
@@ -99,10 +102,13 @@ class AtScheduler:
         annotations = expr.__dask_annotations__()
         found = [each for each in annotations if each in ANNOTATIONS and annotations[each]]
         graph = expr.__dask_graph__()
-        if found:
-            self._refuse(FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(found)}. {_ANNOTATE}"))
-            return graph
-        made = self._made(graph, keys)
+        try:
+            if found:
+                self._refuse(FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(found)}. {_ANNOTATE}"))
+                return graph
+            made = self._made(graph, keys)
+        except (FuseError, UnsupportedArrayError) as exc:
+            return failing(keys, exc)
         if made is not None:
             return ensure_dict(made)
         # A gang may have made some of the tasks under the same keys.

@@ -243,8 +243,9 @@ class Annotated:
 
 def test_annotated_expressions_are_refused():
     function = AtScheduler(False, checked_options(), "", frozenset({"numpy"}), "")
+    graph = FusedExpression(Annotated(), [("x", 0)], function).__dask_graph__()
     with pytest.raises(FuseError, match="without annotations, got retries"):
-        FusedExpression(Annotated(), [("x", 0)], function).__dask_graph__()
+        dask.get(graph, ("x", 0))
     auto = replace(function, is_auto=True)
     sent = FusedExpression(Annotated(), [("x", 0)], auto)
     assert sent.__dask_graph__() == {("x", 0): 1}

@@ -358,6 +358,38 @@ def test_annotations(client, gangs):
         z.compute()
 
 
+def cannot_be_fused():
+    with dask.annotate(retries=3):
+        return stencils(array())
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        lambda client, x: x.persist().compute(),
+        lambda client, x: (wait(x := x.persist()), x.sum().compute()),
+        lambda client, x: client.persist(x).compute(),
+        lambda client, x: client.compute(x).result(),
+        lambda client, x: client.gather(client.compute([x, x + 1])),
+        lambda client, x: dask.persist(x, x + 1)[1].compute(),
+        lambda client, x: dask.compute(dask.persist(x, dask.delayed(3))[0] + 1),
+    ],
+)
+def test_graphs_that_no_gang_can_run_fail_with_the_reason(client, failing):
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="without annotations"):
+        failing(client, cannot_be_fused())
+
+
+def test_arrays_in_memory_keep_their_values_beside_a_graph_that_fails(client):
+    x = client.persist(array())
+    wait(x)
+    with dask.config.set({"p2p.fuse": "on"}):
+        same, failed = dask.persist(x, cannot_be_fused())
+    assert same_bits(same.compute(), array().compute())
+    with pytest.raises(FuseError, match="without annotations"):
+        failed.compute()
+
+
 def test_own_functions_that_optimise(client):
     seen = []
 
