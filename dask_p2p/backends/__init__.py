@@ -30,6 +30,7 @@ import numpy as np
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer, order_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
+from dask_p2p.backends.plain import PLAIN
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array
 
@@ -53,8 +54,9 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMP
 
 
 def as_array(block: Array) -> Any:
-    """Return a block as an array, also if it is a scalar, as from NumPy's reductions."""
-    return np.asarray(block) if isinstance(block, np.generic) else block
+    """Return a block as a plain array, also if it is a scalar, as from NumPy's reductions."""
+    is_of_numpy = type(block) in PLAIN or isinstance(block, np.generic)
+    return np.asarray(block) if is_of_numpy else block
 
 
 def backend_for(block: Array) -> Backend:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import is_plain
 from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
 from dask_p2p.types import Array
 
@@ -106,7 +107,7 @@ def _converted(value: Any, convert: Callable[[Array], Any]) -> Any:
 def is_block(value: Any) -> bool:
     """Return whether a value is a plain NumPy or CuPy array."""
     if isinstance(value, np.ndarray):
-        return not np.ma.isMaskedArray(value)
+        return is_plain(value)
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
 

@@ -22,6 +22,7 @@ from dask_p2p.backends.pipelines.host_through_device import (
     part_bytes,
     slots_bytes,
 )
+from dask_p2p.backends.plain import is_plain
 from dask_p2p.config import Options
 from dask_p2p.errors import NoDeviceError, UnsupportedArrayError
 from dask_p2p.types import Array, DType, DTypeLike
@@ -53,7 +54,7 @@ class NumpyBackend(Backend):
                 "Expected a plain numpy.ndarray, got a numpy.matrix, which always has two axes. "
                 "Convert it first: map_blocks(np.asarray)."
             )
-        if not isinstance(block, np.ndarray):
+        if not isinstance(block, np.ndarray) or not is_plain(block):
             raise UnsupportedArrayError(
                 f"Expected a numpy.ndarray, got {type(block).__name__} of NumPy. Convert it first: "
                 "map_blocks(np.asarray)."

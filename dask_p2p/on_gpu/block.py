@@ -12,7 +12,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 from dask.utils import funcname
 
 from dask_p2p import tuning
@@ -26,6 +25,7 @@ from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.part_streams import Copied, OnIssued, PartStreams
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.engine.context import TaskContext, recorded, where_is
 from dask_p2p.engine.frames import drops_frames
 from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
@@ -290,10 +290,10 @@ class GpuMapBlock:
         return both
 
     def _check(self, result: Any, shape: tuple[int, ...]) -> None:
+        check_plain(f"the result of {funcname(self.of.function)}", result)
         module = backend_named(self.kind).module
         if (
             isinstance(result, module.ndarray)
-            and not np.ma.isMaskedArray(result)
             and result.shape == shape
             and result.dtype == self.of.dtype
         ):

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.sections.exchange.device import check_plain
 from dask_p2p.types import Array, DType
 
 
-def shape_of(array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
-    """Return the shape of a returned value, or its type if it is no plain array."""
-    is_plain = isinstance(array, (kind, np.generic)) and not np.ma.isMaskedArray(array)
-    if is_plain:
+def shape_of(name: str, array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
+    """Return the shape of a returned value, or its type if it is no array.
+
+    Raises `UnsupportedArrayError` if the array is more than its elements.
+    """
+    check_plain(name, array)
+    if isinstance(array, (kind, np.generic)):
         shape: tuple[int, ...] = array.shape
         return shape
     module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
@@ -50,7 +53,7 @@ def checked_array(
     ctx: Any, value: Any, name: str, shape: tuple[Any, ...], dtype: Any, converts: bool = True
 ) -> Any:
     """Return a returned array of a shape, where None is any length."""
-    found = shape_of(value, ctx.device.module.ndarray)
+    found = shape_of(name, value, ctx.device.module.ndarray)
     lengths = found if isinstance(found, tuple) else (-1,)
     wanted = len(lengths) == len(shape) and all(
         length in (None, own) for length, own in zip(shape, lengths, strict=True)

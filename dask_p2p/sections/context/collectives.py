@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from dask_p2p import tuning
+from dask_p2p.backends.plain import check_plain, is_plain
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
-from dask_p2p.sections.exchange.device import check_plain
 from dask_p2p.sections.exchange.reduced import reduced_in_parts
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
@@ -79,7 +79,7 @@ class Collectives(Messaging):
 
     def _is_in_parts(self, leaf: Any) -> bool:
         """Return whether an array is so large that each rank reduces one part."""
-        is_here = isinstance(leaf, self.device.module.ndarray) and not np.ma.isMaskedArray(leaf)
+        is_here = isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)
         return is_here and self.size > 1 and leaf.nbytes >= tuning.current.parted_reduction_bytes
 
     def _reduced(self, leaf: Any, op: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.exchange.halo import HaloArray
@@ -139,6 +140,7 @@ def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Ar
     """
     if weights not in ("linear", "nearest"):
         raise InputError(f"weights: expected 'linear' or 'nearest', got {weights!r}. Give one.")
+    check_plain("points", xy)
     found = np.asarray(getattr(xy, "get", lambda: xy)(), float)
     if found.ndim != 2 or len(found) != len(shape):
         raise InputError(

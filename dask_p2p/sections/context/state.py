@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
-from dask_p2p.sections.exchange.device import Host, check_plain
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS
 from dask_p2p.sections.gang.state_memory import (

@@ -11,7 +11,8 @@ import numpy as np
 from dask_p2p.backends import Backend, backend_for, backend_named
 from dask_p2p.backends.host.allocator import temporaries_kept
 from dask_p2p.backends.kernels.checksum import checksum
-from dask_p2p.errors import InputError, UnsupportedArrayError
+from dask_p2p.backends.plain import is_plain
+from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.halo_messages import HaloMessages
 from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
@@ -67,7 +68,7 @@ class Host:
 
     def as_array(self, value: Any) -> Any:
         """Return a user's value as an array, if this device converts such values."""
-        return np.asanyarray(value)
+        return np.asanyarray(value) if is_plain(value) else value  # refused later
 
     def holds(self, value: Any) -> bool:
         """Return whether a value is an array whose work is on this device's stream."""
@@ -131,23 +132,4 @@ def check_kind(device: Host, name: str, array: Any) -> None:
         raise InputError(
             f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
             f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
-        )
-
-
-def check_plain(name: str, value: Any) -> None:
-    """Refuse an array whose mask, unit or operators would be lost: `UnsupportedArrayError`."""
-    kind = type(value)
-    if np.ma.isMaskedArray(value):
-        raise UnsupportedArrayError(
-            f"{name}: expected a plain array or a number, got {kind.__name__}, whose mask "
-            f"would be lost. Fill it first, np.ma.filled(...)."
-        )
-    if (
-        isinstance(value, np.ndarray)
-        and kind.__array_finalize__ is not np.ndarray.__array_finalize__
-        and not isinstance(value, (np.memmap, np.recarray))
-    ):
-        raise UnsupportedArrayError(
-            f"{name}: expected a plain array or a number, got {kind.__module__}.{kind.__name__}, "
-            f"whose unit or operators would be lost. Convert it first, np.asarray(...)."
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends import backend_for
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.types import Array, DType
 
@@ -72,7 +73,11 @@ def _plain(value: Any) -> Any:
 
 
 def check_kept(value: Any, dtype: DType, verb: str) -> None:
-    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype."""
+    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
+
+    Raises `UnsupportedArrayError` if they are more than their elements.
+    """
+    check_plain("the value of the function", value)
     if not is_kept(value, dtype):
         raise BlockMismatchError(
             f"expected an array from the function that can be converted to {dtype} without loss, "

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Layout, round_up
-from dask_p2p.sections.exchange.device import Host, check_plain
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.messages.format import ALIGNMENT
 from dask_p2p.types import Array, DType

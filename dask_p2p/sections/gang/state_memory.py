@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.geometry import Layout
 from dask_p2p.interprocess.segments import Segment, SegmentName
-from dask_p2p.sections.exchange.device import HOST, Host, check_plain
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.types import Array, DType
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"

@@ -162,7 +162,7 @@ def replace_block(
     part: HaloPart,  # part of the newest field that was passed to the function
 ) -> None:
     """Copy a returned array, with or without halo, into `out`."""
-    shape, seen = shape_of(new, type(out)), part.data
+    shape, seen = shape_of("the value of the function", new, type(out)), part.data
     if shape == seen.shape:
         new = new[part.inner]
     elif shape != out.shape:

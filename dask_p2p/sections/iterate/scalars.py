@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.types import Array, DTypeLike
@@ -29,6 +30,7 @@ def is_scalar(value: Any) -> bool:
 
 def scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
     """Return the spec of a number; its dtype is that of `value` by default."""
+    check_plain(name, value)
     own = np.asarray(value)
     if own.dtype.kind not in "biufc" or not np.can_cast(own.dtype, dtype or own.dtype, "same_kind"):
         raise InputError(
@@ -50,6 +52,7 @@ class Scalars:
     def update(self, values: Mapping[str, Any]) -> None:
         """Take over new values that a function has returned."""
         for name, value in values.items():
+            check_plain(f"the field {name!r}", value)
             dtype = self.values[name].dtype
             own = np.asarray(self._ctx.device.to_host(value))
             if own.ndim or not np.can_cast(own.dtype, dtype, "same_kind"):

@@ -143,6 +143,14 @@ def test_blocks_unlike_their_declaration_are_refused(size):
         run_programs([dask_p2p.transpose(masked)], size)
 
 
+@pytest.mark.parametrize("kind", [np.memmap, np.recarray])
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_of_plain_classes(size, kind):
+    x = da.from_array(np.arange(64.0).reshape(8, 8), chunks=(2, 8))
+    y = dask_p2p.rechunk(x.map_blocks(lambda block: block.view(kind), dtype=float), (8, 4))
+    check_blocks([y], run_programs([y], size))
+
+
 def writing(block):
     block[...] = 7
     return block

@@ -181,7 +181,7 @@ class Frames:
         bound = field.binding.bound(field.function, values(field.binding))
         value: Any = self._readers[field.name](bound)
         part, own = self._first.parts(self._first.layout.whole)[0], self._first.newest.inner
-        shape = shape_of(value, type(own))
+        shape = shape_of(f"compute[{field.name!r}]", value, type(own))
         if shape not in (own.shape, part.data.shape):
             raise BlockMismatchError(
                 f"expected an array of shape {own.shape}, or {part.data.shape} with halo, from the "

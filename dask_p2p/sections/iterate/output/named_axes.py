@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 
 #: Name of the axis of frames.
@@ -42,6 +43,7 @@ def checked_coords(
     """Return coordinates by the name of their axis. Raises `InputError` for other values."""
     found, lengths = {}, {FRAME: None, **axes}
     for name, values in dict(given).items():
+        check_plain(f"coords[{name!r}]", values)
         array = np.asarray(values)
         length = lengths.get(name, -1)
         is_valid = array.ndim == 1 and array.dtype.kind in "biuf" and name not in names

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
@@ -135,6 +136,7 @@ class Series:
             self.combine()
 
     def _checked(self, spec: SeriesSpec, value: Any) -> Array:
+        check_plain(f"record[{spec.name!r}]", value)
         own: Array = np.asarray(self._ctx.device.to_host(value))
         shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
         if own.shape != shape or not np.can_cast(own.dtype, dtype, "same_kind"):
