@@ -163,9 +163,9 @@ def doubled(monkeypatch, func, left_out=None):
 
     up = part_streams._BlockInTransit._up
 
-    def up_late(self, part, slot, stream):
+    def up_late(self, number, stream):
         spin(stream, SPIN_CYCLES)
-        up(self, part, slot, stream)
+        up(self, number, stream)
 
     if func is at_once:
         monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)

@@ -115,9 +115,3 @@ def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
 
 def _contiguous(view: np.ndarray[Any, Any]) -> Pitch:
     return Pitch(1, view.nbytes, view.nbytes)
-
-
-def array_in(memory: np.ndarray[Any, Any], at: int, like: Any) -> np.ndarray[Any, Any]:
-    """Return an array with the shape and dtype of `like` in host memory, from byte `at` on."""
-    array: np.ndarray[Any, Any] = memory[at:][: like.nbytes].view(like.dtype).reshape(like.shape)
-    return array

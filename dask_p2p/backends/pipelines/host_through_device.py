@@ -10,13 +10,15 @@
 Regions are divided into parts, which go through slots of memory on both sides. A slot is used again
 when its part is in the output. If a region or the output lies in pinned memory, copies begin or end
 there, and the host does not fill or empty slots. A new queue imports CuPy.
+
+The slots are those of `part_streams`. The order of the steps is another one: regions arrive one by
+one, and the host copies each region before it returns, so that the region's memory can be reused.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +29,8 @@ from dask_p2p.backends.host.copies import copy_on_host
 from dask_p2p.backends.host.hardware import on_gpu
 from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.pipelines.host_streams import HostStreams, array_in, pitch_of
-from dask_p2p.backends.pipelines.slots import Slot
+from dask_p2p.backends.pipelines.host_streams import HostStreams, pitch_of
+from dask_p2p.backends.pipelines.ring import Ring
 from dask_p2p.geometry import box_slices, split_box
 from dask_p2p.types import Array, DType
 
@@ -69,7 +71,7 @@ class _UnderWay(NamedTuple):
     source: Any  # kept until it has been read
     target: np.ndarray[Any, Any]
     staged: np.ndarray[Any, Any] | None  # memory of the result if it is not the target
-    is_down: Any  # event: the result is in host memory
+    part: int  # its number
 
 
 class HostThroughDeviceQueue(HostQueue):
@@ -90,19 +92,15 @@ class HostThroughDeviceQueue(HostQueue):
         self._kernels = kernels
         self._streams = HostStreams(warn)
         self._size_bytes, self._warn = size_bytes, warn
-        event = partial(self._streams.cupy.cuda.Event, disable_timing=True)
-        self._events = [tuple(event() for _ in range(3)) for _ in range(SLOTS)]
         self._under_way: deque[_UnderWay] = deque()  # the oldest first
-        self._parts = 0  # number of parts so far
-        self._memory: list[Slot] = []  # one slot of the device while parts are in transit
-        self._host_memory: list[Slot] = []  # one slot, allocated when needed
+        self._ring: Ring | None = None  # while parts are in transit
         self._on_host = False  # true if the CPU permutes for lack of GPU memory
 
     def permute(
         self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
     ) -> None:
         transposed(dst, src, axes)
-        if not self._has_memory():
+        if (ring := self._taken_ring()) is None:
             super().permute(dst, src, axes)
             return
         word = _WORDS[src.dtype.itemsize]
@@ -110,60 +108,59 @@ class HostThroughDeviceQueue(HostQueue):
         whole = tuple((0, length) for length in src.shape)
         for box in split_box(whole, self._size_bytes // src.dtype.itemsize):
             target_slices = box_slices(tuple(box[axis] for axis in axes))
-            self._put(target[target_slices], source[box_slices(box)], axes)
+            self._put(ring, target[target_slices], source[box_slices(box)], axes)
 
     def fill(self, dst: Array, value: Any) -> None:
         super().permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
 
     def synchronize(self) -> None:
-        if not self._memory:
+        if self._ring is None:
             return
         try:
             self._finish_all()
         finally:  # also after an error, no stream may use the memory that is given back
             self._streams.synchronize()
             self._under_way.clear()
-            self._streams.keep(self._memory, self._host_memory)
-            self._memory, self._host_memory = [], []
+            self._ring.give_back()
+            self._ring = None
 
-    def _has_memory(self) -> bool:
-        if not self._memory and not self._on_host:
+    def _taken_ring(self) -> Ring | None:
+        """Return the slots, which `synchronize` gives back; None without memory of the GPU."""
+        if self._ring is None and not self._on_host:
+            slot_bytes = _HALVES * self._size_bytes
             try:
-                self._memory = self._streams.device_slots(1, _HALVES * SLOTS * self._size_bytes)
+                self._ring = Ring(self._streams, SLOTS, slot_bytes, slot_bytes)
             except MemoryError as exc:  # from CuPy or RMM
                 self._on_host = True
                 cause = f"{type(exc).__name__}: {exc}"
                 self._warn("its GPU is out of memory", cause, "Its CPU permutes NumPy blocks.")
-        return not self._on_host
+        return self._ring
 
-    def _put(self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], axes: Any) -> None:
+    def _put(
+        self, ring: Ring, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], axes: Any
+    ) -> None:
         """Queue a part on the streams, in the next slot."""
         while len(self._under_way) >= SLOTS:
             self._finish_first()
-        slot = self._parts % SLOTS
-        self._parts += 1
-        is_up, is_permuted, is_down = self._events[slot]
-        streams = self._streams.streams
-        given, made = (self._on_device(slot, half, like) for half, like in enumerate((src, dst)))
+        part, streams, half = ring.parts, self._streams, self._size_bytes
+        given, made = ring.on_device(part, 0, src), ring.on_device(part, half, dst)
         pitch = pitch_of(src) if is_pinned(src) else None
         if pitch is None:
-            filled = self._on_the_host(slot, 0, src)
+            filled = ring.to_fill(part, 0, src)
             copy_on_host(filled, src)
             src = filled
-        self._streams.copy_up(given, src, pitch)
-        is_up.record(streams["up"])
-        streams["run"].wait_event(is_up)
-        self._kernels.permute_into(made, given, axes, stream=streams["run"])
-        is_permuted.record(streams["run"])
-        streams["down"].wait_event(is_permuted)
+        with ring.queued("up", part):
+            streams.copy_up(given, src, pitch)
+        with ring.queued("run", part, [("up", part)]) as stream:
+            self._kernels.permute_into(made, given, axes, stream=stream)
         staged, pitch = None, pitch_of(dst) if is_pinned(dst) else None
         if pitch is None:
-            staged = self._on_the_host(slot, 1, dst)
+            staged = ring.on_host(part, half, dst)
         elif any(each.staged is not None for each in self._under_way):
             self._finish_all()  # keeps the order: a failed part may have the same target
-        self._streams.copy_down(dst if staged is None else staged, made, pitch)
-        is_down.record(streams["down"])
-        self._under_way.append(_UnderWay(src, dst, staged, is_down))
+        with ring.queued("down", part, [("run", part)]):
+            streams.copy_down(dst if staged is None else staged, made, pitch)
+        self._under_way.append(_UnderWay(src, dst, staged, part))
 
     def _finish_all(self) -> None:
         while self._under_way:
@@ -171,19 +168,8 @@ class HostThroughDeviceQueue(HostQueue):
 
     def _finish_first(self) -> None:
         """Wait for the oldest part, which frees its slot."""
+        assert self._ring is not None
         first = self._under_way.popleft()
-        first.is_down.synchronize()
+        self._ring.wait("down", first.part)
         if first.staged is not None:
             copy_on_host(first.target, first.staged)
-
-    def _on_device(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Array:
-        memory = self._memory[0].memory[self._start(slot, half) :][: like.nbytes]
-        return self._streams.cupy.ndarray(like.shape, like.dtype, memory.data)
-
-    def _on_the_host(self, slot: int, half: int, like: np.ndarray[Any, Any]) -> Any:
-        if not self._host_memory:
-            self._host_memory = self._streams.host_slots(1, _HALVES * SLOTS * self._size_bytes)
-        return array_in(self._host_memory[0].memory, self._start(slot, half), like)
-
-    def _start(self, slot: int, half: int) -> int:
-        return (_HALVES * slot + half) * self._size_bytes

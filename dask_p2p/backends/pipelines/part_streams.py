@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -32,8 +31,8 @@ from dask_p2p.backends.base import SLOTS, Timer
 from dask_p2p.backends.host.copies import begin_copy, copy_on_host
 from dask_p2p.backends.host.pinned import is_pinned, registered
 from dask_p2p.backends.kernels.pitch import Pitch
-from dask_p2p.backends.pipelines.host_streams import HostStreams, array_in, pitch_of
-from dask_p2p.backends.pipelines.slots import Slot
+from dask_p2p.backends.pipelines.host_streams import HostStreams, pitch_of
+from dask_p2p.backends.pipelines.ring import Ring
 from dask_p2p.plans.parts import Part, PartPlan, Step, steps
 from dask_p2p.types import Array
 
@@ -114,12 +113,10 @@ class PartStreams(HostStreams):
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 with self._ranges(f"{step.action} {step.part}"):
                     block.do(step)
-            if self._on_issued is None or not is_pinned(
-                out
-            ):  # only pinned outputs need no more work
+            if self._on_issued is None or not is_pinned(out):  # others need more work
                 block.wait()
             else:
-                block.give_slots_back()
+                block.ring.give_back()
                 with self._waits, self._on_issued():
                     block.wait()
         except BaseException:
@@ -139,15 +136,9 @@ class _BlockInTransit:
     def __init__(self, of: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         self._of, self._work, self._out = of, work, out
         self._plan = work.plan
-        self._count = min(SLOTS, len(work.plan.parts))
-        self._slots = of.device_slots(self._count, work.plan.slot_bytes)
-        self._host_slots: list[Slot] = []  # allocated when needed
-        self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by slot
-        self._has_slots = True
-        event = partial(of.cupy.cuda.Event, disable_timing=True)
-        self._events = {
-            (action, slot): event() for action in of.streams for slot in range(self._count)
-        }
+        count, slot_bytes = min(SLOTS, len(work.plan.parts)), work.plan.slot_bytes
+        self.ring = Ring(of, count, slot_bytes, work.plan.host_slot_bytes)
+        self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by part
         self._made: Any = None  # combined result of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
@@ -158,142 +149,102 @@ class _BlockInTransit:
             self._unregister.append(unregister)
         return unregister is not None
 
-    def give_slots_back(self) -> None:
-        """Return the slots for another block, which uses each one after its queued work.
-
-        This block keeps references to them, so that they are not freed before its work ends.
-        """
-        if self._has_slots:
-            self._has_slots = False
-            oldest_first = (self._rotated(slots) for slots in (self._slots, self._host_slots))
-            self._of.keep(*oldest_first)
-
-    def _rotated(self, slots: list[Slot]) -> list[Slot]:
-        first = len(self._plan.parts) % max(1, len(slots))
-        return slots[first:] + slots[:first]
-
     def wait(self) -> None:
         """Wait for the last part on all streams, and thereby for all parts."""
         for action in self._of.streams:
-            self._events[action, (len(self._plan.parts) - 1) % SLOTS].synchronize()
+            self.ring.wait(action, len(self._plan.parts) - 1)
         self._of.timings.read()
 
     def close(self) -> None:
         """Return all memory; only after the streams' work with it."""
         for number in list(self._filling):
             self._wait_until_filled(number)
-        for slot in self._slots:
+        for slot in self.ring.slots:
             slot.results.pop(self, None)
         self._made = None
         for unregister in self._unregister:
             unregister()
-        self.give_slots_back()
+        self.ring.give_back()
 
     def do(self, step: Step) -> None:
         """Execute a step, or queue it on its stream, after its dependencies."""
-        part, slot = self._plan.parts[step.part], step.part % SLOTS
-        events = [self._events[action, number % SLOTS] for action, number in step.after]
-        if step.action == "fill":
-            self._fill(part, slot, events)
-        elif step.action == "empty":
-            self._empty(part, slot, events)
-        else:
-            stream, timer = self._of.streams[step.action], getattr(self._of.copied, step.action)
-            if step.action == "up":
-                self._wait_until_filled(slot)
-                events += self._of_block_before(self._slots, part, slot)
-            for event in events:
-                stream.wait_event(event)
-            with self._of.timings.group(timer):
-                self._of.timings.begin(stream)
-                getattr(self, f"_{step.action}")(part, slot, stream)
-            self._events[step.action, slot].record(stream)
-            self._record_use(step.action, slot)
+        if step.action in ("fill", "empty"):
+            getattr(self, f"_{step.action}")(step)
+            return
+        if step.action == "up":
+            self._wait_until_filled(step.part)
+        timer = getattr(self._of.copied, step.action)
+        with (
+            self.ring.queued(step.action, step.part, step.after) as stream,
+            self._of.timings.group(timer),
+        ):
+            self._of.timings.begin(stream)
+            getattr(self, f"_{step.action}")(step.part, stream)
 
-    def _fill(self, part: Part, slot: int, events: list[Any]) -> None:
+    def _fill(self, step: Step) -> None:
         """Start to copy unpinned inputs into a host slot by threads."""
-        for number, (view, at) in enumerate(self._inputs(part)):
+        for number, (view, index) in enumerate(self._inputs(step.part)):
             if view.size and self._pitch(number, view) is None:
-                to = array_in(self._host(slot), at, view)
-                for event in (*events, *self._of_block_before(self._host_slots, part, slot)):
-                    event.synchronize()
-                self._filling[slot].append(begin_copy(to, view))
+                to = self.ring.to_fill(step.part, index, view, step.after)
+                self._filling[step.part].append(begin_copy(to, view))
 
-    def _wait_until_filled(self, slot: int) -> None:
-        for wait in self._filling.pop(slot, ()):
+    def _wait_until_filled(self, number: int) -> None:
+        for wait in self._filling.pop(number, ()):
             wait()
 
-    def _of_block_before(self, slots: list[Slot], part: Part, slot: int) -> list[Any]:
-        """Return the event of the previous block's last use of a slot, if this part is first."""
-        is_first = part in self._plan.parts[: self._count]
-        return [slots[slot].free] if is_first and slots[slot].is_used else []
-
-    def _record_use(self, action: str, slot: int) -> None:
-        """Record the event that frees a slot: of the device, the end of its result's copy down."""
-        for each in (self._host_slots if action == "up" else self._slots)[slot : slot + 1]:
-            each.free, each.is_used = self._events[action, slot], True
-
-    def _up(self, part: Part, slot: int, stream: Any) -> None:
-        for number, (view, at) in enumerate(self._inputs(part)):
-            pitch = self._pitch(number, view)
-            source = view if pitch else array_in(self._host(slot), at, view)
-            self._of.copy_up(self._device_slot(slot)[at:], source, pitch)
+    def _up(self, number: int, stream: Any) -> None:
+        for nth, (view, index) in enumerate(self._inputs(number)):
+            pitch = self._pitch(nth, view)
+            source = view if pitch else self.ring.on_host(number, index, view)
+            self._of.copy_up(self.ring.on_device(number, index, view), source, pitch)
             self._of.copied.up_bytes += view.nbytes
 
-    def _run(self, part: Part, slot: int, stream: Any) -> None:
+    def _run(self, number: int, stream: Any) -> None:
         # The results dropped here have been copied down before the stream continues, so that the
         # next results may use their memory.
-        results = self._slots[slot].results
-        results.clear()
-        memory = self._device_slot(slot)
-        inputs = [
-            self._of.cupy.ndarray(view.shape, view.dtype, memory[at:][: view.nbytes].data)
-            for view, at in self._inputs(part)
-        ]
+        slot, part = self.ring.slots[number % SLOTS], self._plan.parts[number]
+        slot.results.clear()
+        inputs = [self.ring.on_device(number, index, view) for view, index in self._inputs(number)]
         with stream:
             result = self._work.call(part, inputs)
             if self._work.is_reduced:
                 result = self._work.combined(part, self._made, result)
-                if 0 <= result.data.ptr - memory.data.ptr < memory.nbytes:
+                if 0 <= result.data.ptr - slot.memory.data.ptr < slot.memory.nbytes:
                     result = self._copied(result)  # its slot will be filled again
                 self._made = result
-            results[self] = result if result.flags.c_contiguous else self._copied(result)
+            slot.results[self] = result if result.flags.c_contiguous else self._copied(result)
 
     def _copied(self, array: Array) -> Array:
         copy = self._of.cupy.empty(array.shape, array.dtype)
         self._of.cupy.copyto(copy, array)
         return copy
 
-    def _down(self, part: Part, slot: int, stream: Any) -> None:
-        result, target = self._slots[slot].results[self], self._out[self._work.output_slices(part)]
+    def _down(self, number: int, stream: Any) -> None:
+        result, target = self.ring.slots[number % SLOTS].results[self], self._target(number)
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
-            target = array_in(self._host(slot), self._plan.slot_bytes, target)
+            target = self.ring.on_host(number, self._plan.slot_bytes, target)
         self._of.copy_down(target, result, pitch)
         self._of.copied.down_bytes += result.nbytes
 
-    def _empty(self, part: Part, slot: int, events: list[Any]) -> None:
+    def _empty(self, step: Step) -> None:
         """Copy a result out of a host slot by threads, if it went there."""
-        target = self._out[self._work.output_slices(part)]
+        target = self._target(step.part)
         if self._reaches_out and pitch_of(target) is not None:
             return
-        for event in events:
-            event.synchronize()
-        copy_on_host(target, array_in(self._host(slot), self._plan.slot_bytes, target))
+        for action, number in step.after:
+            self.ring.wait(action, number)
+        copy_on_host(target, self.ring.on_host(step.part, self._plan.slot_bytes, target))
 
-    def _inputs(self, part: Part) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
+    def _inputs(self, number: int) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
         """Return a part's view of each array, and its byte offset in a slot."""
+        part = self._plan.parts[number]
         return zip(self._work.views(part), self._plan.input_indices(part), strict=False)
+
+    def _target(self, number: int) -> Any:
+        """Return the view of the output that a part's result fills."""
+        return self._out[self._work.output_slices(self._plan.parts[number])]
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:
         """Return the pitch of a part of an array; None if it goes through a host slot."""
         return pitch_of(view) if self._reached[number] else None
-
-    def _device_slot(self, slot: int) -> Array:
-        return self._slots[slot].memory[: self._plan.slot_bytes]
-
-    def _host(self, slot: int) -> np.ndarray[Any, Any]:
-        if not self._host_slots:
-            self._host_slots = self._of.host_slots(self._count, self._plan.host_slot_bytes)
-        memory: np.ndarray[Any, Any] = self._host_slots[slot].memory
-        return memory
