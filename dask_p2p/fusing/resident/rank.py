@@ -19,7 +19,6 @@ from distributed.protocol.pickle import dumps
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
-from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.resident.command_log import (
     ANSWER,
     CALL,
@@ -107,8 +106,8 @@ class RunResident:
             if state is not None:
                 table.restore(state)
             announce(self.gang, ctx, queue, worker, resume)
-            runner = ResidentRunner(ctx, program)
-            calls = ReplayedCalls(ctx, program, table, runner.call)
+            ready = ReadyProgram(program, runs_again=True)
+            calls = ReplayedCalls(ctx, ready, table, ResidentRunner(ctx, ready).call)
             ResidentRank(ctx, worker, queue, table, calls).serve()
         return [[] for _ in program.outputs]
 
@@ -144,8 +143,8 @@ def announce(
 class ResidentRunner(Runner):
     """Runs its program many times. A failed task gives a failed value, and the program goes on."""
 
-    def __init__(self, ctx: ResidentContext, program: Program) -> None:
-        super().__init__(ctx, ReadyProgram(program, runs_again=True))
+    def __init__(self, ctx: ResidentContext, ready: ReadyProgram) -> None:
+        super().__init__(ctx, ready)
         self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
         self._number = 0

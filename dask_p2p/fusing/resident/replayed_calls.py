@@ -19,17 +19,15 @@ from dask_p2p import tuning
 from dask_p2p.backends import order_of
 from dask_p2p.backends.kernels._batch import whole_piece
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.running.graph_runner import GraphRunner
 from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.fusing.running.replayable_steps import is_replayable_step
 from dask_p2p.fusing.running.runner import ProgramContext, exchanging
-from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange.lending import SourcePieces
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.graph_lending import GraphLending
-from dask_p2p.sections.gpu.graphs import can_wait_for_peers, captured
+from dask_p2p.sections.gpu.graphs import can_wait_for_peers, captured, own_gpu, share_gpus
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Array
 
@@ -46,7 +44,7 @@ class ReplayedCalls:
 
     Parameters
     ----------
-    ctx, program
+    ctx, ready
         Context and program of the rank.
     table
         Its handles, which become arguments of later calls.
@@ -57,11 +55,11 @@ class ReplayedCalls:
     def __init__(
         self,
         ctx: ProgramContext,
-        program: Program,
+        ready: ReadyProgram,
         table: HandleTable,
         run: Callable[[Sequence[Any], int], list[list[Any]]],
     ) -> None:
-        self._ctx, self._program, self._table, self._run = ctx, program, table, run
+        self._ctx, self._ready, self._table, self._run = ctx, ready, table, run
         self._calls = 0
         self._replay: _CallGraph | None = None
 
@@ -89,9 +87,7 @@ class ReplayedCalls:
         if supersteps is None:
             return None
         lending = GraphLending(gpu, self._ctx.connections)
-        runner = GraphRunner(
-            self._ctx, ReadyProgram(self._program, runs_again=True), lending, supersteps
-        )
+        runner = GraphRunner(self._ctx, self._ready, lending, supersteps)
         replay = _tried(lambda: _CallGraph(gpu, lending, blocks))
         if not self._all(lending.is_complete and replay is not None) or replay is None:
             return None
@@ -107,32 +103,27 @@ class ReplayedCalls:
             return False
         if not all(map(gpu.holds, (*blocks, *handles))):
             return False
-        size_bytes = sum(int(block.nbytes) for block in blocks)
+        size_bytes, program = sum(int(block.nbytes) for block in blocks), self._ready.program
         return (
             size_bytes < tuning.current.gpu_overlap_bytes
             and self._table.has_one_dtype_by_shape()
-            and not any(isinstance(each, np.ndarray) for each in self._program.literals.values())
-            and all(
-                is_replayable_step(step) for each in self._program.supersteps for step in each.steps
-            )
+            and not any(isinstance(each, np.ndarray) for each in program.literals.values())
+            and all(is_replayable_step(step) for each in program.supersteps for step in each.steps)
         )
 
     def _agreed(self, can_begin: bool) -> frozenset[int] | None:
-        """Return the supersteps with an exchange of any rank; None if a rank cannot begin.
+        """Return the supersteps with an exchange of any rank.
 
-        Ranks that share a GPU would wait for each other a time slice each.
+        None if a rank cannot begin, or if ranks share a GPU.
         """
-        own = exchanging(self._program)
-        supersteps = bytes(n in own for n in range(len(self._program.supersteps)))
-        gpu = cuda_ipc.gpu_uuid().encode() if can_begin else b""
-        data = b"".join((_CAN if can_begin else _CANNOT, supersteps))
+        own, count = exchanging(self._ready.program), len(self._ready.steps)
+        supersteps = bytes(n in own for n in range(count))
+        data = b"".join((supersteps, _CAN if can_begin else _CANNOT, own_gpu()))
         found = [bytes(each) for each in self._gathered("begin of captured calls", data)]
-        if not all(each.startswith(_CAN) for each in found):
+        can_all = all(each[count:].startswith(_CAN) for each in found)
+        if not can_all or share_gpus([each[count:] for each in found]):
             return None
-        gpus = [bytes(each) for each in self._gathered("GPUs of captured calls", gpu)]
-        if len({*gpus}) < len(gpus):
-            return None
-        return frozenset(n for n in range(len(supersteps)) if any(each[1 + n] for each in found))
+        return frozenset(n for n in range(count) if any(each[n] for each in found))
 
     def _all(self, own: bool) -> bool:
         answers = self._gathered("captured calls", _CAN if own else _CANNOT)

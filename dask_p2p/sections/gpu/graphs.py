@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.errors import InputError
+from dask_p2p.interprocess import cuda_ipc
 
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
@@ -21,6 +22,7 @@ _pools: defaultdict[int, list[Any]] = defaultdict(list)
 _lock = threading.Lock()
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NAME_BYTES = 32  # size of a GPU's name
 
 
 def can_wait_for_peers() -> bool:
@@ -30,6 +32,19 @@ def can_wait_for_peers() -> bool:
     the queue of each GPU the work of one gang waits, and that of the other one is behind it.
     """
     return os.environ.get(_CONNECTIONS) != "1"
+
+
+def own_gpu() -> bytes:
+    """Return the name of this rank's GPU, for `share_gpus`: as many bytes on each rank."""
+    return cuda_ipc.gpu_uuid().encode().ljust(_NAME_BYTES)
+
+
+def share_gpus(names: Sequence[bytes]) -> bool:
+    """Return whether ranks share a GPU, from the name of each rank's GPU.
+
+    Ranks that wait on the same GPU for each other take turns: a time slice each.
+    """
+    return len({*names}) < len(names)
 
 
 def captured(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:

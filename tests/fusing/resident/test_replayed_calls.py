@@ -19,6 +19,7 @@ from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.resident.rank import ResidentContext, ResidentRunner
 from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
 from dask_p2p.fusing.running.failures import FailedValue
+from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu.device import Gpu
@@ -119,7 +120,8 @@ class Calls:
             own = [self.gpu.written(self.blocks[key]) for key in program.inputs]
             with ctx.device.running(own):
                 table = HandleTable(program, ("u",), own)
-                ranks_calls = ReplayedCalls(ctx, program, table, ResidentRunner(ctx, program).call)
+                ready = ReadyProgram(program, runs_again=True)
+                ranks_calls = ReplayedCalls(ctx, ready, table, ResidentRunner(ctx, ready).call)
                 made, handle = [], -1
                 for call in range(calls):
                     blocks = change(ctx.rank, call, table.read([handle]))
@@ -333,11 +335,12 @@ CAN_BEGIN = ReplayedCalls._can_begin
 
 
 def with_constants_in_host_memory(own, *given):
-    own._program.literals["a constant"] = np.ones(3)
+    literals = own._ready.program.literals
+    literals["a constant"] = np.ones(3)
     try:
         return CAN_BEGIN(own, *given)
     finally:
-        del own._program.literals["a constant"]
+        del literals["a constant"]
 
 
 @pytest.mark.usefixtures("replayable")

@@ -9,11 +9,10 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
-from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.graphs import can_wait_for_peers
+from dask_p2p.sections.gpu.graphs import can_wait_for_peers, own_gpu, share_gpus
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
@@ -108,10 +107,8 @@ class Replays:
         return not has_functions and size_bytes < tuning.current.gpu_overlap_bytes
 
     def _share_gpus(self) -> bool:
-        """Return whether ranks share a GPU: they would wait for each other a time slice each."""
-        own = np.frombuffer(cuda_ipc.gpu_uuid().encode(), np.uint8)
-        of_ranks = [each.tobytes() for each in self._ctx.allgather(own)]
-        return len({*of_ranks}) < len(of_ranks)
+        found = self._ctx.allgather(np.frombuffer(own_gpu(), np.uint8))
+        return share_gpus([each.tobytes() for each in found])
 
     def _all(self, own: bool) -> bool:
         return bool(self._ctx.allreduce(np.array(own), "min"))
