@@ -1,35 +1,22 @@
-"""Collective operations of a gang on single values."""
+"""Collective operations that bring values of some ranks to others, as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from dask_p2p import tuning
-from dask_p2p.backends.plain import check_plain, is_plain
+from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
-from dask_p2p.sections.context.reductions import check_op, combined, is_elementwise, prepared
-from dask_p2p.sections.exchange.reduced import reduced_in_parts
-from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
 from dask_p2p.types import Array
 
 
 class Collectives(Messaging):
-    """One rank, and its collective operations on single values."""
-
-    _redistribution: Redistribution
-
-    @cached_property
-    def reduces_by_messages(self) -> bool:
-        """True on GPUs of one host: a message takes one round of hosts, regions take two."""
-        others = map(self._connections.is_on_other_host, range(self.size))
-        return self.device.backend.on_device and not any(others)
+    """One rank, and the values that all ranks pass to each other."""
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method.
@@ -40,96 +27,6 @@ class Collectives(Messaging):
             If the ranks made different calls.
         """
         self._connections.gather("barrier()", b"")
-
-    def allreduce(self, value: Any, op: str = "sum") -> Any:
-        """Combine the values of all ranks, element by element, in rank order.
-
-        The result has the same bits on all ranks, and in each repetition after a failure.
-
-        Parameters
-        ----------
-        value : number, array, tuple or dict
-            A value of the same shape and dtype on all ranks. A tuple or dict is one message.
-        op : {"sum", "prod", "min", "max", "any", "all", "maxloc", "minloc"}, optional
-            The operation that combines two values. "maxloc" and "minloc" return a tuple in the
-            place of each value: the largest or smallest value, and the first rank that has it.
-
-        Returns
-        -------
-        number, array, tuple or dict
-            A NumPy scalar if `value` has no dimensions, even for CuPy; else an array of its kind.
-            The dtype is that of NumPy's reductions: sums of booleans and of small integers have
-            64 bits. A tuple or dict for a tuple or dict.
-
-        Raises
-        ------
-        InputError
-            If `op` is unknown or cannot combine the dtype of `value`.
-        SectionError
-            If the ranks made different calls, or passed values of different shapes or dtypes.
-        UnsupportedArrayError
-            If `value` is masked.
-        """
-        check_op(op)
-        of_value = leaves(value)
-        if is_elementwise(op) and any(map(self._is_in_parts, of_value)):
-            return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
-        own = self._prepared(value, op)
-        return self._like(value, self._combined(self._gathered("allreduce", own, op), op))
-
-    def _is_in_parts(self, leaf: Any) -> bool:
-        """Return whether an array is so large that each rank reduces one part."""
-        is_here = isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)
-        return is_here and self.size > 1 and leaf.nbytes >= tuning.current.parted_reduction_bytes
-
-    def _reduced(self, leaf: Any, op: str) -> Any:
-        if not self._is_in_parts(leaf):
-            return self.allreduce(leaf, op)
-        dtype = prepared(np.empty(0, leaf.dtype), op).dtype
-        own = leaf.astype(dtype, copy=False)
-        if self.reduces_by_messages:
-            return self._reduced_by_messages(own, op)
-        return reduced_in_parts(own, op, combined, self.size, self._redistribution)
-
-    def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
-        """Combine the values of all ranks on one rank.
-
-        Errors are those of `allreduce`.
-
-        Parameters
-        ----------
-        value, op : optional
-            The arguments of `allreduce`.
-        root : int, optional
-            The rank that gets the result. By default 0.
-
-        Returns
-        -------
-        number, array, tuple, dict or None
-            The result of `allreduce` on the rank `root`, and None on the others.
-        """
-        own = self._prepared(value, op)
-        given = self._at_root(own, f"reduce({op!r}, root={self._checked_root(root)})", root)
-        return None if given is None else self._like(value, self._combined(given, op))
-
-    def scan(self, value: Any, op: str = "sum") -> Any:
-        """Combine the values of this rank and of all ranks before it.
-
-        Parameters, result and errors are those of `allreduce`.
-        """
-        own = self._prepared(value, op)
-        given = self._gathered("scan", own, op)[: self.rank + 1]
-        return self._like(value, self._combined(given, op))
-
-    def exscan(self, value: Any, op: str = "sum") -> Any:
-        """Combine the values of all ranks before this one; None on rank 0.
-
-        Parameters, result and errors are those of `allreduce`. The sum of the ranks' lengths is
-        the position of a rank's first element in the whole array.
-        """
-        own = self._prepared(value, op)
-        given = self._gathered("exscan", own, op)[: self.rank]
-        return self._like(value, self._combined(given, op)) if given else None
 
     def allgather(self, value: Any, ragged: bool = False) -> Any:
         """Return the values of all ranks, in rank order.
@@ -157,7 +54,9 @@ class Collectives(Messaging):
             If `value` is masked.
         """
         if ragged:
-            return self._exchanged([value] * self.size, CALL_TAGS["allgather(ragged=True)"])
+            return self._exchanged(
+                dict.fromkeys(range(self.size), value), CALL_TAGS["allgather(ragged=True)"]
+            )
         return self._like(value, self._stacked(self._gathered("allgather", self._own(value))))
 
     def gather(self, value: Any, root: int = 0, ragged: bool = False) -> Any:
@@ -316,10 +215,6 @@ class Collectives(Messaging):
     def _own(self, value: Any) -> list[Array]:
         return [self._numbers(leaf) for leaf in leaves(value)]
 
-    def _prepared(self, value: Any, op: Any) -> list[Array]:
-        check_op(op)
-        return [prepared(own, op) for own in self._own(value)]
-
     def _like(self, value: Any, found: Sequence[Any]) -> Any:
         """Return a value with the structure and the kinds of arrays of another one."""
         made = []
@@ -328,9 +223,6 @@ class Collectives(Messaging):
             own = tuple(self.device.from_host(part, like) for part in parts)
             made.append(own if isinstance(each, tuple) else own[0])
         return with_leaves(value, made)
-
-    def _combined(self, given: Sequence[Sequence[Array]], op: str) -> list[Any]:
-        return [combined(each, op) for each in zip(*given, strict=True)]
 
     def _stacked(self, given: Sequence[Sequence[Array]]) -> list[Array]:
         return [np.stack(each) for each in zip(*given, strict=True)]

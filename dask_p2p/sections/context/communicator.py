@@ -10,14 +10,14 @@ import numpy as np
 
 from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.context.collectives import Collectives
+from dask_p2p.sections.context.reductions import Reductions
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.group import GroupConnections
 
 
-class Communicator(Collectives):
+class Communicator(Reductions):
     """Some of the ranks of a section, from `split` or `along`, as a communicator of MPI.
 
     All of its ranks must call the same methods in the same order.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import block_bounds, split_evenly
-from dask_p2p.sections.context.reductions import combined
 from dask_p2p.sections.context.transfers import (
     DONE,
     FromItself,
@@ -181,41 +178,22 @@ class Messaging:
             If the ranks made different calls.
         """
         self._check_parts("parts", parts)
-        return self._exchanged(parts, CALL_TAGS["alltoall()"])
+        return self._exchanged(dict(enumerate(parts)), CALL_TAGS["alltoall()"])
 
-    def _exchanged(self, parts: Sequence[Any], tag: int) -> list[Any]:
-        """Send a value to each rank, and return the values that they sent, by rank."""
-        after = [(self.rank + by) % self.size for by in range(self.size)]
-        sent = [self._sent(parts[rank], rank, tag) for rank in after]
-        found = [self._received(rank, tag) for rank in range(self.size)]
-        values = [each.wait() for each in found]
+    def _exchanged(
+        self, parts: Mapping[int, Any], tag: int, into: Mapping[int, Array] = {}
+    ) -> list[Any]:
+        """Send values to some ranks, and return the values that these ranks sent, by rank.
+
+        Arrays for which there is memory in `into` are received there.
+        """
+        order = sorted(parts, key=lambda rank: (rank - self.rank) % self.size)
+        sent = [self._sent(parts[rank], rank, tag) for rank in order]
+        received = {rank: self._received(rank, tag, into.get(rank)) for rank in order}
+        values = [received[rank].wait() for rank in sorted(received)]
         for each in sent:
             each.wait()
         return values
-
-    def _reduced_by_messages(self, own: Array, op: str) -> Array:
-        """Combine the arrays of all ranks, of the same shape, as `reduced_in_parts` does."""
-        flat, empty = own.reshape(-1), self.device.empty
-        whole = empty(flat.shape, flat.dtype)
-        bounds = block_bounds(split_evenly(own.size, self.size))
-        parts = [slice(*each) for each in pairwise(bounds)]
-        mine, others = parts[self.rank], {*range(self.size)} - {self.rank}
-        found = {rank: empty(whole[mine].shape, flat.dtype) for rank in others}
-        self._exchange({rank: flat[parts[rank]] for rank in others}, found)
-        found[self.rank] = flat[mine]
-        combined([found[rank] for rank in range(self.size)], op, whole[mine])
-        self._exchange(
-            dict.fromkeys(others, whole[mine]), {rank: whole[parts[rank]] for rank in others}
-        )
-        return whole.reshape(own.shape)
-
-    def _exchange(self, sends: Mapping[int, Array], into: Mapping[int, Array]) -> None:
-        """Send arrays, and receive arrays into memory, by rank."""
-        tag = CALL_TAGS["allreduce()"]
-        order = sorted(sends, key=lambda rank: (rank - self.rank) % self.size)
-        sent = [self._sent(sends[rank], rank, tag) for rank in order]
-        for each in [*(self._received(rank, tag, into[rank]) for rank in order), *sent]:
-            each.wait()
 
     def _check_parts(self, name: str, parts: Any) -> None:
         count = len(parts) if hasattr(parts, "__len__") else 0
