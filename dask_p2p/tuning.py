@@ -53,9 +53,13 @@ class Tuning:
     chart_bars: int = 4000  # most bars of a chart
     #: Interval of the page. A request takes the scheduler a quarter of this time.
     page_s_per_worker: float = 2e-3
+    speed_points: int = 600  # most points of a section's speed; later ones replace every second one
+    speed_sections: int = 20  # most sections with such points
+    waiting_ranks: int = 64  # most ranks in the chart of waits: those that wait longest
 
     # interprocess.
-    #: Shortest run that a system call copies between processes. NumPy copies shorter ones faster.
+    #: Shortest run that a system call copies between processes. NumPy packs and copies shorter ones
+    #: faster.
     process_run_bytes: int = 256
     runs_per_call: int = 1024  # most runs of one system call: IOV_MAX
     unused_mapping_s: float = 60.0  # lifetime of an unused mapping
@@ -99,6 +103,11 @@ class Tuning:
     ucx_part_bytes: int = 1 << 25  # size of a large message's parts
 
     # sections.exchange and sections.gpu.
+    #: Smallest array, or mean size of redistributed regions, that ranks of one host read in each
+    #: other's memory. Smaller ones are faster as messages.
+    read_bytes: int = 2**16
+    #: Bytes of arrays on a GPU that a rank lends another one until that one's next message.
+    lent_bytes: int = 2**26
     #: Least elements of a local block in host memory for overlap. Overlap calls the function for
     #: three or more parts. For a five-point stencil in NumPy these calls took 0.02 ms a step more:
     #: a quarter of the step at 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the
@@ -125,6 +134,18 @@ class Tuning:
     parted_reduction_bytes: int = 1 << 20
     #: Size of a transform's piece, if there are more than two: the host needs 0.1 ms for each.
     transform_piece_bytes: int = 2**28
+
+    # fusing.
+    #: Most tasks of a graph that is fused: programs of more take as long to make as they save.
+    fused_tasks: int = 200_000
+    #: Most pieces of the plans that a rank keeps, about 20 MB. Plans of 1,000 slabs have a million.
+    kept_pieces: int = 2**14
+    client_wait_s: float = 60.0  # longest wait of a resident rank for its client
+    #: Most commands of a resident gang's log: beyond, it drops those before a checkpoint.
+    logged_commands: int = 100_000
+    kept_commands: int = 10_000  # most commands between two checkpoints of a resident gang
+    kept_s: float = 30.0  # most time between two of its checkpoints
+    suspend_pause_s: float = 1.0  # until an idle gang is suspended after commands in between
 
     # tools and cli.
     check_repeats: int = 5  # measurements of a transport by `check`

@@ -12,6 +12,7 @@ from dask.blockwise import Blockwise
 from dask.task_spec import DataNode, GraphNode
 from dask.utils import format_bytes
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.planning.program import AssembleStep, Program
@@ -25,8 +26,6 @@ _LEAST_TASKS = 4
 _COST_OF_INPUT = 0.1
 #: With this number of exchanges, fewer tasks are enough: Dask transfers blocks more slowly.
 _LEAST_EXCHANGES = 3
-#: Programs of more tasks take as long to make as they save.
-_MOST_TASKS = 200_000
 #: Largest part of a worker's memory that the values of its ranks may take.
 _MOST_MEMORY = 0.5
 #: Largest ratio of a rank's bytes to the mean of all ranks.
@@ -60,9 +59,9 @@ def ranks_for(
 
 def check_count(tasks: FusedTasks) -> None:
     """Refuse a graph of very many tasks: `FuseError`."""
-    if len(tasks.nodes) > _MOST_TASKS:
+    if len(tasks.nodes) > (most := tuning.current.fused_tasks):
         raise FuseError(
-            f"expected at most {_MOST_TASKS:,} tasks, got {len(tasks.nodes):,}: their programs "
+            f"expected at most {most:,} tasks, got {len(tasks.nodes):,}: their programs "
             f"take as long to make as they save. Use larger chunks."
         )
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import FuseError
-from dask_p2p.fusing import suitability
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
@@ -25,6 +24,7 @@ from dask_p2p.fusing.suitability import (
     tasks_of_dask,
 )
 from tests.fusing.support import graphs, read_arrays, smooth
+from tests.support import tune
 
 CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=False)
 
@@ -111,7 +111,7 @@ def test_resources():
 def test_very_many_tasks(monkeypatch):
     tasks = read_arrays(stencils(array()))[1].tasks
     check_count(tasks)
-    monkeypatch.setattr(suitability, "_MOST_TASKS", 40)
+    tune(monkeypatch, fused_tasks=40)
     with pytest.raises(FuseError, match="at most 40 tasks, got"):
         check_count(tasks)
 

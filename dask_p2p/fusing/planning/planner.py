@@ -9,6 +9,7 @@ from typing import Any
 
 from dask.task_spec import DataNode
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.fusing.planning.owners import owners_of
 from dask_p2p.fusing.planning.program import (
@@ -25,7 +26,6 @@ from dask_p2p.fusing.planning.supersteps import late_supersteps_of, supersteps_o
 from dask_p2p.fusing.planning.tasks import FusedTasks
 from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
-from dask_p2p.sections.exchange.regions import LEAST_BYTES
 from dask_p2p.types import Key
 
 #: Smallest memory of a rank that is worth a second plan.
@@ -121,7 +121,7 @@ class _Writer:
 
     def programs(self) -> list[Program]:
         """Return the programs, once all tasks and messages are added."""
-        reads_memory = self._largest_bytes >= LEAST_BYTES
+        reads_memory = self._largest_bytes >= tuning.current.read_bytes
         return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
 
     def _program(self, rank: int, reads_memory: bool) -> Program:

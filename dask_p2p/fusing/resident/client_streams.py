@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from distributed.comm import connect
 
+from dask_p2p import tuning
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.command_log import (
     CALL,
@@ -80,7 +81,7 @@ class ClientStreams:
         self._has_raised = False  # whether the user has got the error
         self._changed = threading.Condition(threading.RLock())
         self._keeping = KeepingRule()
-        self.log = CommandLog(size)
+        self.log = CommandLog(size, tuning.current.logged_commands)
         self.attempt = 0  # number of attempts so far
         self.ranks: Ranks = ()  # of the newest attempt
         self.is_over = False  # whether the gang has ended, or was ended

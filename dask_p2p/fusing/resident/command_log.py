@@ -44,15 +44,16 @@ ANSWER = "answer"
 Command: TypeAlias = tuple[Any, ...]
 
 
-#: Commands that a log has before it drops those before a checkpoint.
-MOST_COMMANDS = 100_000
-
-
 class CommandLog:
     """The commands that a later attempt needs, and the answers so far."""
 
-    def __init__(self, size: int, most: int = MOST_COMMANDS) -> None:  # of ranks, of commands
-        self._size, self._most, self._last = size, most, 0  # number of the last command
+    def __init__(
+        self,
+        size: int,  # number of ranks
+        most: int,  # commands before those before a checkpoint are dropped
+    ) -> None:
+        self.most = most
+        self._size, self._last = size, 0  # number of the last command
 
         # Number of the last command that the log has dropped.
         self._forgotten = 0
@@ -149,7 +150,7 @@ class CommandLog:
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""
         self._kept = number
-        is_late = len(self._commands) > self._most
+        is_late = len(self._commands) > self.most
         self._forgotten = number if is_late else self._forgotten
         self._commands = {
             each: command

@@ -14,6 +14,7 @@ from uuid import uuid4
 from distributed import Worker
 from distributed.core import Status
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.command_log import Command
@@ -29,7 +30,6 @@ COMMANDS = "p2p_resident_commands"
 TOPIC = "p2p-resident"
 
 _LOOK_S = 0.2  # time between two checks for the end of the attempt
-_CLIENT_S = 60.0  # longest wait for the client
 
 
 class CommandQueue:
@@ -62,10 +62,11 @@ class CommandQueue:
                 waited_s = time.monotonic() - begun_s
                 if self._is_closed or self._has_ended():
                     raise AttemptEndedError("the attempt or the stream of commands has ended")
-                if self._stream is None and waited_s >= _CLIENT_S:
+                limit_s = tuning.current.client_wait_s
+                if self._stream is None and waited_s >= limit_s:
                     raise SectionError(
                         f"the client has not connected to a rank of its resident gang for "
-                        f"{_CLIENT_S:g} s. Run the client where it reaches the workers."
+                        f"{limit_s:g} s. Run the client where it reaches the workers."
                     )
                 if self._units is not None and waited_s >= self._idle_s:
                     self._units.lend_while_idle()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-from dask_p2p.fusing.resident.command_log import MOST_COMMANDS, CommandLog
+from dask_p2p import tuning
+from dask_p2p.fusing.resident.command_log import CommandLog
 from dask_p2p.fusing.resident.events import Ranks, workers_of
-
-# Most time, and most commands, between two checkpoints.
-_KEEP_S, _KEEP_COMMANDS = 30.0, 10_000
 
 
 class KeepingRule:
@@ -26,8 +24,9 @@ class KeepingRule:
         if log.is_keeping:
             return False
         if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
-            return log.since_kept >= MOST_COMMANDS
-        is_due = log.since_kept >= _KEEP_COMMANDS or time.monotonic() - self._last_s >= _KEEP_S
+            return log.since_kept >= log.most
+        most, most_s = tuning.current.kept_commands, tuning.current.kept_s
+        is_due = log.since_kept >= most or time.monotonic() - self._last_s >= most_s
         if is_due:
             self._last_s = time.monotonic()
         return is_due

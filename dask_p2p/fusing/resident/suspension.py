@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any, Protocol
 from uuid import uuid4
 
+from dask_p2p import tuning
 from dask_p2p.fusing.resident.command_log import KEEP, STORE
 from dask_p2p.fusing.resident.events import Ranks
 from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
 
 _PREFIX = "p2p-suspended"  # of the names of stored handles
-_AGAIN_S = 1.0  # pause after commands that came in between
 
 
 class Suspendable(Protocol):
@@ -43,7 +43,7 @@ async def suspend_when_idle(streams: Suspendable, end_s: float) -> None:
             await asyncio.sleep(left_s)
         if await _is_suspended(streams):
             return
-        await asyncio.sleep(_AGAIN_S)
+        await asyncio.sleep(tuning.current.suspend_pause_s)
 
 
 async def _is_suspended(streams: Suspendable) -> bool:

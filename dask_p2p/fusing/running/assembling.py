@@ -9,6 +9,7 @@ from typing import Any
 
 from dask.array.core import concatenate3
 
+from dask_p2p import tuning
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.errors import UnsupportedArrayError
@@ -17,9 +18,6 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces
 from dask_p2p.types import Array, DType, Key
-
-# Pieces of the plans that a rank keeps: about 20 MB. Plans of 1,000 slabs have a million pieces.
-_MOST_PIECES = 2**14
 
 
 class Assembling:
@@ -48,7 +46,7 @@ class Assembling:
         if found is None:
             plan = block.plan.block(block.position)
             self._pieces += len(plan.pieces)
-            if self._pieces > _MOST_PIECES:
+            if self._pieces > tuning.current.kept_pieces:
                 self._plans.clear()
                 self._pieces = len(plan.pieces)
             groups = defaultdict[int, list[Piece]](list)

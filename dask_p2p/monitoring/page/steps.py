@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from dask.utils import format_time, natural_sort_key
 
+from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import Chart, as_columns
 from dask_p2p.monitoring.runs import Run
 
-_MOST_POINTS = 600  # of a section; later ones replace every second one
-_MOST_SECTIONS = 20  # with points
-_MOST_RANKS = 64  # in the chart: those that wait longest
 _RECENT = 10  # points that the time left is computed from
 
 
@@ -51,12 +49,12 @@ class Speeds:
         start_s, first = min((record.start_s, record.first_step) for record in own)
         key = run.name, run.records[0].run, attempt
         points = self._points.setdefault(key, [(start_s, first)])
-        if len(self._points) > _MOST_SECTIONS:
+        if len(self._points) > tuning.current.speed_sections:
             del self._points[next(iter(self._points))]
         at_s, step = max(record.stop_s for record in own), min(record.step for record in own)
         if at_s > points[-1][0] and step >= points[-1][1]:
             points.append((at_s, step))
-        if len(points) > _MOST_POINTS:
+        if len(points) > tuning.current.speed_points:
             del points[1:-1:2]
         return points
 
@@ -101,7 +99,8 @@ def waiting_chart(run: Run | None) -> Chart:
     title = "Waiting by rank"
     if run is None:
         return Chart(title, [], as_columns([], RankWait._fields))
-    most = sorted(run.latest, key=lambda record: -record.waited_share)[:_MOST_RANKS]
+    by_wait = sorted(run.latest, key=lambda record: -record.waited_share)
+    most = by_wait[: tuning.current.waiting_ranks]
     if len(most) < len(run.latest):
         title += f": the longest {len(most)} of {len(run.latest)}"
     found = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.transfers import (
     DONE,
@@ -25,7 +26,6 @@ from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.messages.format import (
     CALL_TAGS,
-    LEAST_READ_BYTES,
     MOST_TAG,
     offered_message,
     sent_message,
@@ -242,7 +242,7 @@ class Messaging:
             connections.send_message(dest, message)
             return Sending(self, dest, message)
         description, parts = own.on_host(self.device) if arrays else own
-        is_large = self.reads_memory and sum(map(len, parts)) >= LEAST_READ_BYTES
+        is_large = self.reads_memory and sum(map(len, parts)) >= tuning.current.read_bytes
         may_read = is_large and not connections.is_on_other_host(dest)
         message = sent_message(tag, self.communicator, description, parts, may_read)
         connections.send_message(dest, message)

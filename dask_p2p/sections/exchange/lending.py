@@ -12,11 +12,12 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends import Backend
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Slices, box_slices
 from dask_p2p.plans import Fill, Piece
-from dask_p2p.sections.exchange.regions import LEAST_BYTES, Reads
+from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import Array, DType
@@ -151,7 +152,7 @@ class HostLending(Lending):
         pass
 
     def descriptor(self, rank: int, array: Array) -> bytes | None:
-        if self._reads is None or array.nbytes < LEAST_BYTES:
+        if self._reads is None or array.nbytes < tuning.current.read_bytes:
             return None
         descriptor = self._reads.descriptor_for(rank, array)
         return descriptor if descriptor is not None and any(descriptor) else None

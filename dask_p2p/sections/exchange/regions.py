@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, Layout, box_slices
 from dask_p2p.interprocess import process_memory
@@ -22,9 +23,6 @@ from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
-
-LEAST_BYTES = 1 << 16  # mean size of regions: below, messages are faster
-_LEAST_RUN_BYTES = 256  # contiguous row of a region: below, packing is faster
 
 
 class RegionExchange(RegionMover):
@@ -63,7 +61,7 @@ class RegionExchange(RegionMover):
         if self._connections.is_alone:
             return
         readers, read = set[int](), set[int]()
-        if call.mean_elements * call.dtype.itemsize >= LEAST_BYTES:
+        if call.mean_elements * call.dtype.itemsize >= tuning.current.read_bytes:
             readers, read = self._read(call, regions, targets)
         sent = {rank: region for rank, region in regions.items() if rank not in readers}
         sends: dict[int, Buffer] = dict.fromkeys(read, b"")  # acknowledgements, by holder
@@ -168,7 +166,8 @@ class Reads:
         if not self._readers[self._rank, reader]:
             return None
         shape, strides = region.shape, region.strides
-        if process_memory.run_bytes_of(shape, strides, region.itemsize) < _LEAST_RUN_BYTES:
+        run_bytes = process_memory.run_bytes_of(shape, strides, region.itemsize)
+        if run_bytes < tuning.current.process_run_bytes:
             return bytes(descriptor_bytes(region.ndim))
         return struct.pack(f"<Q{region.ndim}q", region.ctypes.data, *strides)
 

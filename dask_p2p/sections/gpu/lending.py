@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from dask_p2p import tuning
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.kernels._batch import whole_piece
 from dask_p2p.geometry import box_size, box_slices
@@ -27,9 +28,6 @@ from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
-
-#: Bytes of arrays that a rank lends another one until that one's next message.
-_MOST_LENT_BYTES = 2**26
 
 
 class _Read(NamedTuple):
@@ -132,8 +130,9 @@ class GpuLending(LentArrays, Lending):
                     self._enqueue_large(large)
                 self.flush()
             self._record(READ)
-        owed = [rank for rank in read if self._owed_bytes[rank] >= _MOST_LENT_BYTES]
-        due = [rank for rank in readers if self._lent_bytes(rank) >= _MOST_LENT_BYTES]
+        most_bytes = tuning.current.lent_bytes
+        owed = [rank for rank in read if self._owed_bytes[rank] >= most_bytes]
+        due = [rank for rank in readers if self._lent_bytes(rank) >= most_bytes]
         if owed or due:
             receives = {rank: bytearray() for rank in due}
             call = f"{text}, read by GPUs"

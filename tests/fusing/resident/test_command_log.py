@@ -211,7 +211,7 @@ def test_lost_checkpoints():
 
 
 def test_an_answer_after_a_loss_is_needed_from_all():
-    log = CommandLog(2)
+    log = CommandLog(2, MOST)
     number = log.add(FETCH, 5)
     assert log.record_answer(0, number, "old") is None
     log.restart(0)
@@ -223,7 +223,7 @@ def test_an_answer_after_a_loss_is_needed_from_all():
 
 def test_a_checkpoint_whose_answers_are_lost():
     """Calls before it are not repeated, since their arguments may have been dropped."""
-    log = CommandLog(2)
+    log = CommandLog(2, MOST)
     log.add(CALL, [-1], 0)
     fetch = log.add(FETCH, 0)
     kept = log.add(KEEP)

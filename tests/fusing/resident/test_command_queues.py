@@ -7,10 +7,9 @@ import threading
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident import command_queues
 from dask_p2p.fusing.resident.command_queues import CommandQueue
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 
@@ -57,7 +56,7 @@ def test_a_wait_ends_with_the_stream_and_with_the_attempt(by):
 
 
 def test_a_client_that_does_not_reach_the_worker(monkeypatch):
-    monkeypatch.setattr(command_queues, "_CLIENT_S", 0)
+    tune(monkeypatch, client_wait_s=0)
     with pytest.raises(SectionError, match="Run the client where it reaches the workers"):
         CommandQueue(lambda: False).get()
 

@@ -1,22 +1,22 @@
 from __future__ import annotations
 
-from dask_p2p.fusing.resident import keeping
 from dask_p2p.fusing.resident.command_log import CALL, KEEP, CommandLog
 from dask_p2p.fusing.resident.keeping import KeepingRule
+from tests.support import tune
 
 TWO = [("a", "", 0), ("b", "", 0)]
 ONE = [("a", "", 0), ("a", "", 0)]
 
 
-def log_of(calls):
-    log = CommandLog(2)
+def log_of(calls, most=100):
+    log = CommandLog(2, most)
     for number in range(calls):
         log.add(CALL, [-1], number)
     return log
 
 
 def test_a_checkpoint_is_due_after_many_commands(monkeypatch):
-    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", 3)
+    tune(monkeypatch, kept_commands=3)
     rule, log = KeepingRule(), log_of(2)
     assert not rule.is_due(log, TWO)
     log.add(CALL, [-1], 2)
@@ -28,7 +28,7 @@ def test_a_checkpoint_is_due_after_many_commands(monkeypatch):
 def test_a_checkpoint_is_due_after_some_time(monkeypatch):
     rule = KeepingRule()
     assert not rule.is_due(log_of(1), TWO)
-    monkeypatch.setattr(keeping, "_KEEP_S", 0)
+    tune(monkeypatch, kept_s=0)
     assert rule.is_due(log_of(1), TWO)
 
 
@@ -41,6 +41,5 @@ def test_a_checkpoint_is_due_after_a_loss():
     assert not rule.is_due(log_of(1), TWO)
 
 
-def test_a_log_of_one_worker_is_bounded(monkeypatch):
-    monkeypatch.setattr(keeping, "MOST_COMMANDS", 2)
-    assert KeepingRule().is_due(log_of(2), ONE)
+def test_a_log_of_one_worker_is_bounded():
+    assert KeepingRule().is_due(log_of(2, most=2), ONE)

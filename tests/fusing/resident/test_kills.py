@@ -13,10 +13,10 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident import keeping
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, queues_on, repeated
 from tests.fusing.test_kills import killed_once
+from tests.support import tune
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -33,7 +33,7 @@ def workers_of(client):
 # After the first kill one worker may have all ranks, and so all states.
 @pytest.mark.parametrize(("keep", "kills"), [(20, (60,)), (10_000, (30, 60))])
 def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
-    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", keep)
+    tune(monkeypatch, kept_commands=keep)
     workers_of(client)
     x = client.persist(array())
     wait(x)
@@ -93,7 +93,7 @@ def killed_if(block, flags, path):
 @pytest.mark.parametrize("keep", [5, 10_000])
 def test_all_workers_are_killed(client, monkeypatch, keep):
     """All calls are repeated, since no checkpoint is left."""
-    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", keep)
+    tune(monkeypatch, kept_commands=keep)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
@@ -110,12 +110,11 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
 
 
 def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
-    monkeypatch.setattr(keeping, "_KEEP_COMMANDS", 5)
+    tune(monkeypatch, kept_commands=5, logged_commands=10)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
     with step.resident(x) as run:
-        run._streams.log._most = 10
         u = run(x)
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)

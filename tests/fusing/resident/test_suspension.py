@@ -13,12 +13,11 @@ from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident import suspension
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, positive, queues_on, repeated
 from tests.fusing.resident.test_idle import are_back
 from tests.fusing.resident.test_kills import kill, workers_of
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "resources": {"GPU": 1}}
@@ -96,7 +95,7 @@ def test_resources_are_those_of_the_first_ranks(client, ranks):
 
 def test_calls_while_a_gang_ends(client, monkeypatch):
     """At any time of the end: each pause has another length."""
-    monkeypatch.setattr(suspension, "_AGAIN_S", 1e-3)
+    tune(monkeypatch, suspend_pause_s=1e-3)
     workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)

@@ -7,7 +7,6 @@ import pytest
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
-from dask_p2p.fusing.running import assembling
 from dask_p2p.fusing.running.assembling import Assembling
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
@@ -15,6 +14,7 @@ from dask_p2p.plans.halo import halo_plan
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
 from tests.fusing.running.test_runner import large
 from tests.fusing.support import check_blocks, run_programs
+from tests.support import tune
 
 ROWS, COLUMNS = ((2,) * 6, (12,)), ((12,), (2,) * 6)
 PLANS = {
@@ -57,7 +57,7 @@ def pieces_in(assembling):
 
 def test_few_plans_are_kept(monkeypatch):
     """Those of many slabs would take more memory than the blocks."""
-    monkeypatch.setattr(assembling, "_MOST_PIECES", 20)
+    tune(monkeypatch, kept_pieces=20)
     keeps, plan = Assembling(), PLANS["transpose"]
     for _ in range(2):
         for block in blocks_of(plan):

@@ -17,6 +17,7 @@ from dask_p2p.sections.exchange import regions
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gangs import connections_of, run_gang
+from tests.support import tune
 
 DTYPES = [
     "?", "i1", ">i4", "f2", "f8", "c8", "longdouble", "M8[s]", "m8[ms]", "S3", "U2", "V5", "S0",
@@ -84,8 +85,7 @@ def test_ranks_get_their_blocks_of_another_partition(
         assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(regions, "LEAST_BYTES", least_bytes[0])
-        patched.setattr(regions, "_LEAST_RUN_BYTES", least_bytes[1])
+        tune(patched, read_bytes=least_bytes[0], process_run_bytes=least_bytes[1])
         run_gang(ranks, there_and_back)
 
 

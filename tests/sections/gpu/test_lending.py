@@ -10,12 +10,12 @@ import pytest
 
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu import lending as module
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.lent import READ, WRITTEN
 from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import RaceError
+from tests.support import tune
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
 ROWS = 6
@@ -101,13 +101,13 @@ def test_the_next_message_acknowledges_reads(gpu):
 
 
 def test_many_bytes_are_acknowledged_at_once(gpu, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 1)
+    tune(monkeypatch, lent_bytes=1)
     assert not any(lend_around(gpu, (1,)))
 
 
 def test_bytes_of_several_exchanges_add_up(gpu, monkeypatch):
     """The readers never send a message."""
-    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 3 * ROWS * WIDTH * 8)
+    tune(monkeypatch, lent_bytes=3 * ROWS * WIDTH * 8)
     lent = lend_around(gpu, (1,))
     assert 2 * lent.count(False) == lent.count(True)
 
@@ -122,7 +122,7 @@ def test_a_missing_wait_is_found(gpu, monkeypatch, missing, ways):
         "wait",
         lambda self, stream, event: None if event == number else original(self, stream, event),
     )
-    monkeypatch.setattr(module, "_MOST_LENT_BYTES", 1 if ways == (1,) else 2**26)
+    tune(monkeypatch, lent_bytes=1 if ways == (1,) else 2**26)
     with pytest.raises(RaceError):
         lend_around(gpu, ways)
 

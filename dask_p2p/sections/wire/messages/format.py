@@ -33,8 +33,6 @@ CALL_TAGS = {
 CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.
 ALIGNMENT = 16
-#: Size of the smallest value that a rank of the same host copies from the sender's memory.
-LEAST_READ_BYTES = 1 << 16
 # Kinds of frames. The texts of calls begin with other characters.
 VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, PROBE = range(1, 8)
 _LAST_KIND = PROBE
