@@ -21,6 +21,7 @@ from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin
 from tests.plugins.test_context import DeafWorker
 from tests.support import in_process
+from tests.transports.loopback import true_later
 
 
 def rewritten(who_has, folder, task=None):
@@ -218,7 +219,6 @@ def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkey
             await worker.plugin_add(P2PPlugin(), catch_errors=False)
             assert await asyncio.to_thread(warm.wait, 10)
             assert threads["import"] == threading.get_ident() != threads["kernels"]
-            while await worker.get_metrics() and worker.metrics[DEVICE_METRIC](worker) != 32:
-                await asyncio.sleep(0.01)
+            await true_later(lambda: worker.metrics[DEVICE_METRIC](worker) == 32)
 
     asyncio.run(main())

@@ -16,6 +16,7 @@ from distributed import Client
 from dask_p2p import iterate, last_runs, progress, spmd
 from dask_p2p.errors import InputError
 from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 X = np.arange(40.0).reshape(8, 5)
 
@@ -49,11 +50,9 @@ def test_it_moves_until_the_result_is_there(client):
 
 def test_runs_under_way_are_listed(client):
     future = client.compute(iterate(slow, {"u": da.from_array(X, chunks=4)}, 0, 300, ranks=2)["u"])
-    deadline_s = time.monotonic() + BOUND_S
-    while not (found := [run for run in last_runs(client) if run.under_way and run.steps > 3]):
-        assert time.monotonic() < deadline_s
-        assert not future.done()
-        time.sleep(0.02)
+    found = wait_until(
+        lambda: [run for run in last_runs(client) if run.under_way and run.steps > 3]
+    )
     assert found[0].all_steps == 300
     assert found[0].steps < 300
     future.result(timeout=BOUND_S)
@@ -106,10 +105,7 @@ def test_it_ends_with_a_cancelled_run(client):
     y = iterate(slow, fields, 1, 10_000, **options)["u"].persist()  # ranks end in an exchange
     line = threading.Thread(target=progress, args=(y,), kwargs={"client": client, "file": file})
     line.start()
-    deadline_s = time.monotonic() + BOUND_S
-    while not shown(file.getvalue()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    wait_until(lambda: shown(file.getvalue()))
     client.cancel(y)
     line.join(BOUND_S)
     assert not line.is_alive()

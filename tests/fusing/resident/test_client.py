@@ -356,9 +356,7 @@ def test_a_block_of_the_wrong_shape(client):
 
 
 def waits_for(block, path):
-    until_s = time.monotonic() + BOUND_S
-    while not path.exists() and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_until(path.exists)
     return block
 
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from dask_p2p.fusing.resident.command_stream import CommandStream
+from tests.transports.loopback import true_later
 
 
 class Comm:
@@ -26,11 +27,6 @@ class Comm:
         self.is_open = False
 
 
-async def written(comm, count):
-    while sum(map(len, comm.batches)) < count:
-        await asyncio.sleep(0.001)
-
-
 def test_messages_of_many_threads_in_few_batches():
     async def main():
         comm = Comm()
@@ -46,7 +42,7 @@ def test_messages_of_many_threads_in_few_batches():
             each.start()
         await asyncio.to_thread(lambda: [each.join() for each in threads])
         comm.is_free.set()
-        await written(comm, 2000)
+        await true_later(lambda: sum(map(len, comm.batches)) == 2000)
         sent = [message for batch in comm.batches for message in batch]
         for thread in range(4):
             assert [n for t, n in sent if t == thread] == list(range(500))
@@ -63,8 +59,7 @@ def test_a_stream_that_cannot_write_ends(error):
         comm.error = error
         stream = CommandStream(comm)
         stream.send("message")
-        while comm.is_open:
-            await asyncio.sleep(0.001)
+        await true_later(lambda: not comm.is_open)
         if not isinstance(error, OSError):
             with pytest.raises(TypeError):
                 await stream._writing
