@@ -13,12 +13,12 @@ from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, name_of
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.types import DaskArray, Key
 
-PREFIX = "p2p-argument"  # of the names of these arrays
+_PREFIX = "p2p-argument"  # of the names of these arrays
 
 
 def argument(x: DaskArray, number: int) -> DaskArray:
     """Return an array that stands for an argument; its tasks are replaced in each call."""
-    name = f"{PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
+    name = f"{_PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
     tasks = dict[Key, Any]()
     for key in keys_of(x):
         own = (name, *key[1:])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import dask
-from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
@@ -15,7 +15,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
-from dask_p2p.fusing.arguments import PREFIX, argument, check_reads, pinned
+from dask_p2p.fusing.arguments import argument, check_reads, pinned
 from dask_p2p.fusing.array_graphs import graph_of, named_graph
 from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.planner import programs_of
@@ -32,19 +32,13 @@ from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.handle_memory import HandleMemory
 from dask_p2p.fusing.resident.rank import RunResident
 from dask_p2p.fusing.resident.stored_handles import StoredHandles
-from dask_p2p.fusing.running.compiled_gang import CompiledGang, CompiledLayer
-from dask_p2p.fusing.running.gang import (
-    FusedGang,
-    gang_of,
-    name_of_gang,
-    name_of_output,
-    rank_programs,
-)
-from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.fusing.running.gang import PREFIX, FusedGang, rank_programs
 from dask_p2p.graph.libraries import check_one_library, is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
+from dask_p2p.sections.api.graph import gang_arrays
+from dask_p2p.sections.gang.tasks import commit_of, name_of_gang
 from dask_p2p.types import DaskArray
 
 
@@ -125,7 +119,7 @@ class CompiledFunction:
         Number of ranks of the gang.
     """
 
-    def __init__(self, func: Callable[..., Any], signature: Signature, gang: CompiledGang) -> None:
+    def __init__(self, func: Callable[..., Any], signature: Signature, gang: FusedGang) -> None:
         self.__wrapped__ = func
         self._signature, self._gang = signature, gang
 
@@ -145,25 +139,8 @@ class CompiledFunction:
         """
         self._check(arrays)
         register_if_possible()
-        results = self._signature.results
-        if is_expression(arrays[0]):
-            layers = [CompiledLayer(self._gang, *each) for each in enumerate(results)]
-            made = [expression_array(arrays[0], layer, arrays) for layer in layers]
-        else:
-            made = self._of_layers(arrays)
+        made = gang_arrays(self._gang, arrays, len(self._signature.results))
         return tuple(made) if self._signature.returns_several else made[0]
-
-    def _of_layers(self, arrays: Sequence[DaskArray]) -> list[DaskArray]:
-        """Return the results of a call for arrays whose graphs have layers."""
-        gang = self._gang.of_call([x.name for x in arrays])
-        names, graphs = zip(*map(named_graph, arrays), strict=True)
-        before, made = self._graph(gang, names, graphs), []
-        for number, known in enumerate(self._signature.results):
-            name = name_of_output(gang, number)
-            own = {**before.layers, name: MaterializedLayer(gang.outputs(number, name))}
-            graph = HighLevelGraph(own, {**before.dependencies, name: {gang.name}})
-            made.append(new_da_object(graph, name, known.chunks, meta=known.meta))
-        return made
 
     def resident(self, *arrays: DaskArray) -> ResidentGang:
         """Return a resident gang: its ranks stay on their workers between calls of the function.
@@ -229,7 +206,7 @@ class CompiledFunction:
         stored: StoredHandles | None,
     ) -> Any:
         """Submit a resident gang; return the future of its commit task."""
-        own, name = self._gang, name_of_gang(token)
+        own, name = self._gang, name_of_gang(PREFIX, token)
         begin = None if stored is None else (stored.name, stored.number)
         bodies = [
             RunResident(
@@ -243,25 +220,11 @@ class CompiledFunction:
             )
             for each in own.ranks
         ]
-        programs = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]
+        ranks = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]
         names, graphs = zip(*map(named_graph, arrays), strict=True)
-        gang = gang_of(token, programs, own.options, own.renamed(names))
-        graph = self._graph(gang, names, graphs, annotations)
-        return client.compute(Delayed(gang.commit, graph, layer=gang.name))
-
-    def _graph(
-        self,
-        gang: FusedGang,
-        names: Sequence[str],
-        graphs: Sequence[HighLevelGraph],
-        annotations: Mapping[str, Any] | None = None,  # None: those of Dask's context
-    ) -> HighLevelGraph:
-        """Return the graph of a gang and its inputs, which have these names and graphs."""
-        name, kept = f"{PREFIX}-others-{self._gang.token}", self._gang.kept
-        others = {name: MaterializedLayer(dict(kept), annotations)} if kept else {}
-        own = {**others, gang.name: MaterializedLayer(gang.tasks, annotations)}
-        read = {name: set[str]() for name in others} | {gang.name: {*names, *others}}
-        return HighLevelGraph.merge(*graphs, HighLevelGraph(own, read))
+        tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)
+        graph = HighLevelGraph.merge(*graphs, HighLevelGraph({name: tasks}, {name: {*names}}))
+        return client.compute(Delayed(commit_of(name), graph, layer=name))
 
     def _check(self, arrays: Sequence[DaskArray]) -> None:
         check_arrays(arrays)
@@ -292,14 +255,7 @@ def _compiled(
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
     kind = kind_of(kinds_of((*given, *outputs)), read)
-    packed = rank_programs(programs, outputs[0].dtype, kind, runs_again=True)
-    return CompiledFunction(
-        func,
-        Signature(
-            [Declared.of(x) for x in given],
-            [Declared.of(x) for x in outputs],
-            returns_several,
-            given[0],
-        ),
-        CompiledGang(token, packed, options, names, kept),
-    )
+    ranks = rank_programs(programs, outputs[0].dtype, kind, runs_again=True)
+    results = [Declared.of(x) for x in outputs]
+    signature = Signature([Declared.of(x) for x in given], results, returns_several, given[0])
+    return CompiledFunction(func, signature, FusedGang(token, ranks, options, results, names, kept))

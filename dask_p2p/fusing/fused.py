@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
-from dask.array.core import new_da_object
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_p2p.config import Options, checked_options
+from dask_p2p.config import checked_options
 from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.rules import (
@@ -19,10 +18,11 @@ from dask_p2p.fusing.planning.rules import (
     kinds_of,
 )
 from dask_p2p.fusing.planning.tasks import ReadGraph, read_graph
-from dask_p2p.fusing.running.gang import FusedGang, FusedLayer, fused_gang, name_of_output
+from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
+from dask_p2p.sections.api.graph import Gang, GangLayer
 from dask_p2p.types import DaskArray
 
 
@@ -97,50 +97,29 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     check_arrays(arrays)
     most = most_ranks(ranks)
     register_if_possible()
-    made = _of_expressions if is_expression(arrays[0]) else _of_layers
-    found = made(arrays, most)
+    found = _fused(arrays, most)
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def _of_layers(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
-    """Return the fused arrays of arrays whose graphs have layers."""
+def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+    """Return the arrays that a gang of at most this number of ranks computes."""
     options = checked_options()
     graph = graph_of(arrays, options)
     read = read_graph(graph.tasks, graph.keys)
     check_annotations(graph.layers.layers, read.tasks)
-    gang = _gang(arrays, read, most, options)
-    inputs, dependencies = _input_layers(graph, read, gang.token)
-    dependencies[gang.name] = {*inputs}
-    inputs[gang.name] = MaterializedLayer(gang.tasks)
-    made = []
-    for number, x in enumerate(arrays):
-        name = name_of_output(gang, number)
-        own = {**inputs, name: MaterializedLayer(gang.outputs(number, name))}
-        after = HighLevelGraph(own, {**dependencies, name: {gang.name}})
-        made.append(new_da_object(after, name, x.chunks, meta=x._meta, dtype=x.dtype))
-    return made
-
-
-def _of_expressions(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
-    """Return the fused arrays of arrays that are expressions."""
-    options = checked_options()
-    graph = graph_of(arrays, options)
-    read = read_graph(graph.tasks, graph.keys)
-    gang = _gang(arrays, read, most, options)
-    shared, made = {**read.kept, **gang.tasks}, []
-    for number, x in enumerate(arrays):
-        name = name_of_output(gang, number)
-        layer = FusedLayer(x.chunks, x._meta, name, shared, gang.outputs(number, name))
-        made.append(expression_array(x, layer, []))
-    return made
-
-
-def _gang(arrays: Sequence[DaskArray], read: ReadGraph, most: int, options: Options) -> FusedGang:
-    """Return the gang for the graph of some arrays. Raises the errors of `check_tasks`."""
     check_tasks(read)
     programs = programs_of(read.tasks, min(most, read.tasks.widest))
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
-    return fused_gang(read.tasks, programs, names, arrays[0].dtype, kind, options)
+    given = read.tasks, programs, names, arrays[0].dtype, kind, options, arrays
+    if is_expression(arrays[0]):
+        work = fused_gang(*given, kept=read.kept)
+        return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
+    gang = Gang.of(fused_gang(*given))
+    inputs, dependencies = _input_layers(graph, read, gang.token)
+    dependencies[gang.name] = {*inputs}
+    inputs[gang.name] = MaterializedLayer(gang.tasks)
+    before = HighLevelGraph(inputs, dependencies)
+    return [gang.array(number, before) for number in range(len(arrays))]
 
 
 def _input_layers(

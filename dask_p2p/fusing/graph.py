@@ -30,6 +30,8 @@ from dask_p2p.fusing.suitability import (
     exchanges_of,
     ranks_for,
 )
+from dask_p2p.sections.api.graph import Gang
+from dask_p2p.sections.gang.tasks import output_tasks
 from dask_p2p.types import Key, Kind
 
 
@@ -105,11 +107,13 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     if not choice.programs:
         return optimize(dict(read.kept) if choice.is_known else graph, keys)
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
-    gang = fused_gang(read.tasks, choice.programs, names, None, choice.kind, options)
+    work = fused_gang(read.tasks, choice.programs, names, None, choice.kind, options)
+    gang = Gang.of(work)
+    found = output_tasks(gang.name, 0, [each.outputs[0] for each in work.ranks])
     layers = {
         f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
         gang.name: MaterializedLayer(gang.tasks),
-        f"{gang.name}-outputs": MaterializedLayer(gang.outputs(0)),
+        f"{gang.name}-outputs": MaterializedLayer(found),
         f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
     }
     inputs, own, outputs, after = layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from dask.array.core import new_da_object
 from dask.base import tokenize
 from dask.blockwise import Blockwise
 from dask.core import flatten
-from dask.highlevelgraph import HighLevelGraph
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options
 from dask_p2p.geometry import Chunks
@@ -19,6 +19,7 @@ from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
 from dask_p2p.graph.libraries import is_of_dask_array, with_fixed_blocks
 from dask_p2p.graph.redistribution import PassPlanner
 from dask_p2p.plans import Plan
+from dask_p2p.types import Array
 from dask_p2p.versioned import check_dask_array, named_fields
 
 
@@ -41,6 +42,20 @@ def planned_array(
     # The meta of `x` may have other dimensions: Dask adapts it to the chunks of the new array.
     meta = layer.meta(x)
     return new_da_object(graph, name, layer.chunks, meta=meta, dtype=meta.dtype)
+
+
+def layered_array(
+    name: str,
+    tasks: Mapping[Any, Any],  # by key: they make the blocks
+    chunks: Chunks,
+    meta: Array,  # empty array like the blocks
+    before: HighLevelGraph,
+    reads: Iterable[str] = (),  # layers of that graph that the tasks read
+) -> Any:
+    """Return the array of a new layer after a graph."""
+    layers = {**before.layers, name: MaterializedLayer(tasks)}
+    graph = HighLevelGraph(layers, {**before.dependencies, name: {*reads}})
+    return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
 
 
 def is_expression(x: Any) -> bool:

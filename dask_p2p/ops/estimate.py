@@ -176,7 +176,7 @@ def _section(x: Any) -> Any:
         return None
     if is_expression(x):
         layer = layer_of(x)  # None if x is already computed
-        return None if layer is None else layer.section.body
+        return None if layer is None else layer.work.body
     graph = x.__dask_graph__()
     made = graph[(x.name, *[0] * x.ndim)]
     ranks = (graph[key] for key in getattr(made, "dependencies", ()))  # none of a future

@@ -43,6 +43,15 @@ class RankGrid:
                 return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
         raise AssertionError("one rank can always have the whole array")
 
+    @classmethod
+    def in_line(cls, size: int) -> RankGrid:
+        """Return a number of ranks in a line, with one element each.
+
+        >>> RankGrid.in_line(2)
+        RankGrid(chunks=((1, 1),), grid=(2,))
+        """
+        return cls(((1,) * size,), (size,))
+
     def extended(self, extra: Sequence[int]) -> RankGrid:
         """Return the ranks of an array that is longer at its end, by `extra` along each axis.
 

@@ -38,7 +38,8 @@ from dask_p2p.fusing.resident.handle_memory import HandleMemory
 from dask_p2p.fusing.resident.keeping import KeepingRule
 from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
 from dask_p2p.fusing.resident.suspension import suspend_when_idle
-from dask_p2p.fusing.running.gang import name_of_gang
+from dask_p2p.fusing.running.gang import PREFIX
+from dask_p2p.sections.gang.tasks import name_of_gang
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class ClientStreams:
 
     def _begin(self) -> None:
         token = uuid4().hex  # each gang has its own ranks
-        receive(self.client, name_of_gang(token), self)
+        receive(self.client, name_of_gang(PREFIX, token), self)
         self._future = self._context.run(self._submit, token, self._stored)
         self._is_suspended = False
         self._future.add_done_callback(self._record_end)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
-from dask.array.core import new_da_object
 from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from dask.task_spec import List, Task, TaskRef
+from dask.highlevelgraph import HighLevelGraph
+from dask.task_spec import List, TaskRef
 from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
-from dask_p2p.engine.task import RankTask
+from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.program import Program
-from dask_p2p.fusing.planning.tasks import FusedTasks
+from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.gang.rank import run_rank
-from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
+from dask_p2p.sections.gang.tasks import gang_tasks
 from dask_p2p.types import Array, DaskArray, DType, Key, Kind
 
-_PREFIX = "p2p-fused"  # of the names of gangs
+PREFIX = "p2p-fused"  # of the names of gangs and their arrays
 _LEVEL = 1  # of compression: the fastest
 
 _kept = KeptPrograms()  # of this process
@@ -77,44 +76,49 @@ class RankProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedGang:
-    """The tasks of a gang that computes some arrays."""
+    """The work of a gang whose ranks run programs: see `GangWork`."""
 
-    token: str  # of the gang, and part of all names
-    name: str
-    tasks: dict[Key, Task]  # of the ranks, and the commit task
+    own_token: str
     ranks: Sequence[RankProgram]
+    options: Options  # sent with the tasks
+    arrays: Sequence[Declared] = ()  # that it computes; empty: blocks under their own keys
+    arguments: tuple[str, ...] = ()  # names of arrays that stand for those of a call
+    kept: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
+    prefix: ClassVar[str] = PREFIX
 
-    @property
-    def commit(self) -> Key:
-        """Key of the commit task."""
-        (key,) = commit_of(self.name).items
-        return cast(Key, key)
+    def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
+        """Return the tasks of its ranks and of the commit, and those that stay with Dask."""
+        of = dict(zip(self.arguments, names, strict=True))
 
-    def outputs(self, number: int, name: str | None = None) -> dict[Key, Task]:
-        """Return the output tasks of one array, under its own keys or as the array `name`."""
-        tasks = {}
-        commit = commit_of(self.name)
-        for rank, program in enumerate(self.ranks):
-            for position, own in enumerate(program.outputs[number]):
-                key = own if name is None else (name, *own[1:])
-                tasks[key] = output_task(key, commit, (self.name, rank), number, position)
-        return tasks
+        def renamed(key: Any) -> Key:
+            return (of[key[0]], *key[1:]) if name_of(key) in of else key
+
+        ranks, bodies = RankGrid.in_line(len(self.ranks)), [each.body for each in self.ranks]
+        blocks = ([List(*(TaskRef(renamed(key)) for key in each.inputs))] for each in self.ranks)
+        return {**self.kept, **gang_tasks(gang, ranks, bodies, blocks, self.options)}
+
+    def chunks(self, number: int) -> Chunks:
+        """Return the chunks of one of the arrays."""
+        return self.arrays[number].chunks
+
+    def meta(self, number: int) -> Array:
+        """Return an empty array like the blocks of one of the arrays."""
+        made: Array = self.arrays[number].meta
+        return made
+
+    def keys(self, name: str, number: int) -> list[list[Key]]:
+        """Return the keys of one of the arrays, which has this name, by rank."""
+        return [[(name, *own[1:]) for own in each.outputs[number]] for each in self.ranks]
 
 
 @dataclass(frozen=True)
-class FusedLayer:
-    """The tasks of one of the arrays of a gang, where arrays are expressions."""
+class _TasksLayer:
+    """Tasks, or futures, of the blocks of an array, where arrays are expressions."""
 
     chunks: Chunks
     own_meta: Array  # an empty array like the blocks
-    own_name: str
-    shared: Mapping[Key, Any]  # tasks of the gang and of its inputs
-    outputs: Mapping[Key, Any]  # output tasks of the array
-
-    @property
-    def token(self) -> str:
-        """Token that identifies the array."""
-        return self.own_name
+    token: str  # name of the array
+    own_tasks: Mapping[Key, Any]
 
     def __dask_tokenize__(self) -> Any:
         return type(self).__name__, self.token
@@ -124,12 +128,12 @@ class FusedLayer:
         return self.own_meta
 
     def name(self, token: str) -> str:
-        """Return the name of the array, which identifies the gang."""
-        return self.own_name
+        """Return the name of the array, which identifies the tasks."""
+        return self.token
 
-    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Key, Any]:
+    def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Key, Any]:
         """Return all tasks."""
-        return {**self.shared, **self.outputs}
+        return self.own_tasks
 
 
 def array_of_tasks(
@@ -137,10 +141,10 @@ def array_of_tasks(
 ) -> DaskArray:
     """Return the array of some tasks, by key, or futures. Its library is that of `like`."""
     if is_expression(like):
-        made: DaskArray = expression_array(like, FusedLayer(chunks, meta, name, {}, tasks), [])
-        return made
-    graph = HighLevelGraph({name: MaterializedLayer(tasks)}, {name: set()})
-    return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
+        made: DaskArray = expression_array(like, _TasksLayer(chunks, meta, name, tasks), [])
+    else:
+        made = layered_array(name, tasks, chunks, meta, HighLevelGraph({}, {}))
+    return made
 
 
 def packed(program: Program) -> bytes:
@@ -175,40 +179,12 @@ def fused_gang(
     dtype: DType | None,  # of the first array; None: unknown
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
+    arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
+    kept: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
-    token = tokenize(_PREFIX, list(names), len(programs), options, str(list(tasks.nodes)))
-    return gang_of(token, rank_programs(programs, dtype, kind), options)
-
-
-def gang_of(
-    token: str,
-    programs: Sequence[RankProgram],  # by rank
-    options: Options,
-    renamed: Callable[[Key], Key] = lambda key: key,  # returns the keys of inputs
-) -> FusedGang:
-    """Return the gang with a token that runs packed programs."""
-    gang, ranks = name_of_gang(token), RankGrid(((1,) * len(programs),), (len(programs),))
-    made: dict[Key, Task] = {}
-    for rank, program in enumerate(programs):
-        blocks = List(*(TaskRef(renamed(each)) for each in program.inputs))
-        key = (gang, rank)
-        made[key] = RankTask(key, run_rank, gang, rank, ranks, program.body, options, blocks)
-    commit = commit_task(gang, made)
-    return FusedGang(token, gang, {**made, commit.key: commit}, programs)
-
-
-def name_of_gang(token: str) -> str:
-    """Return the name of the gang with a token."""
-    return f"{_PREFIX}-ranks-{token}"
-
-
-def name_of_output(gang: FusedGang, number: int) -> str:
-    """Return the name of one of the arrays that a gang computes."""
-    return f"{output_prefix(number)}-{gang.token}"
-
-
-def output_prefix(number: int) -> str:
-    """Return the beginning of the names of arrays that gangs compute, by their number."""
-    return f"{_PREFIX}-{number}"
+    token = tokenize(PREFIX, list(names), len(programs), options, str(list(tasks.nodes)))
+    declared = [Declared.of(x) for x in arrays]
+    ranks = rank_programs(programs, dtype, kind)
+    return FusedGang(token, ranks, options, declared, kept=dict(kept))

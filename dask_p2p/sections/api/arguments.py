@@ -159,8 +159,7 @@ def ranks_without_arrays(ranks: int | None) -> RankGrid:
             "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
             "such as the number of workers."
         )
-    count = most_ranks(ranks)
-    return RankGrid(((1,) * count,), (count,))
+    return RankGrid.in_line(most_ranks(ranks))
 
 
 def most_ranks(ranks: int | None) -> int:

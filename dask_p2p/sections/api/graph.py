@@ -7,30 +7,27 @@ any output is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from dask.array.core import new_da_object
 from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import List, Task, TaskRef
 
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
-from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Outputs
 from dask_p2p.sections.api.rank_body import InputSpec, RankBody
-from dask_p2p.sections.gang.rank import run_rank
-from dask_p2p.sections.gang.tasks import commit_of, commit_task, output_task
-from dask_p2p.types import Array, DaskArray
+from dask_p2p.sections.gang.tasks import gang_tasks, name_of_gang, output_tasks
+from dask_p2p.types import Array, DaskArray, Key
 
 
 def section_arrays(
@@ -56,29 +53,112 @@ def section_arrays(
         for n, x in enumerate(arrays)
     )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
-    body = RankBody(function, ranks, inputs, outputs, kind)
-    section = Section(prefix, body, options)
-    if arrays and is_expression(arrays[0]):
-        layers = [SectionLayer(section, number) for number in range(len(outputs.each))]
-        return tuple(expression_array(arrays[0], layer, arrays) for layer in layers)
-    names = [x.name for x in arrays]
-    gang, tasks = section.tasks(names)
-    graph = HighLevelGraph.from_collections(gang, tasks, dependencies=list(arrays))
-    collections = []
-    for number in range(len(outputs.each)):
-        name = f"{prefix}-{number}-{section.token(names)}"
-        output_tasks = MaterializedLayer(section.output_tasks(name, gang, number))
-        all_tasks = {**graph.layers, name: output_tasks}
-        whole = HighLevelGraph(all_tasks, {**graph.dependencies, name: {gang}})
-        meta = section.meta(number)
-        chunks = section.chunks(number)
-        collections.append(new_da_object(whole, name, chunks, meta=meta, dtype=meta.dtype))
-    return tuple(collections)
+    section = Section(prefix, RankBody(function, ranks, inputs, outputs, kind), options)
+    return tuple(gang_arrays(section, arrays, len(outputs.each)))
+
+
+class GangWork(Protocol):
+    """The work of a gang, without the names of its inputs."""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the names of its arrays."""
+
+    @property
+    def own_token(self) -> str:
+        """Token without the inputs."""
+
+    def chunks(self, number: int) -> Any:
+        """Return the chunks of one of the arrays."""
+
+    def meta(self, number: int) -> Array:
+        """Return an empty array like the blocks of one of the arrays."""
+
+    def tasks(self, gang: str, names: Sequence[str]) -> Mapping[Key, Any]:
+        """Return the tasks of the gang, which has this name and inputs of these names."""
+
+    def keys(self, name: str, number: int) -> Iterable[Iterable[Key]]:
+        """Return the keys of the blocks of one of the arrays, which has this name: by rank."""
+
+
+def gang_arrays(work: GangWork, inputs: Sequence[DaskArray], count: int) -> list[DaskArray]:
+    """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions."""
+    if inputs and is_expression(inputs[0]):
+        layers = [GangLayer(work, number) for number in range(count)]
+        return [expression_array(inputs[0], layer, inputs) for layer in layers]
+    gang = Gang.of(work, inputs)
+    graph = HighLevelGraph.from_collections(gang.name, gang.tasks, dependencies=list(inputs))
+    return [gang.array(number, graph) for number in range(count)]
+
+
+class Gang(NamedTuple):
+    """A gang with inputs."""
+
+    work: GangWork
+    token: str  # part of all names
+    name: str
+    tasks: Mapping[Key, Any]  # of its ranks, and of the commit
+
+    @classmethod
+    def of(cls, work: GangWork, inputs: Sequence[Any] = ()) -> Gang:
+        """Return the gang for arrays or expressions."""
+        names = [x.name for x in inputs]
+        token = str(tokenize(work.own_token, names))
+        name = name_of_gang(work.prefix, token)
+        return cls(work, token, name, work.tasks(name, names))
+
+    def array(self, number: int, graph: HighLevelGraph) -> DaskArray:
+        """Return one of its arrays; the graph has the gang, and all that it reads."""
+        layer = GangLayer(self.work, number)
+        name = layer.name(self.token)
+        tasks = output_tasks(self.name, number, self.work.keys(name, number))
+        meta = layer.meta(None)
+        made: DaskArray = layered_array(name, tasks, layer.chunks, meta, graph, [self.name])
+        return made
+
+
+@dataclass(frozen=True)
+class GangLayer:
+    """The tasks of one of a gang's arrays, where arrays are expressions.
+
+    All arrays of one gang share the tasks of its ranks, since the inputs determine their names.
+    """
+
+    work: GangWork
+    number: int  # of the array
+
+    @property
+    def token(self) -> str:
+        """Token that identifies the array, without its inputs."""
+        return f"{self.number}-{self.work.own_token}"
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, self.token
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        chunks: Any = self.work.chunks(self.number)  # not a number where it is unknown
+        return tuple(chunks)
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks."""
+        return self.work.meta(self.number)
+
+    def name(self, token: str) -> str:
+        """Return the name of the array."""
+        return f"{self.work.prefix}-{self.number}-{token}"
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
+        """Return the tasks of the ranks, of the commit and of the array's blocks."""
+        gang = Gang.of(self.work, inputs)
+        keys = self.work.keys(name, self.number)
+        return {**gang.tasks, **output_tasks(gang.name, self.number, keys)}
 
 
 @dataclass(frozen=True)
 class Section:
-    """The work of a gang, without the names of its inputs."""
+    """The work of a gang that calls a function of local blocks: see `GangWork`."""
 
     prefix: str  # of the names of its arrays
     body: RankBody  # called by each rank
@@ -89,23 +169,17 @@ class Section:
         """Token without the inputs; random if the function has no other, so computed once."""
         return str(tokenize(self.prefix, self.body, self.options))
 
-    def token(self, names: Sequence[str]) -> str:
-        """Return a token that identifies the gang, from the names of its inputs."""
-        return str(tokenize(self.own_token, list(names)))
-
-    def tasks(self, names: Sequence[str]) -> tuple[str, dict[Any, Task]]:
-        """Return the name of the gang, and the tasks of its ranks and of the commit."""
-        gang, ranks = f"{self.prefix}-ranks-{self.token(names)}", self.body.ranks
-        tasks: dict[Any, Task] = {}
-        for rank in range(ranks.size):
-            blocks = [
+    def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Task]:
+        """Return the tasks of its ranks and of the commit."""
+        ranks = self.body.ranks
+        blocks = [
+            [
                 List(*(TaskRef((name, *index)) for index, _ in of.blocks(ranks, rank)))
                 for name, of in zip(names, self.body.inputs, strict=True)
             ]
-            key, given = (gang, rank), (gang, rank, ranks, self.body, self.options)
-            tasks[key] = RankTask(key, run_rank, *given, *blocks)
-        commit = commit_task(gang, tasks)
-        return gang, tasks | {commit.key: commit}
+            for rank in range(ranks.size)
+        ]
+        return gang_tasks(gang, ranks, [self.body] * ranks.size, blocks, self.options)
 
     def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
         """Return the chunks of one of the arrays."""
@@ -117,54 +191,11 @@ class Section:
         kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
         return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
 
-    def output_tasks(self, name: str, gang: str, number: int) -> dict[Any, Task]:
-        """Return the output tasks of one of the arrays, one for each block."""
-        tasks: dict[Any, Task] = {}
-        ranks, commit = self.body.ranks, commit_of(gang)
+    def keys(self, name: str, number: int) -> Iterator[list[Key]]:
+        """Yield the keys of one of the arrays, by rank."""
+        ranks, output = self.body.ranks, self.body.outputs.each[number]
         for rank in range(ranks.size):
-            indices = self.body.outputs.each[number].indices(ranks, rank)
-            for position, index in enumerate(indices):
-                key = (name, *index)
-                tasks[key] = output_task(key, commit, (gang, rank), number, position)
-        return tasks
-
-
-@dataclass(frozen=True)
-class SectionLayer:
-    """The tasks of one of a section's arrays, where arrays are expressions.
-
-    All arrays of one section share the tasks of its ranks, since the inputs determine their names.
-    """
-
-    section: Section
-    number: int  # of the array
-
-    @property
-    def token(self) -> str:
-        """Token that identifies the array, without its inputs."""
-        return f"{self.number}-{self.section.own_token}"
-
-    def __dask_tokenize__(self) -> Any:
-        return type(self).__name__, self.token
-
-    @property
-    def chunks(self) -> Chunks:
-        """Chunks of the array."""
-        chunks: Any = self.section.chunks(self.number)  # not a number where it is unknown
-        return tuple(chunks)
-
-    def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks."""
-        return self.section.meta(self.number)
-
-    def name(self, token: str) -> str:
-        """Return the name of the array."""
-        return f"{self.section.prefix}-{self.number}-{token}"
-
-    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
-        """Return the tasks of the ranks, of the commit and of the array's blocks."""
-        gang, tasks = self.section.tasks([x.name for x in inputs])
-        return tasks | self.section.output_tasks(name, gang, self.number)
+            yield [(name, *index) for index in output.indices(ranks, rank)]
 
 
 def whole_input(x: DaskArray) -> InputSpec:

@@ -112,9 +112,8 @@ class Communicator(Reductions):
         made.reads_memory = self.reads_memory
         made.reduces_by_messages = self.device.backend.on_device
         if not made.reduces_by_messages:
-            lines = RankGrid(((1,) * size,), (size,))
             options = connections, self.reads_memory, self.device
-            made._redistribution = Redistribution(lines, at, *options)
+            made._redistribution = Redistribution(RankGrid.in_line(size), at, *options)
         return made
 
 

@@ -1,30 +1,58 @@
-"""The tasks around the ranks of a gang: the commit task and the output tasks."""
+"""The tasks of a gang: one for each rank, the commit task, and one for each output block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dask.task_spec import TaskRef
+from dask.task_spec import Task, TaskRef
 
-from dask_p2p.engine.task import Blocks, WaitTask
+from dask_p2p.config import Options
+from dask_p2p.engine.task import Blocks, RankTask, WaitTask
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.coordinator import COMMIT
+from dask_p2p.sections.gang.rank import run_rank
 from dask_p2p.types import Key
 
 
-def commit_task(gang: str, ranks: Iterable[Key]) -> WaitTask:
-    """Return the task that depends on all ranks of a gang, by the keys of their tasks."""
-    return WaitTask((gang, COMMIT), _depend_on_all, Blocks(*ranks))
+def name_of_gang(prefix: str, token: str) -> str:
+    """Return the name of a gang, from the prefix of its arrays' names and its token."""
+    return f"{prefix}-ranks-{token}"
 
 
-def commit_of(gang: str) -> Blocks:
-    """Return the dependency of output tasks on the commit of their gang."""
-    return Blocks((gang, COMMIT))
+def commit_of(gang: str) -> Key:
+    """Return the key of the commit task, on which all output tasks depend."""
+    return (gang, COMMIT)
 
 
-def output_task(key: Key, commit: Blocks, rank: Key, number: int, position: int) -> WaitTask:
-    """Return the task of one output block: the rank's block at a position in one of its arrays."""
-    return WaitTask(key, _output, commit, TaskRef(rank), number, position)
+def gang_tasks(
+    gang: str,  # name of the gang
+    ranks: RankGrid,
+    bodies: Sequence[Any],  # by rank: see `run_rank`
+    blocks: Iterable[Sequence[Any]],  # by rank: arguments of the body
+    options: Options,  # sent with the tasks
+) -> dict[Key, Task]:
+    """Return the tasks of the ranks, and the commit task that depends on all of them."""
+    tasks: dict[Key, Task] = {}
+    for rank, (body, given) in enumerate(zip(bodies, blocks, strict=True)):
+        key = (gang, rank)
+        tasks[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, *given)
+    commit = commit_of(gang)
+    return tasks | {commit: WaitTask(commit, _depend_on_all, Blocks(*tasks))}
+
+
+def output_tasks(
+    gang: str,
+    number: int,  # of the array
+    keys: Iterable[Iterable[Key]],  # of its blocks: by rank, in the order of the rank's blocks
+) -> dict[Key, Task]:
+    """Return the tasks of one array's blocks, by key."""
+    commit = Blocks(commit_of(gang))
+    return {
+        key: WaitTask(key, _output, commit, TaskRef((gang, rank)), number, position)
+        for rank, of_rank in enumerate(keys)
+        for position, key in enumerate(of_rank)
+    }
 
 
 def _depend_on_all(ranks: list[Any]) -> None:
