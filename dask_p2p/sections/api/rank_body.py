@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
+import cloudpickle  # Dask's functions would log an error for each object without a pickle
 import numpy as np
 
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.engine.memory import in_memory_bytes
+from dask_p2p.engine.task import current_worker
 from dask_p2p.geometry import Box, Index, box_slices
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
@@ -136,16 +139,33 @@ def own_copy(value: Any) -> Any:
     """Return a copy, as a rank in a process of its own would have it.
 
     Without copies, ranks of one process would change the same lists and dicts, and a rank that runs
-    again would find them changed. An object that cannot be copied, such as a lock, is shared.
+    again would find them changed. Workers of one process also pass functions to each other without
+    pickles, so their closures are copied, too. An object that cannot be copied, such as a lock, is
+    shared.
     """
+    worker, _ = current_worker()
+    is_in_process = worker is not None and worker.address.startswith("inproc")
+    return _copied(value, _pickled_copy if is_in_process else deepcopy)
+
+
+def _copied(value: Any, copy: Callable[[Any], Any]) -> Any:
     try:
-        return deepcopy(value)
+        return copy(value)
     except Exception:
         if is_dataclass(value) and not isinstance(value, type):
-            own = {each.name: own_copy(getattr(value, each.name)) for each in fields(value)}
+            own = {each.name: _copied(getattr(value, each.name), copy) for each in fields(value)}
             return replace(value, **own)
         if type(value) is dict:
-            return {key: own_copy(each) for key, each in value.items()}
+            return {key: _copied(each, copy) for key, each in value.items()}
         if type(value) in (list, tuple, set):
-            return type(value)(map(own_copy, value))
+            return type(value)(_copied(each, copy) for each in value)
         return value
+
+
+def _pickled_copy(value: Any) -> Any:
+    """Return a copy from a pickle, which shares no memory with the value."""
+    buffers: list[PickleBuffer] = []
+    pickled = cloudpickle.dumps(value, buffer_callback=buffers.append)
+    raw = [each.raw() for each in buffers]
+    own = [bytes(each) if each.readonly else bytearray(each) for each in raw]
+    return cloudpickle.loads(pickled, buffers=own)

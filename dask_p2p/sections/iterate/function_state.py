@@ -8,8 +8,6 @@ With checkpoints in files, functions that change from step to step are refused.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from dataclasses import replace
 from math import inf
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,6 @@ from zlib import crc32
 
 import cloudpickle  # Dask's functions would log an error for each object without a pickle
 
-from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
@@ -81,27 +78,6 @@ class FunctionState:
             )
         self._has_warned = found
         return found
-
-
-def with_own_functions(of: Iteration) -> Iteration:
-    """Return the work of a rank with copies of functions that other ranks of its process have.
-
-    Workers of one process pass functions to each other without pickles. A function without a
-    pickle is shared.
-    """
-    worker, _ = current_worker()
-    if worker is None or not worker.address.startswith("inproc"):
-        return of
-    phases = tuple(replace(each, function=_own(each.function)) for each in of.phases)
-    return replace(of, phases=phases, until=_own(of.until))
-
-
-def _own(function: Any) -> Any:
-    if function is None or is_replayable(function):
-        return function
-    with suppress(Exception):
-        return cloudpickle.loads(cloudpickle.dumps(function))
-    return function
 
 
 def _sums(kept: Any, most_bytes: float = inf) -> list[int] | None:

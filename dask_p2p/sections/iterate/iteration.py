@@ -23,7 +23,6 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.constants import ConstantSpec
 from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
-from dask_p2p.sections.iterate.function_state import with_own_functions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase
@@ -77,7 +76,7 @@ class Iteration:
         return Outputs(tuple(found), tuple(map(str, range(len(found)))))
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
-        with closing(RankLoop(with_own_functions(self), ctx, local_blocks)) as loop:
+        with closing(RankLoop(self, ctx, local_blocks)) as loop:
             returned = loop()
         return {str(number): value for number, value in enumerate(returned)}
 

@@ -537,7 +537,14 @@ class Counter:
 
 
 class NoLock:
-    """Not to be copied, like a lock; ranks use it at the same time."""
+    """Not to be copied, like a lock, once it is with a rank; ranks use it at the same time."""
+
+    received = False
+
+    def __getstate__(self):
+        if self.received:
+            raise TypeError("cannot be pickled")
+        return {"received": True}
 
     def __enter__(self):
         return self

@@ -1,0 +1,118 @@
+"""Functions that keep values, in ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import PerRank, Save, iterate, spmd
+from tests.support import own_client
+
+X = np.arange(32.0).reshape(8, 4)
+RANKS = 4
+
+
+def array():
+    return da.from_array(X, chunks=(2, 4))
+
+
+def counting():
+    """Return a function that returns the number of its calls."""
+    calls = []
+
+    def count(*args):
+        calls.append(1)
+        return len(calls)
+
+    return count
+
+
+def each(function):
+    return spmd(function, array(), ranks=RANKS, outputs=PerRank(0.0))
+
+
+def closure():
+    count = counting()
+    return each(lambda ctx, x: (ctx.barrier(), count())[1])
+
+
+def default_argument():
+    def function(ctx, x, calls=[]):  # noqa: B006
+        calls.append(1)
+        ctx.barrier()
+        return len(calls)
+
+    return each(function)
+
+
+def scratch():
+    memory = np.zeros(4)
+
+    def function(ctx, x):
+        memory[:] = ctx.rank
+        ctx.barrier()
+        return memory[0] - ctx.rank + 1
+
+    return each(function)
+
+
+def stepped(**options):
+    return iterate(lambda u: {"u": u[1:-1, 1:-1] + 1}, {"u": array()}, 1, 3, ranks=RANKS, **options)
+
+
+def record():
+    count = counting()
+    return stepped(record={"n": lambda u: count()})["n"] / [RANKS, 2 * RANKS, 3 * RANKS]
+
+
+def boundary():
+    count = counting()
+
+    def ends(rim, inside, at):
+        rim[...] = count()
+
+    def first(u):
+        return {"u": u[1:-1, :1] + np.zeros(4)}
+
+    return iterate(first, {"u": array()}, 1, 1, boundary={0: 0, 1: ends}, ranks=RANKS)["u"]
+
+
+def two_functions():
+    """The functions of one rank share their objects."""
+    calls = []
+
+    def function(u):
+        calls.append(1)
+        return {"u": u[1:-1, 1:-1]}
+
+    options = {"ranks": RANKS, "record": {"n": lambda u: len(calls)}}
+    return iterate(function, {"u": array()}, 1, 3, **options)["n"] / [4, 8, 12]
+
+
+PROGRAMS = [closure, default_argument, scratch, record, boundary, two_functions]
+
+
+@pytest.fixture(scope="module")
+def in_process():
+    with own_client(2, threads_per_worker=2, processes=False) as client:
+        yield client
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_of_one_process_share_no_objects(in_process, program):
+    made = program()
+    for _ in range(2):
+        np.testing.assert_array_equal(made.compute(), np.ones(made.shape))
+
+
+@pytest.mark.cluster
+def test_ranks_of_one_process_share_no_functions_of_computed_fields(in_process, tmp_path):
+    zarr = pytest.importorskip("zarr")
+    count = counting()
+    save = Save(tmp_path, every=1, compute={"n": lambda u: u[1:-1, 1:-1] * 0 + count()})
+    stepped(save=save)["u"].compute()
+    # The first call, before all steps, is for the dtype.
+    frames = np.broadcast_to(np.array([2, 3, 4])[:, None, None], (3, 8, 4))
+    np.testing.assert_array_equal(zarr.open(tmp_path)["n"][:], frames)
