@@ -80,7 +80,7 @@ class LocalBlocks:
             key, into = (f"input {number}", *index), local_block[box_slices(box)]
             given = checked_block(as_array(block), key, into.shape, of.dtype)
             check_kind(self._device, f"block {key}", given)
-            self._device.backend.permute_into(into, given, range(into.ndim))
+            self._device.assign(into, given)
 
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""

@@ -90,6 +90,10 @@ class Host:
         """Copy host memory into an array."""
         np.copyto(array, host_array)
 
+    def assign(self, into: Array, array: Array) -> None:
+        """Copy an array into another one of the same shape and dtype."""
+        into[...] = array
+
     def block(self, array: Array, dtype: DType) -> Array:
         """Return a copy of an array as an output block of the task."""
         made: Array = np.array(array, dtype)

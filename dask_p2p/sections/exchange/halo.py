@@ -183,7 +183,7 @@ class HaloLayout:
     def fill(self, data: Array) -> None:
         """Fill the part of the halo that needs no other rank."""
         for src, dst in self._copies:
-            data[dst] = data[src]
+            self.device.assign(data[dst], data[src])
         for dst, value in self._fills:
             data[dst] = value
 

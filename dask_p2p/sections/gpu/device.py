@@ -229,6 +229,9 @@ class Gpu(Host):
         """CUDA's function, kept: its look-up takes half as long as a call."""
         return self.module.cuda.runtime.memcpyAsync
 
+    def assign(self, into: Array, array: Array) -> None:
+        self.backend.permute_into(into, array, range(into.ndim))  # CuPy would compile a kernel
+
     def block(self, array: Array, dtype: DType) -> Array:
         # The block outlives the stream, and a pool keeps a stream's memory for that stream: see
         # `DeviceQueue.empty`.
