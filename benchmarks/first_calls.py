@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import dask.array as da
-from distributed import Client, wait
+from distributed import Client, futures_of, wait
 
 import dask_p2p
 from benchmarks.environment import environment
@@ -81,6 +81,7 @@ def first_call(
         if made is not None:
             made = client.persist(made)
             wait(made)
+            assert {each.status for each in futures_of(made)} == {"finished"}
         wall_s, main_s = time.perf_counter() - start_s, processor_s() - main_s
         after_s = client.run(processor_s)
         worker_s = fmean(after_s[address] - before_s[address] for address in after_s)

@@ -16,7 +16,7 @@ from dask_p2p.errors import UnsupportedArrayError
 #: Classes whose arrays have the operators of plain ones.
 PLAIN = np.ndarray, np.memmap, np.recarray
 #: Packages whose arrays are plain or lazy.
-_PLAIN_OF = "cupy.", "cupyx.", "dask.", "dask_array.", "dask_p2p."
+_PLAIN_OF = {"cupy", "cupyx", "dask", "dask_array", "dask_p2p"}
 
 
 def is_plain(value: Any) -> bool:
@@ -27,7 +27,7 @@ def is_plain(value: Any) -> bool:
     kind = type(value)
     if kind in PLAIN or not hasattr(kind, "__array_function__"):
         return True
-    return kind.__module__.startswith(_PLAIN_OF)
+    return kind.__module__.partition(".")[0] in _PLAIN_OF
 
 
 def check_plain(name: str, value: Any) -> None:

@@ -50,6 +50,8 @@ def test_arrays_that_are_more_than_their_elements(value, lost):
     "value",
     [
         np.ones(2),
+        type("ndarray", (), {"__module__": "cupy", "__array_function__": None})(),
+        type("csr_matrix", (), {"__module__": "cupyx.scipy", "__array_function__": None})(),
         np.ones(2).view(np.memmap),
         np.ones(2).view(np.recarray),
         np.float32(3),
