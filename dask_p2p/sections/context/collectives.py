@@ -120,7 +120,7 @@ class Collectives(Messaging):
         root = self._checked_root(root)
         if self.rank == root:
             self._check_parts("parts", parts)
-        return self._from_root(root, parts or (), CALL_TAGS["scatter()"])
+        return self._from_root(root, () if parts is None else parts, CALL_TAGS["scatter()"])
 
     def bcast(self, value: Any = None, root: int = 0) -> Any:
         """Return the value of one rank. Only that rank needs to have it.

@@ -91,6 +91,9 @@ def test_one_rank_gets_or_gives(ranks):
         assert lengths == [*range(ranks)]
         parts = [np.full(n, n) for n in range(ranks)] if rank == last else None
         assert ctx.scatter(parts, root=last).tolist() == [rank] * rank
+        rows = np.arange(3.0 * ranks).reshape(ranks, 3)
+        assert ctx.scatter(rows if rank == last else None, root=last).tolist() == [*rows[rank]]
+        assert ctx.scatter(rows).tolist() == [*rows[rank]]
         value = {"x": np.arange(3), "y": 0.5} if rank == last else None
         found = ctx.bcast(value, root=last)
         assert (found["x"].tolist(), found["y"]) == ([0, 1, 2], 0.5)
