@@ -11,7 +11,7 @@ from dask_p2p.plans.grid import GridPlan
 from dask_p2p.versioned import versioned
 
 
-@versioned()
+@versioned(shared=True)  # pickled without cached properties
 @dataclass(frozen=True)
 class ReorderedPlan:
     """A plan of blocks whose axes have another order in memory than in their index."""

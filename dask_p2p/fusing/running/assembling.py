@@ -9,13 +9,13 @@ from typing import Any
 
 from dask.array.core import concatenate3
 
-from dask_p2p import tuning
 from dask_p2p.backends import as_array
 from dask_p2p.backends.declared import checked_block
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
+from dask_p2p.fusing.running.block_plans import KEPT_PLANS, BlockPlans
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans import BlockPlan, Piece
+from dask_p2p.plans import BlockPlan
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces
 from dask_p2p.types import Array, DType, Key
 
@@ -23,38 +23,27 @@ from dask_p2p.types import Array, DType, Key
 class Assembling:
     """The blocks that a rank assembles in its present superstep."""
 
-    def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
+    def __init__(
+        self, memories: Sequence[Lending] = (HOST_ARRAYS,), plans: BlockPlans = KEPT_PLANS
+    ) -> None:
         self.memories = memories  # of arrays: that of the host first
-        #: By the array's plan and the index of the block: its plan, and its pieces by source.
-        self._plans: dict[Any, tuple[BlockPlan, Mapping[int, SourcePieces]]] = {}
-        self._pieces = 0  # of all these plans
+        self._plans = plans
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._others: dict[Key, dict[int, Sequence[Any]]] = {}  # see `add_others`
         self._copied = defaultdict[Key, set[int]](set)  # see `begin_local`, by block
 
+    @property
+    def host(self) -> Lending:
+        """The memory of the host."""
+        return self.memories[0]
+
     def plan(self, block: AssembledBlock) -> BlockPlan:
-        """Return the plan of a block, kept for equal blocks of later layers while there is room."""
-        return self._planned(block)[0]
+        """Return the plan of a block."""
+        return self._plans.of(block.plan, block.position)[0]
 
     def pieces(self, block: AssembledBlock, number: int) -> SourcePieces:
         """Return the pieces of one source of a block, always in the same order."""
-        return self._planned(block)[1][number]
-
-    def _planned(self, block: AssembledBlock) -> tuple[BlockPlan, Mapping[int, SourcePieces]]:
-        wanted = id(block.plan), block.position
-        found = self._plans.get(wanted)
-        if found is None:
-            plan = block.plan.block(block.position)
-            self._pieces += len(plan.pieces)
-            if self._pieces > tuning.current.kept_pieces:
-                self._plans.clear()
-                self._pieces = len(plan.pieces)
-            groups = defaultdict[int, list[Piece]](list)
-            for piece in plan.pieces:
-                groups[piece.source].append(piece)
-            found = plan, {source: SourcePieces(group) for source, group in groups.items()}
-            self._plans[wanted] = found
-        return found
+        return self._plans.of(block.plan, block.position)[1][number]
 
     def memory_of(self, value: Any) -> Lending | None:
         """Return the memory of a plain array without Python objects; None for other values."""

@@ -3,14 +3,16 @@
 A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
 assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays,
 and all arrays of GPUs, in each other's memory: then the header has a descriptor in place of the
-bytes. The owner keeps such an array until the reader has acknowledged the read. A failed value is
-sent in place of all its regions.
+bytes. They also read the bytes of many small arrays there, packed, as one array. The owner keeps
+such memory until the reader has acknowledged the read. A failed value is sent in place of all its
+regions.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +31,8 @@ from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
 
-_HEADER = struct.Struct("<Q")  # length of the header
+# Length of the header; address and length of the arrays' bytes if they are read, otherwise 0.
+_HEADER = struct.Struct("<QQQ")
 _ALIGNMENT_BYTES = 16  # of the arrays in a message
 
 
@@ -74,12 +77,15 @@ class Messages:
         found = received()
         for memory in memories:
             memory.received(superstep.receives)
-        unpacked = {rank: _Unpacking(self, rank, found[rank]) for rank in superstep.receives}
-        for rank, message in unpacked.items():
-            message.take(superstep.receives[rank], values)
+        read = defaultdict[Lending, list[int]](list)  # ranks by memory
+        for rank, items in superstep.receives.items():
+            message = _Unpacking(self, rank, found.pop(rank))
+            message.take(items, values)
+            for memory in message.read:
+                read[memory].append(rank)
         for memory in memories:
             readers = [rank for rank, each in packed.items() if memory in each.lent]
-            memory.end(text, readers, [r for r, each in unpacked.items() if memory in each.read])
+            memory.end(text, readers, read[memory])
 
     def _sends(
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
@@ -174,31 +180,47 @@ class Packing:
     def _bytes(self) -> bytearray:
         heads = (self._heads, self._failed) if self._failed else self._heads
         header = pickle.dumps(heads, 5)  # without values of users: faster than `dumps`
-        starts, size_bytes = [], _HEADER.size + len(header)
+        starts, size_bytes = [], 0
         for array in self._arrays:
             starts.append(start := _aligned(size_bytes))
             size_bytes = start + array.nbytes
-        message = bytearray(size_bytes)
-        _HEADER.pack_into(message, 0, len(header))
+        start_bytes, host = _aligned(_HEADER.size + len(header)), self._messages.assembling.host
+        lent = host.lent_bytes(self._rank, size_bytes)
+        if lent is None:
+            message = bytearray(start_bytes + size_bytes)
+            _HEADER.pack_into(message, 0, len(header), 0, 0)
+            self._pack(memoryview(message)[start_bytes:], starts)
+        else:
+            message = bytearray(start_bytes)
+            _HEADER.pack_into(message, 0, len(header), lent.ctypes.data, size_bytes)
+            self._pack(lent.data, starts)
+            self.lent.setdefault(host, []).append(lent)
         message[_HEADER.size : _HEADER.size + len(header)] = header
+        return message
+
+    def _pack(self, into: memoryview, starts: Sequence[int]) -> None:
         for start, array in zip(starts, self._arrays, strict=True):
             if array.nbytes:
-                target = _array_at(message, start, array.shape, array.dtype)
+                target = _array_at(into, start, array.shape, array.dtype)
                 NUMPY.permute_into(target, array, range(array.ndim))
-        return message
 
 
 class _Unpacking:
     """One message from a rank."""
 
     def __init__(self, messages: Messages, rank: int, message: memoryview) -> None:
-        self._messages, self._rank, self._message = messages, rank, message
-        (length,) = _HEADER.unpack_from(message)
-        self._next = _HEADER.size + length  # position after the bytes that are unpacked
-        heads = pickle.loads(message[_HEADER.size : self._next])
+        self._messages, self._rank = messages, rank
+        length, address, size_bytes = _HEADER.unpack_from(message)
+        heads = pickle.loads(message[_HEADER.size : _HEADER.size + length])
         heads, self._failed = heads if isinstance(heads, tuple) else (heads, {})
         self._heads: Iterator[Any] = iter(heads)
         self.read: set[Lending] = set()  # memory of the rank that was read
+        self._arrays = message[_aligned(_HEADER.size + length) :]
+        self._next = 0  # position after the arrays that are unpacked
+        if address:
+            host = messages.assembling.host
+            self._arrays = host.read_bytes(rank, address, size_bytes)
+            self.read.add(host)
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
@@ -262,7 +284,7 @@ class _Unpacking:
         start = _aligned(self._next)
         self._next = start + into.nbytes
         if into.nbytes:
-            memory.place(into, _array_at(self._message, start, shape, into.dtype), axes)
+            memory.place(into, _array_at(self._arrays, start, shape, into.dtype), axes)
 
 
 def _aligned(position: int) -> int:

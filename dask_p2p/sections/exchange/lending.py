@@ -94,6 +94,14 @@ class Lending(ABC):
         """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
         raise NotImplementedError
 
+    def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:
+        """Return memory for packed arrays, which a rank reads; None: they are sent."""
+        return None
+
+    def read_bytes(self, rank: int, address: int, size_bytes: int) -> memoryview:
+        """Return packed arrays from the memory of another rank."""
+        raise NotImplementedError
+
     @abstractmethod
     def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
         """End an exchange: all reads are done, or enqueued on the rank's stream.
@@ -151,8 +159,25 @@ class HostLending(Lending):
     def received(self, ranks: Collection[int]) -> None:
         pass
 
+    def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:
+        if (
+            self._reads is None
+            or size_bytes < tuning.current.read_bytes
+            or not self._reads.is_read_by(rank)
+        ):
+            return None
+        memory: Array = NUMPY.allocate(size_bytes)
+        return memory
+
+    def read_bytes(self, rank: int, address: int, size_bytes: int) -> memoryview:
+        assert self._reads is not None, "addresses are only sent to ranks that read memory"
+        memory = NUMPY.allocate(size_bytes)
+        self._reads.read_bytes(rank, address, memory)
+        self._connections.count(rank, size_bytes)
+        return memoryview(memory)
+
     def descriptor(self, rank: int, array: Array) -> bytes | None:
-        if self._reads is None or array.nbytes < tuning.current.read_bytes:
+        if self._reads is None or array.nbytes < tuning.current.lent_read_bytes:
             return None
         descriptor = self._reads.descriptor_for(rank, array)
         return descriptor if descriptor is not None and any(descriptor) else None

@@ -158,16 +158,20 @@ class Reads:
         """Return whether this rank reads a holder's memory."""
         return bool(self._readers[holder, self._rank])
 
+    def is_read_by(self, reader: int) -> bool:
+        """Return whether a rank reads this rank's memory."""
+        return bool(self._readers[self._rank, reader])
+
     def descriptor_for(self, reader: int, region: Array) -> bytes | None:
         """Return a region's address and strides for a reader; None if it cannot read here.
 
         All bytes are zero if the region's rows are too short: it is sent in a message then.
         """
-        if not self._readers[self._rank, reader]:
+        if not self.is_read_by(reader):
             return None
         shape, strides = region.shape, region.strides
         run_bytes = process_memory.run_bytes_of(shape, strides, region.itemsize)
-        if run_bytes < tuning.current.process_run_bytes:
+        if run_bytes < tuning.current.read_run_bytes:
             return bytes(descriptor_bytes(region.ndim))
         return struct.pack(f"<Q{region.ndim}q", region.ctypes.data, *strides)
 
@@ -189,6 +193,11 @@ class Reads:
         except (OSError, OverflowError) as exc:
             raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
         return None if region is into else region
+
+    def read_bytes(self, holder: int, address: int, into: Array) -> None:
+        """Read contiguous bytes of another rank into contiguous memory."""
+        descriptor = struct.pack("<Qq", address, 1)
+        self.read(holder, descriptor, into.shape, into, (0,), NUMPY.allocate)
 
 
 class _Memory:

@@ -12,9 +12,6 @@ from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import halo_plan
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
-from tests.fusing.running.test_runner import large
-from tests.fusing.support import check_blocks, run_programs
-from tests.support import tune
 
 ROWS, COLUMNS = ((2,) * 6, (12,)), ((12,), (2,) * 6)
 PLANS = {
@@ -49,22 +46,6 @@ def test_a_block_equal_to_its_source_is_not_copied():
     copied = Assembling().finish(own, {("x", 0, 0): value})
     assert not np.shares_memory(copied, value), "a function may overwrite it"
     np.testing.assert_array_equal(copied, value)
-
-
-def pieces_in(assembling):
-    return sum(len(plan.pieces) for plan, _ in assembling._plans.values())
-
-
-def test_few_plans_are_kept(monkeypatch):
-    """Those of many slabs would take more memory than the blocks."""
-    tune(monkeypatch, kept_pieces=20)
-    keeps, plan = Assembling(), PLANS["transpose"]
-    for _ in range(2):
-        for block in blocks_of(plan):
-            assert keeps.plan(block) == plan.block(block.position)
-            assert 0 < pieces_in(keeps) <= 20
-    arrays = large(256)
-    check_blocks(arrays, run_programs(arrays, 3))
 
 
 def test_equal_blocks_of_several_layers_share_a_plan():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import dask.array as da
@@ -89,39 +90,55 @@ def test_large_arrays_are_read_in_place(monkeypatch):
         assert (max(sizes) < 2**16) == reads_memory
 
 
-def test_an_array_is_kept_until_it_is_read(monkeypatch):
+@pytest.fixture
+def reads(monkeypatch):
+    """The number of reads of other ranks' memory by method. Each one comes late."""
+    found = Counter()
+
+    def late(original):
+        def read(self, *args):
+            found[original.__name__] += 1
+            time.sleep(0.05)  # the owner would go on meanwhile
+            return original(self, *args)
+
+        return read
+
+    for original in (HostLending.read, HostLending.read_bytes):
+        monkeypatch.setattr(HostLending, original.__name__, late(original))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "read"), [(128, "read_bytes"), (256, "read")])
+def test_an_array_is_kept_until_it_is_read(reads, rows, read):
     """Otherwise its memory would be overwritten by the next array of its size."""
-    original = HostLending.read
-
-    def late(self, *args):
-        time.sleep(0.1)  # the owner would go on meanwhile
-        original(self, *args)
-
-    monkeypatch.setattr(HostLending, "read", late)
-    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(256, 512)) + 1
+    n = 2 * rows
+    x = da.random.default_rng(0).normal(size=(n, n), chunks=(rows, n)) + 1
     y = dask_p2p.transpose(x)
     for _ in range(3):
         y = dask_p2p.transpose(y * 1.5)
     check_blocks([y], run_programs([y], 2))
+    assert reads == {read: 8}
+
+
+def test_many_small_arrays_are_read_as_one(reads):
+    """A read of one would take longer than the copies."""
+    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(64, 512))
+    y = dask_p2p.transpose(x + 1)
+    check_blocks([y], run_programs([y], 2))
+    assert reads == {"read_bytes": 2}
 
 
 def native(block):
     return block.astype(float)
 
 
-def test_converted_arrays_are_kept_until_they_are_read(monkeypatch):
+def test_converted_arrays_are_kept_until_they_are_read(reads):
     """Blocks in another byte order than declared are copied, for their readers alone."""
-    original = HostLending.read
-
-    def late(self, *args):
-        time.sleep(0.05)
-        original(self, *args)
-
-    monkeypatch.setattr(HostLending, "read", late)
-    x = da.random.default_rng(0).normal(size=(512, 512), chunks=(128, 512))
+    x = da.random.default_rng(0).normal(size=(2048, 2048), chunks=(1024, 2048))
     y = dask_p2p.transpose(x.map_blocks(native, dtype=">f8"))
     assert y.dtype == ">f8"
     check_blocks([y], run_programs([y], 2))
+    assert reads == {"read": 2}
 
 
 def test_stencils_send_halos_alone(monkeypatch):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
 from tests.fusing.support import check_blocks, graphs, run_programs, smooth
+from tests.support import tune
 
 
 @given(graphs(), st.integers(1, 4))
@@ -23,6 +24,13 @@ def large(n=512):
     x = da.random.default_rng(0).normal(size=(n, n), chunks=(n // 4, n))
     y = dask_p2p.map_overlap(smooth, x, depth=1, boundary="periodic", dtype=x.dtype)
     return dask_p2p.transpose(y), dask_p2p.rechunk(y, (-1, n // 4)) @ x, y[:, ::-1].T.copy() + y
+
+
+@pytest.mark.parametrize("least_bytes", [1, 2**30])
+def test_regions_are_equal_if_they_are_read_or_packed(monkeypatch, least_bytes):
+    tune(monkeypatch, lent_read_bytes=least_bytes, read_bytes=1, read_run_bytes=1)
+    arrays = large(64)
+    check_blocks(arrays, run_programs(arrays, 3))
 
 
 @pytest.mark.parametrize("reads_memory", [True, False])

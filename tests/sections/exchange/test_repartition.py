@@ -85,7 +85,7 @@ def test_ranks_get_their_blocks_of_another_partition(
         assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
 
     with pytest.MonkeyPatch.context() as patched:
-        tune(patched, read_bytes=least_bytes[0], process_run_bytes=least_bytes[1])
+        tune(patched, read_bytes=least_bytes[0], read_run_bytes=least_bytes[1])
         run_gang(ranks, there_and_back)
 
 
