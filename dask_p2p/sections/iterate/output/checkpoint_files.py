@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.geometry import box_slices
+from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
 from dask_p2p.sections.iterate.output.folders import Folder
-from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
+from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.scalars import Scalars
 
@@ -61,16 +62,16 @@ class CheckpointFiles(CheckpointFolder):
 
     def _fill(self, group: Any) -> None:
         for name, block, field in self._levels():
-            group[name][box_slices(field.box)] = self.ctx.device.to_host(block)
+            stored(group, name)[box_slices(field.box)] = self.ctx.device.to_host(block)
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes = self._shapes()
         group = created(folder, shapes, {"program": self._program(), "step": step})
         create_arrays(group, shapes, self._chunks)
         for name, value in self._scalars.values.items():
-            group[name][()] = value
+            stored(group, name)[()] = value
         for name, values in self._series.values.items():
-            group.create_array(f"series.{name}", data=values)
+            group.create_array(f"series.{name}", data=values, config=CONFIG)
 
 
 def _series_of(group: Any) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from dask_p2p.sections.iterate.output.groups import (
     opened,
     plain,
     seen_by_all,
+    stored,
     together,
 )
 from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
@@ -62,7 +63,7 @@ class Frames:
         together(self._ctx, self._folder, partial(self._open, shapes, first))
         self._group = seen_by_all(self._ctx, self._folder)
         for name, (_, dtype) in shapes.items():
-            self._arrays[name] = self._group[name]
+            self._arrays[name] = stored(self._group, name)
             if name in self._fields:
                 self._parts[name] = parts = self._part(self._fields[name])
                 shape = tuple(of.stop - of.start for of in parts[0])

@@ -94,6 +94,14 @@ def create_arrays(
         group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
 
 
+def stored(group: Any, name: str) -> Any:
+    """Return an array of a group to write: with the configuration of `create_arrays`."""
+    import zarr
+
+    found = group[name]  # an array that is opened has Zarr's default configuration
+    return zarr.Array(zarr.AsyncArray(found.metadata, found.store_path, CONFIG))
+
+
 def plain(shapes: Shapes) -> dict[str, Any]:
     """Return shapes and dtypes as JSON has them."""
     return {name: [list(shape), np.dtype(dtype).str] for name, (shape, dtype) in shapes.items()}

@@ -15,11 +15,12 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
+from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import Leaf, State
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
 from dask_p2p.sections.iterate.output.folders import Folder
-from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
+from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.specs import store_chunks
 
 if TYPE_CHECKING:
@@ -151,17 +152,17 @@ class StateFiles(CheckpointFolder):
         create_arrays(group, of_all, self._chunks)
         for name, (shape, _) in of_all.items():
             if shape == ():
-                group[name][()] = self._arrays[name]
+                stored(group, name)[()] = self._arrays[name]
         for name in kinds.keys() - of_all.keys() - self._differing:
-            group.create_array(name, data=self._arrays[name])
+            group.create_array(name, data=self._arrays[name], config=CONFIG)
 
     def _fill(self, group: Any) -> None:
         while self._arrays:
             name, array = self._arrays.popitem()
             if self._kinds[name] == DIVIDED and array.size:
-                group[name][box_slices(self.ctx.box)] = array
+                stored(group, name)[box_slices(self.ctx.box)] = array
             elif name in self._differing:
-                group.create_array(self._own(name), data=array)
+                group.create_array(self._own(name), data=array, config=CONFIG)
 
     def _own(self, name: str) -> str:
         return f"{name}.rank-{self.ctx.rank}"

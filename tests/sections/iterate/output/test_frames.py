@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zarr
 
-from dask_p2p import Checkpoint, Field, Save, estimate, iterate
+from dask_p2p import Checkpoint, Field, Record, Save, estimate, iterate
 from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
 from dask_p2p.sections.iterate.output.frames import FrameWriter
 from dask_p2p.sections.iterate.output.specs import part_of_slice
@@ -302,3 +302,20 @@ def test_big_endian_fields(tmp_path):
     made = iterate(lambda u: inner(u).astype(u.dtype), {"u": given}, 1, 2, save=save, ranks=1)
     dask.compute(made, scheduler="sync")
     assert np.array_equal(frames_of(tmp_path)["u"][1], B)
+
+
+def test_bits_of_negative_zeros(tmp_path):
+    """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
+    zeros = np.full(20, complex(-0.0, -0.0))
+    given = {"u": da.from_array(zeros, chunks=10), "t": complex(-0.0, -0.0)}
+    record = {"first": Record(lambda u: u[0], dtype=complex)}
+    options = {"save": Save(tmp_path / "frames", 1), "record": record}
+    for steps in (1, 2):  # the second run resumes from the checkpoint of the first one
+        options["checkpoint"] = Checkpoint(tmp_path / "states", every=1)
+        made = iterate(lambda u, t: {"u": u, "t": t}, given, 0, steps, boundary="none", **options)
+        (found,) = dask.compute(made, scheduler="sync")
+    for name, shape in (("u", (20,)), ("t", ())):
+        wanted = np.full(shape, zeros[0]).tobytes()
+        assert np.asarray(found[name]).tobytes() == wanted
+        assert frames_of(tmp_path / "frames")[name][1].tobytes() == wanted
+    assert found["first"].tobytes() == zeros[:2].tobytes()
