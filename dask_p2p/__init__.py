@@ -8,13 +8,13 @@ start, for its subcommands.
 """
 
 from threading import RLock
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
 from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
-from dask_p2p.fusing.late import after_import
-from dask_p2p.loading import loaded
+from dask_p2p.loading import loaded, when_imported
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
@@ -110,22 +110,22 @@ def __getattr__(name: str) -> Any:
         return function
 
 
-def _put_option_in_place() -> None:
+def _put_option_in_place(_: ModuleType) -> None:
     from dask_p2p.fusing.option import put_in_place
 
     put_in_place()
 
 
-def _put_option_of_expressions_in_place() -> None:
+def _put_option_of_expressions_in_place(_: ModuleType) -> None:
     from dask_p2p.fusing.expressions import put_in_place
 
-    after_import("distributed.client", put_in_place)
+    when_imported("distributed.client", put_in_place)
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
 
 
-after_import("dask.array", _put_option_in_place)
+when_imported("dask.array", _put_option_in_place)
 for _expressions in ("dask.array._array_expr", "dask_array"):
-    after_import(_expressions, _put_option_of_expressions_in_place)
+    when_imported(_expressions, _put_option_of_expressions_in_place)

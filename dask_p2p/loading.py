@@ -1,13 +1,17 @@
-"""Imports of this package's modules at their first use."""
+"""Imports of this package's modules at their first use, and actions after imports of others."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from threading import RLock
 from types import ModuleType
+from typing import Any
 
 _lock = RLock()  # held while a thread reads the threshold and sets another
 
@@ -40,3 +44,48 @@ def _without_collections() -> Iterator[None]:
             # Zero: off before, or paused by another thread. Other than zero now: set by an import.
             if threshold and not gc.get_threshold()[0]:
                 gc.set_threshold(threshold)
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call `action` with a module, now or after its import; return a function that forgets it."""
+    if name in sys.modules:
+        action(importlib.import_module(name))  # which waits for another thread that imports it
+        return lambda: None
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)
+    return finder.forget
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module by the other finders, and calls a function after its import."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def forget(self) -> None:
+        """Call the function no more."""
+        with suppress(ValueError):  # already forgotten
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's specification; None for other modules."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (each.find_spec(fullname, path, target) for each in later)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = self._then_call(loader.exec_module)
+        return spec
+
+    def _then_call(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                self.forget()
+                self._action(module)
+
+        return executed

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-from dask_p2p.loading import loaded
+from dask_p2p.loading import loaded, when_imported
 from tests.support import import_path
 
 MANY = """
@@ -74,7 +75,7 @@ def test_an_import_collects_no_garbage(module, collections):
 
 
 def test_an_import_within_an_import(module, collections):
-    loaded(module("import gc\nfrom dask_p2p.loading import loaded\nloaded('json')"))
+    loaded(module("import gc\nfrom dask_p2p.loading import loaded, when_imported\nloaded('json')"))
     assert gc.get_threshold() == (700, 10, 10)
 
 
@@ -129,3 +130,78 @@ def test_a_worker_imports_the_plugin_without_collections():
         timeout=250,
     )
     assert int(done.stdout) <= 2  # dozens otherwise
+
+
+@pytest.fixture
+def _finders():
+    """There are no more finders after a test than before."""
+    before = [*sys.meta_path]
+    yield
+    assert sys.meta_path == before
+
+
+of_later_imports = pytest.mark.usefixtures("_finders")
+
+
+@of_later_imports
+def test_an_action_on_a_module_that_is_imported_later(module):
+    name, seen = module("value = 3"), []
+    when_imported(name, lambda found: seen.append(found.value))
+    import json  # noqa: F401  # another one
+
+    assert not seen
+    found = importlib.import_module(name)
+    assert seen == [3]
+    assert found.__spec__.loader is found.__loader__
+    importlib.reload(found)
+    assert seen == [3], "no more"
+
+
+def test_an_action_on_a_module_that_is_imported_already():
+    seen = []
+    forget = when_imported("sys", seen.append)
+    assert seen == [sys]
+    forget()
+
+
+@of_later_imports
+def test_an_action_that_is_forgotten(module):
+    name, seen = module(""), []
+    forget = when_imported(name, seen.append)
+    forget()
+    forget()
+    importlib.import_module(name)
+    assert not seen
+
+
+@of_later_imports
+def test_actions_of_a_program_that_first_looks_for_the_module(module):
+    name, seen = module(""), []
+    for number in range(2):
+        when_imported(name, lambda found, number=number: seen.append(number))
+    assert importlib.util.find_spec(name) is not None
+    assert not seen
+    importlib.import_module(name)
+    assert sorted(seen) == [0, 1]
+
+
+@of_later_imports
+def test_an_action_on_a_module_that_does_not_exist():
+    forget = when_imported("missing_in_a_test", lambda found: pytest.fail("called"))
+    with pytest.raises(ModuleNotFoundError, match="missing_in_a_test"):
+        importlib.import_module("missing_in_a_test")
+    forget()
+
+
+@of_later_imports
+def test_an_action_on_a_module_whose_first_import_fails(module):
+    name, seen = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
+    when_imported(name, seen.append)
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module(name)
+    assert not seen
+    sys.may_load = True
+    try:
+        assert seen == [importlib.import_module(name)]
+    finally:
+        del sys.may_load

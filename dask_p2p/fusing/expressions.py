@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from dask_p2p.config import fuse_mode
@@ -84,11 +85,9 @@ def arrays_of(expr: Any) -> list[Any]:
     return found
 
 
-def put_in_place() -> None:
+def put_in_place(client: ModuleType) -> None:
     """Let the option count for expressions of this process. Idempotent."""
-    from distributed.client import Client  # the package itself may be half imported
-
-    of_dask: Any = Client._graph_to_futures  # private
+    of_dask: Any = client.Client._graph_to_futures  # private
     if hasattr(of_dask, "__wrapped__"):
         return
 
@@ -96,4 +95,4 @@ def put_in_place() -> None:
     def with_option(self: Any, expr: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         return of_dask(self, fused_expression(self, expr, keys, kwargs), keys, *args, **kwargs)
 
-    Client._graph_to_futures = with_option
+    client.Client._graph_to_futures = with_option

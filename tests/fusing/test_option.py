@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import dask
 import dask.array as da
@@ -25,7 +27,7 @@ from tests.fusing.programs import (
 )
 from tests.fusing.support import generated, smooth
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S
+from tests.support import BOUND_S, import_path
 
 CLUSTER = {"n_workers": 2}
 
@@ -421,3 +423,40 @@ def test_asynchronous_clients(client):
     assert same_bits(asyncio.run(computed("auto")), expected)
     with pytest.raises(FuseError, match="synchronous client"):
         asyncio.run(computed("on"))
+
+
+@pytest.mark.parametrize("imports", ["import dask_p2p, dask.array", "import dask.array, dask_p2p"])
+def test_the_option_counts_in_any_order_of_imports(imports):
+    check = (
+        "from dask_p2p.fusing.option import Optimization\n"
+        "assert isinstance(vars(dask.array.Array)['__dask_optimize__'], Optimization)\n"
+        "import sys; assert 'distributed' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{imports}\n{check}"],
+        env={"PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import dask_p2p, dask.array, distributed",
+        "import dask.array, distributed, dask_p2p",
+        "import distributed, dask_p2p, dask.array",
+    ],
+)
+def test_the_option_of_expressions_counts_in_any_order_of_imports(imports):
+    check = "assert hasattr(distributed.Client._graph_to_futures, '__wrapped__')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{imports}\n{check}"],
+        env={"PYTHONPATH": import_path(), "DASK_ARRAY__QUERY_PLANNING": "True"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
