@@ -106,8 +106,8 @@ class Tuning:
     #: Smallest array, or mean size of redistributed regions, that ranks of one host read in each
     #: other's memory. Smaller ones are faster as messages.
     read_bytes: int = 2**16
-    #: The same for an array of a fused graph. Smaller ones are packed. A read of 4 MiB by regions
-    #: of 64 KiB and rows of 1 KiB took 4.2 ms of two EPYC cores, and 1.2 ms packed, copies included.
+    #: The same for arrays of a fused graph. Smaller ones are packed. A read of 4 MiB by regions of
+    #: 64 KiB and rows of 1 KiB took 4.2 ms of two EPYC cores, and packed 1.2 ms, copies included.
     lent_read_bytes: int = 2**18
     #: Shortest contiguous row of a region that a rank reads in another one's memory.
     read_run_bytes: int = 2**11
