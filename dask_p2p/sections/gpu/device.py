@@ -230,7 +230,10 @@ class Gpu(Host):
         return self.module.cuda.runtime.memcpyAsync
 
     def assign(self, into: Array, array: Array) -> None:
-        self.backend.permute_into(into, array, range(into.ndim))  # CuPy would compile a kernel
+        if self.holds(array) and array.dtype == into.dtype:  # by a kernel that is compiled ahead
+            self.backend.permute_into(into, array, range(into.ndim))
+        else:
+            into[...] = array
 
     def block(self, array: Array, dtype: DType) -> Array:
         # The block outlives the stream, and a pool keeps a stream's memory for that stream: see

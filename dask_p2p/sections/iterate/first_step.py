@@ -84,7 +84,7 @@ class FirstStep:
         returned = self._phase.returned(self._phase.call(self._values, {}))
         self._names = [*returned.blocks]
         for name, new in returned.blocks.items():
-            replace_block(self._spare(name).inner, new, self._parts[name])
+            replace_block(self._device, self._spare(name).inner, new, self._parts[name])
         return returned
 
     def _sums(self) -> list[int]:

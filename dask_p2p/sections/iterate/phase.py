@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.sections.api.returned import shape_of
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloPart
 from dask_p2p.sections.exchange.recorder import check_kept
 from dask_p2p.sections.iterate.binding import OUT, UNNAMED, VALUES, Binding
@@ -157,6 +158,7 @@ def _is_number(value: Any) -> bool:
 
 
 def replace_block(
+    device: Host,
     out: Array,  # memory for the new local block, or a part of it
     new: Any,  # the returned array
     part: HaloPart,  # part of the newest field that was passed to the function
@@ -171,4 +173,4 @@ def replace_block(
             f"function, got {shape}. Return such an array, or fill a parameter named out."
         )
     check_kept(new, out.dtype, "return")
-    out[...] = new
+    device.assign(out, new)

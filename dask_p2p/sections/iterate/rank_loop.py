@@ -252,7 +252,7 @@ class RankLoop:
                 f"{[*returned.blocks]}. Return the same names each time."
             )
         for name, new in returned.blocks.items():
-            replace_block(arrays.outs[name], new, arrays.parts[name])
+            replace_block(self._ctx.device, arrays.outs[name], new, arrays.parts[name])
         return returned
 
     def _arrays(self, call: Call, box: Box) -> CallArrays:
