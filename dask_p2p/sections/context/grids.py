@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import index as as_int
 from typing import Any
 from weakref import ProxyTypes, proxy
@@ -45,7 +44,7 @@ class Grid:
         self._pads: dict[str, tuple[list[HaloLayout], HaloExchange]] = {}
         self._coarser: dict[int, Grid] = {}
 
-    @cached_property
+    @property
     def index(self) -> tuple[Array, ...]:
         """Indices of the local block's elements in the whole array, as by `numpy.ogrid`."""
         arange = self._ctx.device.module.arange

@@ -91,7 +91,7 @@ class Host:
         np.copyto(array, host_array)
 
     def assign(self, into: Array, array: Array) -> None:
-        """Copy an array into another one of the same shape, and of a dtype that keeps its values."""
+        """Copy an array into another one of its shape, and of a dtype that keeps its values."""
         into[...] = array
 
     def block(self, array: Array, dtype: DType) -> Array:

@@ -17,6 +17,8 @@ from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.halo import ODD
@@ -42,6 +44,11 @@ def described(boundary: Sequence[Any]) -> str:
         for end in _both(own)
     ]
     return f"({', '.join(names)})"
+
+
+def functions_of(boundary: Sequence[Any]) -> list[Callable[..., Any]]:
+    """Return the user's functions in the boundary of each axis."""
+    return [end for own in boundary for end in _both(own) if callable(end)]
 
 
 def _both(own: Any) -> tuple[Any, Any]:
@@ -101,12 +108,12 @@ class At:
 
     @cached_property
     def index(self) -> tuple[Array, ...]:
-        """Indices of the block's elements in the whole array, as by `numpy.ogrid`."""
+        """Indices of the block's elements in the whole array, as by `numpy.ogrid`: read-only."""
         along = (
             self._placed(axis, self._module.arange(start, stop))
             for axis, (start, stop) in enumerate(self.box)
         )
-        return open_grid(along, len(self.box))
+        return tuple(map(_read_only, open_grid(along, len(self.box))))
 
     def with_indices(self, convert: Callable[[Array], Any]) -> At:
         """Return the same position, with indices that `convert` makes of each array."""
@@ -117,6 +124,13 @@ class At:
     def _placed(self, axis: int, positions: Array) -> Array:
         """Return the indices of positions along an axis."""
         return positions
+
+
+def _read_only(array: Array) -> Array:
+    """Make an array read-only that later calls receive again, except for CuPy."""
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
 
 
 class _RimAt(At):
@@ -167,7 +181,9 @@ class Ends:
             where = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
             function = _function(end)
             if function is not None:
-                inside = device.empty(tuple(stop - start for start, stop in part), dtype)
+                inside = None
+                if function is _odd or not device.has_read_only:
+                    inside = device.empty(tuple(stop - start for start, stop in part), dtype)
                 position = _RimAt(at, part, axis, boundary)
                 self._fills.append(partial(_call, function, inside, position, where))
             elif self._fills:  # a function has overwritten a corner
@@ -185,10 +201,22 @@ class Ends:
             fill(data)
 
 
-def _call(function: Callable[..., Any], inside: Array, at: At, where: Any, data: Array) -> None:
+def _call(
+    function: Callable[..., Any],
+    inside: Array | None,  # memory for all calls; None: new arrays, which a function may keep
+    at: At,
+    where: Any,
+    data: Array,
+) -> None:
     rim = data[where]
-    inside[...] = rim
-    if function(rim, inside, at) is not None:
+    if inside is None:
+        own, inside = rim.copy(), rim.copy()
+        made = function(own, inside, at)
+        rim[...] = own
+    else:
+        inside[...] = rim
+        made = function(rim, inside, at)
+    if made is not None:
         raise InputError(
             "boundary: expected a function that fills its first argument, rim[...] = ..., and "
             "returns None, got one that returns a value. Fill rim."

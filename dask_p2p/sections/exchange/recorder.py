@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,14 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.types import Array, DType
 
 
+@dataclass
+class Writes:
+    """The memory of a recorder and its views, and whether any of them was written."""
+
+    memory: Array
+    were_made: bool = False
+
+
 class Recorder:
     """Mixin of array classes that refuses lossy assignments, and records writes.
 
@@ -21,25 +30,28 @@ class Recorder:
 
     Attributes
     ----------
-    memory : array
-        The whole array. This array is that one, or a view of it.
-    was_written : bool
-        True if an assignment or a ufunc wrote to the array. Writes of kernels and compiled
-        functions are not recorded.
+    writes : Writes
+        Those of assignments and ufuncs, to this array or a view of the same memory. Writes of
+        kernels and compiled functions are not recorded.
     """
 
     module: Any  # array module: numpy or cupy
-    memory: Any
-    was_written: bool
+    writes: Any
 
     def __array_finalize__(self, obj: Any) -> None:
-        self.memory = getattr(obj, "memory", self)
+        self.writes = getattr(obj, "writes", None)
+
+    @property
+    def was_written(self) -> bool:
+        """True if there was a write."""
+        return bool(self.writes.were_made)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         own: Any = self
-        if self.module.may_share_memory(own, self.memory):  # false for a copy
+        writes = self.writes
+        if writes is not None and self.module.may_share_memory(own, writes.memory):  # no copy
             check_kept(value, own.dtype, "assign")
-            self.memory.was_written = True
+            writes.were_made = True
         super().__setitem__(key, value)  # type: ignore[misc]
 
     def __array_ufunc__(
@@ -49,7 +61,7 @@ class Recorder:
             kwargs["out"] = tuple(map(_plain, out))
             for target in out:
                 if isinstance(target, Recorder):
-                    target.memory.was_written = True
+                    target.writes.were_made = True
         made = getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
         return out[0] if len(out) == 1 else made
 
@@ -57,7 +69,7 @@ class Recorder:
 def recorder_of(array: Array) -> Any:
     """Return a view of an array that is a `Recorder`."""
     made = array.view(type=_class_for(backend_for(array).module))
-    made.memory, made.was_written = made, False
+    made.writes = Writes(array)
     return made
 
 

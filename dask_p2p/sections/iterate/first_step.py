@@ -75,7 +75,7 @@ class FirstStep:
             raise written_fields()
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
-        return self._names, returned
+        return self._names, returned._replace(blocks={})  # perhaps views of fields
 
     def _made(self) -> Returned:
         """Call the function and keep the new blocks; return all that it returns."""

@@ -17,7 +17,9 @@ import cloudpickle  # Dask's functions would log an error for each object withou
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.ends import functions_of
 from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
+from dask_p2p.sections.iterate.writes import can_refuse
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration
@@ -38,11 +40,15 @@ class FunctionState:
     def __init__(self, of: Iteration, ctx: Context) -> None:
         functions: list[Any] = [phase.function for phase in of.phases]
         functions += [spec.record.function for spec in of.series]
+        functions += [each.function for frames in of.stores.frames for each in frames.computed]
+        functions += [end for spec in of.fields for end in functions_of(spec.boundary)]
         functions += [] if of.until is None else [of.until]
         given = [*of.kwargs.values(), *(spec.value for spec in of.constants)]
         self._kept: list[Any] = [each for each in functions if not is_replayable(each)]
         self._kept += [each for each in given if not is_constant(each)]
         self._ctx, self._has_warned = ctx, False
+        #: True if a function may keep arrays that it receives. Other libraries have their own.
+        self.may_keep = bool(self._kept) and all(can_refuse(ctx.device, f) for f in functions)
         first, second = ([_sums(each) for each in self._kept] for _ in range(2))
         #: By object: checksums; None for objects without a pickle, or with another one each time.
         self._before = [a if a == b else None for a, b in zip(first, second, strict=True)]

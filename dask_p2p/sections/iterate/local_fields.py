@@ -155,6 +155,15 @@ class LocalFields:
         """All levels of all fields."""
         return [level for field in self.fields.values() for level in field.levels]
 
+    def overwritten(self) -> Iterator[Any]:
+        """Yield the arrays whose values later steps overwrite, and views that functions receive."""
+        whole = next(iter(self.fields.values())).layout.whole
+        for field in self.fields.values():
+            if not field.spec.is_constant:
+                field.parts(whole)  # exist from here on
+                for level in (*field.levels, field.spare):
+                    yield from level.views
+
     def restoring(self) -> Callable[[], None]:
         """Return a function that restores the present order of the memory of all fields."""
         of_fields = [field.restoring() for field in self.fields.values()]

@@ -14,18 +14,18 @@ from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.binding import Binding
-from dask_p2p.sections.iterate.call import Call, CallArrays
+from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.function_state import FunctionState
+from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
 from dask_p2p.sections.iterate.overlap import Overlap
-from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned, replace_block
+from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.writes import explained_writes
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class RankLoop:
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
         self._limit = Period(of.max_time)
         self._functions = FunctionState(of, ctx)
+        self._kept_views = KeptViews(self._local, self._functions.may_keep)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
@@ -165,7 +166,9 @@ class RankLoop:
         def spare(name: str) -> HaloArray:
             return self._fields[name].spare
 
-        return FirstStep(phase, self._ctx.device, read, values, parts, spare)()
+        step = FirstStep(phase, self._ctx.device, read, values, parts, spare)
+        with self._kept_views:
+            return step()
 
     # --- later steps
 
@@ -217,7 +220,8 @@ class RankLoop:
                 halo_arrays = [self._fields[name].newest for name in self._fields if name in reads]
                 exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
                 changed = self._changed[number]
-                self._calls[key] = Call(phase, changed, reads, halo_arrays, exchange)
+                of_halos = halo_arrays, exchange, self._ctx.device
+                self._calls[key] = Call(phase, changed, reads, *of_halos)
             yield self._calls[key]
 
     def _stale_before(self, number: int) -> set[str]:
@@ -236,33 +240,11 @@ class RankLoop:
     def _apply(self, call: Call, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the values of the function."""
         if box not in call.arrays:
-            call.arrays[box] = self._arrays(call, box)
-        phase, arrays = call.phase, call.arrays[box]
-        function = arrays.function
-        if arrays.reads_scalars:
-            function = phase.bound({**arrays.values, **self._scalars.values}, arrays.outs)
-        with explained_writes():
-            value = function()
-        if phase.fills_out:
-            return phase.filled(value, arrays.outs)
-        returned = phase.returned(value)
-        if returned.blocks.keys() != arrays.outs.keys():
-            raise BlockMismatchError(
-                f"expected new blocks of the same fields in each step, {call.changed}, got "
-                f"{[*returned.blocks]}. Return the same names each time."
-            )
-        for name, new in returned.blocks.items():
-            replace_block(self._ctx.device, arrays.outs[name], new, arrays.parts[name])
-        return returned
-
-    def _arrays(self, call: Call, box: Box) -> CallArrays:
-        at = self._local.at(box, self._ctx.step_for)
-        parts = {name: self._fields[name].parts(box)[0] for name in call.changed}
-        outs = {name: self._fields[name].spare.inner[part.where] for name, part in parts.items()}
-        values = self._values(call.phase.binding, box, at)
-        reads_scalars = bool(call.phase.binding.names & self._scalars.values.keys())
-        function = call.phase.bound(values, outs)
-        return CallArrays(values, function, outs, parts, reads_scalars)
+            values = self._values(call.phase.binding, box, self._local.at(box, self._ctx.step_for))
+            scalars = self._scalars.values.keys()
+            call.arrays[box] = call.arrays_for(box, values, self._fields, scalars)
+        with self._kept_views:
+            return call.apply(box, self._scalars.values)
 
     def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
         own = self._local.values(binding.names, box, at)
@@ -292,7 +274,9 @@ class RankLoop:
         """Record numbers after a step; return whether `until` ends the loop."""
         until = self._of.until
         if self._series.is_due(step):
-            self._series.record(step, self._current(self._series.names))
+            current = self._current(self._series.names)
+            with self._kept_views:
+                self._series.record(step, current)
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:

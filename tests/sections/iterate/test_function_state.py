@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.device import HOST
 from dask_p2p.sections.iterate.function_state import FunctionState
 
 FACTOR = 3
@@ -84,7 +85,7 @@ STATES = [
 ]
 
 
-def state_of(function, until=None, checkpoint=None, **kwargs):
+def state_of(function, until=None, checkpoint=None, boundary=(), computed=(), **kwargs):
     """Return the state of one rank, whose collective calls are counted."""
     calls = []
 
@@ -95,9 +96,10 @@ def state_of(function, until=None, checkpoint=None, **kwargs):
     phases = [SimpleNamespace(function=function)]
     of = SimpleNamespace(
         phases=phases, series=(), until=until, kwargs=kwargs, constants=(),
-        stores=SimpleNamespace(checkpoint=checkpoint),
+        stores=SimpleNamespace(checkpoint=checkpoint, frames=[SimpleNamespace(computed=computed)]),
+        fields=[SimpleNamespace(boundary=boundary)],
     )  # fmt: skip
-    return FunctionState(of, SimpleNamespace(allreduce=allreduce, rank=0)), calls
+    return FunctionState(of, SimpleNamespace(allreduce=allreduce, rank=0, device=HOST)), calls
 
 
 def test_plain_functions_need_no_collective_call():
@@ -119,6 +121,17 @@ def test_functions_that_keep_values(make, caplog):
     assert len(calls) == 3
     assert len(caplog.messages) == 1
     assert "Give such a value as a field" in caplog.text
+
+
+def test_boundaries_and_computed_fields_that_keep_values():
+    for place in ("boundary", "computed"):
+        function = counting()
+        computed = [SimpleNamespace(function=function)]
+        given = ["periodic", (0, function)] if place == "boundary" else computed
+        state, _ = state_of(plain, **{place: given})
+        assert not state.has_changed()
+        function(0)
+        assert state.has_changed()
 
 
 def test_until_and_keywords_that_keep_values():

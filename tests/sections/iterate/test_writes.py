@@ -59,3 +59,15 @@ def test_a_record_on_a_gpu(gpu):
     made = iterate(same, fields, {0: 1}, 3, record={"n": negative}, ranks=2)
     with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
         run_section(gpu, made["u"], [X])
+
+
+def test_indices():
+    """Later calls receive the same arrays."""
+
+    def shifted(u, at):
+        rows, _ = at.index
+        rows -= 4
+        return u + rows
+
+    with pytest.raises(InputError, match="only reads its fields and constants"):
+        iterate(shifted, array(), 0, 3, ranks=1).compute(scheduler="sync")

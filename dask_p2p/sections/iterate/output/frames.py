@@ -13,6 +13,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.binding import Binding
+from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
@@ -28,7 +29,7 @@ from dask_p2p.sections.iterate.output.groups import (
 from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.writes import Reader
+from dask_p2p.sections.iterate.writes import Reader, can_refuse
 from dask_p2p.types import Array
 
 #: Returns the arguments of a function, with the values after the last step; None if none is read.
@@ -49,6 +50,8 @@ class Frames:
         self._fields |= {each.name: self._first for each in spec.computed}
         readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
         self._readers = readers  # by computed field
+        may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
+        self._kept_views = KeptViews(local, may_keep)
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -79,7 +82,9 @@ class Frames:
                 field = self._fields[name]
                 yield name, (self._shape(field), field.spec.dtype)
         for each in self.spec.computed:
-            yield each.name, (self._shape(self._first), self._computed(each, values).dtype)
+            with self._kept_views:
+                dtype = self._computed(each, values).dtype
+            yield each.name, (self._shape(self._first), dtype)
 
     def _shape(self, field: LocalField) -> tuple[int, ...]:
         slices = self.spec.slices(len(field.shape))
@@ -164,7 +169,8 @@ class Frames:
             else:
                 self._put(name, self._fields[name].newest.inner)
         for each in self.spec.computed:
-            self._put(each.name, self._computed(each, values))
+            with self._kept_views:
+                self._put(each.name, self._computed(each, values))
 
     def _put(self, name: str, block: Array) -> None:
         copy, device = self._copies[name], self._ctx.device
