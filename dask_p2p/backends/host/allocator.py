@@ -9,16 +9,18 @@ the memory of large arrays to the system immediately. This has two prices.
   of 48. `keep_small_buffers` ends this for the life of the process.
 - Each temporary array of more than 128 KiB gets new pages from the system, which clears them. Steps
   of plain NumPy expressions take up to five times as long. `temporaries_kept` ends this while
-  a rank's function runs, or a task's function of a large block.
+  a rank's function runs, or a task's function of a large block, and for a second afterwards: the
+  next one may begin then.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,17 @@ MOST_BYTES = 2**25
 _KEPT = {_MMAP_THRESHOLD: MOST_BYTES, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 2**26}
 _BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_BYTES, _TOP_PAD: 2**17}
 
+# The C library takes milliseconds to return free memory. So this waits until no context has begun
+# for some time, unless the process has grown by many bytes since the first one.
+_IDLE_S = 1.0
+_MOST_GROWTH_BYTES = 2**28
+_MEMORY = Path("/proc/self/statm")
+
 _lock = threading.Lock()
 _keeping = 0  # contexts of `temporaries_kept` that are open
+_begun = 0  # contexts so far
+_bytes_before = 0  # memory of the process before the first context
+_timer: threading.Timer | None = None  # until free memory returns to the system
 
 
 @cache
@@ -58,31 +69,72 @@ def keep_small_buffers() -> None:
         glibc.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
 
 
+def _resident_bytes() -> int:
+    """Return the memory of this process."""
+    return int(_MEMORY.read_bytes().split()[1]) * PAGESIZE
+
+
 @contextmanager
 def temporaries_kept() -> Iterator[None]:
     """Keep the memory of freed arrays of up to 32 MiB in the process, within a context.
 
     Later arrays reuse this memory. The process then has as much memory as its arrays had at their
-    peak. When the last of concurrent contexts ends, free memory returns to the system. The context
-    changes a process only if its environment lowers the limits of the C library.
+    peak. A second after the last of concurrent contexts, free memory returns to the system;
+    immediately if the process has grown by more than 256 MiB. The context changes a process only if
+    its environment lowers the limits of the C library.
     """
     glibc = _glibc()
     if glibc is None:
         yield
         return
-    _count(glibc, 1)
+    _begin(glibc)
     try:
         yield
     finally:
-        _count(glibc, -1)
+        _end(glibc)
 
 
-def _count(glibc: Any, change: int) -> None:
+def _begin(glibc: Any) -> None:
+    global _keeping, _begun, _bytes_before
+    with _lock:
+        if not _keeping and _timer is None:
+            _bytes_before = _resident_bytes()
+            _set(glibc, _KEPT)
+        _keeping += 1
+        _begun += 1
+
+
+def _end(glibc: Any) -> None:
     global _keeping
     with _lock:
-        before, _keeping = _keeping, _keeping + change
-        if not before or not _keeping:
-            for parameter, value in (_KEPT if _keeping else _BEFORE).items():
-                glibc.mallopt(parameter, value)
-            if not _keeping:
-                glibc.malloc_trim(0)
+        _keeping -= 1
+        if _keeping:
+            return
+        if _resident_bytes() - _bytes_before > _MOST_GROWTH_BYTES:
+            glibc.malloc_trim(0)
+        if _timer is None:
+            _wait(glibc)
+
+
+def _wait(glibc: Any) -> None:
+    """Return free memory later, unless a context begins first."""
+    global _timer
+    _timer = threading.Timer(_IDLE_S, _return_unused, (glibc, _begun))
+    _timer.daemon = True
+    _timer.start()
+
+
+def _return_unused(glibc: Any, begun: int) -> None:
+    global _timer
+    with _lock:
+        _timer = None
+        if _keeping or begun < _begun:
+            _wait(glibc)
+            return
+        _set(glibc, _BEFORE)
+        glibc.malloc_trim(0)
+
+
+def _set(glibc: Any, values: Mapping[int, int]) -> None:
+    for parameter, value in values.items():
+        glibc.mallopt(parameter, value)
