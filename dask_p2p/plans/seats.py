@@ -1,9 +1,9 @@
-"""How many ranks of a gang can run at the same time on workers with few units of resources."""
+"""Numbers of ranks that can run at the same time: by threads, and by units of resources."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 
 _ROUNDING = 1e-9  # of units that are fractions, like 0.1
@@ -17,6 +17,19 @@ def room(units: Mapping[str, float], needs: Mapping[str, float]) -> float:
     """
     counts = [int(units.get(name, 0) / n + _ROUNDING) for name, n in needs.items() if n > 0]
     return min(counts, default=inf)
+
+
+def ranks_for(threads: Sequence[int], size_bytes: int, least_bytes: int) -> int:
+    """Return the number of ranks for an array, on workers with these numbers of threads.
+
+    Each worker runs at least one rank, and at most one in each thread. It runs several ranks only
+    if each of them gets `least_bytes` of the array.
+
+    >>> [ranks_for([4, 4], mib << 20, 1 << 20) for mib in (1, 4, 100)]
+    [2, 4, 8]
+    """
+    each = size_bytes // (least_bytes * max(1, len(threads)))
+    return max(1, sum(max(1, min(count, each)) for count in threads))
 
 
 def most_seated(wants: Mapping[frozenset[str], int], rooms: Mapping[str, float]) -> int:

@@ -283,15 +283,22 @@ def workers_of(client: Any) -> dict[str, dict[str, Any]]:
     return workers
 
 
+def cluster_workers() -> list[dict[str, Any]]:
+    """Return the scheduler's information on each worker of the current cluster.
+
+    The list is empty without a synchronous client.
+    """
+    client = current_client()
+    if client is None or client.asynchronous:
+        return []
+    return [*workers_of(client).values()]
+
+
 def cluster_size() -> tuple[int, int] | None:
     """Return the number of workers of the current cluster, and the largest number of threads.
 
     None without a synchronous client or without workers.
     """
-    client = current_client()
-    if client is None or client.asynchronous:
+    if not (workers := cluster_workers()):
         return None
-    workers = workers_of(client)
-    if not workers:
-        return None
-    return len(workers), max(worker["nthreads"] for worker in workers.values())
+    return len(workers), max(worker["nthreads"] for worker in workers)

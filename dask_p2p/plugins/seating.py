@@ -98,7 +98,7 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     def preference(ws: Any) -> tuple[Any, ...]:
         avoided = ts in unstarted and is_full(ws, ts)
         load = ws.occupancy / ws.nthreads
-        return avoided, taken[ws], -held_bytes[ws], load, ws.address
+        return avoided, taken[ws] / ws.nthreads, -held_bytes[ws], load, ws.address
 
     if ts.resource_restrictions:
         by_preference = sorted(workers, key=preference)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plans.seats import most_seated, room
+from dask_p2p.plans.seats import most_seated, ranks_for, room
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,20 @@ from dask_p2p.plans.seats import most_seated, room
 )
 def test_ranks_of_a_worker(units, needs, count):
     assert room(units, needs) == count
+
+
+@pytest.mark.parametrize(
+    ("threads", "size_bytes", "count"),
+    [
+        ([], 1000, 1),  # no cluster
+        ([4, 4], 0, 2),
+        ([4, 4], 79, 6),  # each of 10 bytes
+        ([4, 4], 1000, 8),
+        ([1, 4], 40, 3),
+    ],
+)
+def test_ranks_for_an_array(threads, size_bytes, count):
+    assert ranks_for(threads, size_bytes, 10) == count
 
 
 workers = st.sets(st.sampled_from("abcd"), max_size=4).map(frozenset)

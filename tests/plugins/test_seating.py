@@ -55,6 +55,13 @@ def test_a_rank_leaves_the_worker_that_another_needs():
     assert placed(scheduler, anywhere, only) == ["b", "a"]
 
 
+def test_a_worker_with_more_threads_gets_more_ranks():
+    scheduler = Scheduler({}, {})
+    scheduler.workers["b"].nthreads = 3
+    assert Counter(placed(scheduler, *ranks(4))) == {"a": 1, "b": 3}
+    assert Counter(placed(scheduler, *ranks(2))) == {"a": 1, "b": 1}
+
+
 def test_ranks_without_room_wait_somewhere():
     assert Counter(placed(Scheduler(GPU), *ranks(2, GPU))) == {"a": 2}
     assert placed(Scheduler({}), *ranks(2, GPU)) == [None, None]

@@ -34,7 +34,7 @@ def result_of(program):
 def alone():
     """Results without a client: that of a test is made later, as it is for one test."""
     with dask.config.set(scheduler="threads"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "cluster_size", lambda: None)
+        patch.setattr(arguments, "cluster_workers", list)
         return [result_of(program) for program in PROGRAMS]
 
 
@@ -52,7 +52,7 @@ def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monk
             cluster = LocalCluster(n_workers=1, dashboard_address=":0")
             stack.enter_context(Client(stack.enter_context(cluster)))
         elif ranks is not None:
-            monkeypatch.setattr(arguments, "cluster_size", lambda: (ranks, 2))
+            monkeypatch.setattr(arguments, "cluster_workers", lambda: [{"nthreads": 2}] * ranks)
         for program, name, wanted in zip(PROGRAMS, SOLVERS, alone, strict=True):
             result = result_of(program)
             if name in ("solve", "square_roots"):

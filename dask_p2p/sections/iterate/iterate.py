@@ -230,9 +230,9 @@ def iterate(
         from the last checkpoint; without one, from the start.
     ranks : int, optional
         Largest number of ranks; there are never more than blocks of the array. By default one for
-        each worker of the current cluster that has the resources of `dask.annotate`. It is 1
-        without a cluster, with an asynchronous client, or in the function of another section. There
-        it cannot be larger.
+        each worker of the cluster that has the resources of `dask.annotate`, or one for each of
+        their threads if local blocks of NumPy have 1 MiB or more. It is 1 without a cluster, with
+        an asynchronous client, or in the function of another section, where it cannot be larger.
     dtype : dtype, optional
         Dtype of the fields and the result, by default that of the first field, or of each field of
         a mapping. Give it if the fields are integers and the function makes fractions:

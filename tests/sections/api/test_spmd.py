@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import time
 
@@ -8,7 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import LocalBlock, Same, Whole, estimate, iterate, spmd
+from dask_p2p import LocalBlock, PerRank, Same, Whole, estimate, iterate, spmd
 from dask_p2p.errors import (
     AxesError,
     BlockMismatchError,
@@ -85,6 +86,14 @@ def test_by_default_each_worker_has_a_rank(client):
         return np.full_like(x, ctx.size)
 
     assert (spmd(size, array()).compute() == 2).all()
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1023, 2), (1024, 4)])
+def test_by_default_each_thread_has_a_rank_of_a_large_array(client, rows, ranks):
+    """Ranks of one worker are slower for local blocks below 1 MiB."""
+    x = da.ones((rows, 512), chunks=(256, 512))
+    processes = spmd(lambda ctx, x: os.getpid(), x, outputs=PerRank(0)).compute()
+    assert np.unique(processes, return_counts=True)[1].tolist() == [ranks // 2] * 2
 
 
 def test_a_part_of_the_output_takes_all_ranks(client):
