@@ -78,16 +78,10 @@ class Halo:
         """
         start, stop = self._bounds[number : number + 2]
         low, high = start - self.before, stop + self.after
-        first, last = self._ends
+        first, last = both_ends(self.boundary)
         low = max(low, 0) if first == "none" else low
         high = min(high, self._bounds[-1]) if last == "none" else high
         return [(low, start), (start, stop), (stop, high)]
-
-    @property
-    def _ends(self) -> tuple[Any, Any]:
-        """The boundaries before and after the array."""
-        own = self.boundary
-        return own if isinstance(own, tuple) else (own, own)
 
     def widths(self, number: int) -> tuple[int, int]:
         """Return the widths of the halo before and after a block, smaller at some ends."""
@@ -118,7 +112,7 @@ class Halo:
     def _beyond(self, start: int, stop: int, at: int) -> list[AxisSegment]:
         """Return the segments of a range beyond one end of the array."""
         length = self._bounds[-1]
-        boundary = self._ends[start >= 0]
+        boundary = both_ends(self.boundary)[start >= 0]
         if boundary == "periodic":
             shift = length if start < 0 else -length
             return segments_of_range(self._bounds, start + shift, stop + shift, at, is_halo=True)
@@ -165,3 +159,8 @@ def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
         tuple(m.widths(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
         for m in plan.mappings
     )
+
+
+def both_ends(boundary: Any) -> tuple[Any, Any]:
+    """Return the boundaries before and after the array, along one axis."""
+    return boundary if isinstance(boundary, tuple) else (boundary, boundary)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed import Worker, WorkerPlugin
 
@@ -38,6 +38,8 @@ from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 
 logger = logging.getLogger(__name__)
+
+_Part = TypeVar("_Part")
 
 _LEASED_METRIC = "dask-p2p-leased-bytes"
 _REFUSAL = (
@@ -231,6 +233,13 @@ async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
     """Install the plugin on a worker, unless a working one is there."""
     if plugin_context(dask_worker) is None:
         await dask_worker.plugin_add(plugin, catch_errors=False)
+
+
+async def part_on(worker: Worker, make: Callable[[Worker], _Part]) -> _Part:
+    """Return a part of a worker's plugin: see `P2PPlugin.part`. Install the plugin if missing."""
+    await set_up(P2PPlugin(), worker)
+    part: _Part = worker.plugins[PLUGIN_NAME].part(make)
+    return part
 
 
 async def probe_peers(addresses: list[str], dask_worker: Worker) -> None:

@@ -15,13 +15,11 @@ from distributed import Worker
 from distributed.core import Status
 
 from dask_p2p import tuning
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.command_log import Command
 from dask_p2p.fusing.resident.command_stream import CommandStream
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.gangs.units import Units
-from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
 #: Request of a client to a worker, which begins the stream of commands to a rank there.
@@ -153,10 +151,3 @@ class CommandQueues:
             queue.close()
         if stream := self._streams.pop(token, None):
             stream.close()
-
-
-async def queues_on(worker: Worker) -> CommandQueues:
-    """Return the ranks of resident gangs on a worker; install the worker's plugin if missing."""
-    await set_up(P2PPlugin(), worker)
-    queues: CommandQueues = worker.plugins[PLUGIN_NAME].part(CommandQueues)
-    return queues

@@ -31,7 +31,7 @@ from dask_p2p.fusing.resident.command_log import (
     SIZES,
     STORE,
 )
-from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, queues_on
+from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, CommandQueues
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
 from dask_p2p.fusing.resident.stored_handles import blocks_of, sizes_of, stored_state
@@ -40,6 +40,7 @@ from dask_p2p.fusing.running.gang import output_of, unpacked
 from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.plugins.gangs.units import Units
+from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
 from dask_p2p.sections.gang.checkpoints import Checkpoints
@@ -92,7 +93,7 @@ class RunResident:
         program, worker = unpacked(self.program), get_worker()
         if ctx.connections.is_alone:
             secede()  # as ranks of a gang do: the rank mostly waits
-        queues = sync(worker.loop, queues_on, worker)
+        queues = sync(worker.loop, part_on, worker, CommandQueues)
         units = Units(worker, (self.gang, ctx.rank))
         with (
             ctx.device.running([block for block in blocks if ctx.device.holds(block)]),

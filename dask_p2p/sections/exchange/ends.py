@@ -21,7 +21,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.halo import ODD
+from dask_p2p.plans.halo import ODD, both_ends
 from dask_p2p.plans.rank_halo import RankHalo
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.types import Array, DType
@@ -41,19 +41,14 @@ def described(boundary: Sequence[Any]) -> str:
     names = [
         getattr(end, "__qualname__", type(end).__name__) if callable(end) else repr(end)
         for own in boundary
-        for end in _both(own)
+        for end in both_ends(own)
     ]
     return f"({', '.join(names)})"
 
 
 def functions_of(boundary: Sequence[Any]) -> list[Callable[..., Any]]:
     """Return the user's functions in the boundary of each axis."""
-    return [end for own in boundary for end in _both(own) if callable(end)]
-
-
-def _both(own: Any) -> tuple[Any, Any]:
-    """Return the boundaries before and after the array, along one axis."""
-    return own if isinstance(own, tuple) else (own, own)
+    return [end for own in boundary for end in both_ends(own) if callable(end)]
 
 
 def _function(boundary: Any) -> Callable[..., Any] | None:
@@ -148,7 +143,7 @@ class _RimAt(At):
         if axis <= self._axis:
             return positions
         module, length = self._module, self.shape[axis]
-        before, after = _both(self._boundary[axis])
+        before, after = both_ends(self._boundary[axis])
         low = module.where(positions < 0, _source(before, positions, length), positions)
         return module.where(low >= length, _source(after, low, length), low)
 
@@ -236,7 +231,7 @@ def _parts(
     """Yield axis, boundary and position of each part beyond an end with a function or a number."""
     whole = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
     for axis, own in enumerate(boundary):
-        (low, high), (before, after) = whole[axis], _both(own)
+        (low, high), (before, after) = whole[axis], both_ends(own)
         for end, start, stop in (
             (before, low, min(high, 0)),
             (after, max(low, shape[axis]), high),

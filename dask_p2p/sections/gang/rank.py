@@ -94,9 +94,10 @@ class _RankRun:
         from distributed.utils import sync
 
         from dask_p2p.plugins.gangs.threads import PoolThread
-        from dask_p2p.sections.gang.worker import ranks_on
+        from dask_p2p.plugins.worker import part_on
+        from dask_p2p.sections.gang.worker import WorkerRanks
 
-        worker_ranks = sync(worker.loop, ranks_on, worker)
+        worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
         ucx = _ucx(context, self.options, self.body.kind)
         of_gang = self.gang, self.rank, self.ranks.size

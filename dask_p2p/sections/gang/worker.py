@@ -21,7 +21,6 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.interprocess.rpc import answering
@@ -31,7 +30,6 @@ from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, 
 from dask_p2p.plugins.gangs.stalls import REPORTS
 from dask_p2p.plugins.profiling import SamplingInterval
 from dask_p2p.plugins.registration import give_plugin
-from dask_p2p.plugins.worker import P2PPlugin, set_up
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gang.progress import Progress
@@ -281,10 +279,3 @@ def _reach(worker: Worker) -> Reach:
     listening = worker.security.get_listen_args("worker")["ssl_context"]
     connecting = worker.security.get_connection_args("worker")["ssl_context"]
     return Reach() if None in (listening, connecting) else Reach(host, listening, connecting)
-
-
-async def ranks_on(worker: Worker) -> WorkerRanks:
-    """Return the ranks on a worker; install the worker's plugin if it is missing."""
-    await set_up(P2PPlugin(), worker)
-    ranks: WorkerRanks = worker.plugins[PLUGIN_NAME].part(WorkerRanks)
-    return ranks

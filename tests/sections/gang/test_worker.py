@@ -17,8 +17,9 @@ from dask_p2p.config import options
 from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.gangs.coordinator import Order
+from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.gang import rank
-from dask_p2p.sections.gang.worker import ranks_on
+from dask_p2p.sections.gang.worker import WorkerRanks
 from tests.sections.support import be_on_hosts, ranks_of, ranks_that_run
 from tests.support import in_process, tls_client
 from tests.transports.loopback import wait_until
@@ -126,7 +127,7 @@ def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
 
     async def main():
         async with in_process(1) as (cluster, _):
-            ranks, recorded = await ranks_on(cluster.workers[0]), asyncio.Event()
+            ranks, recorded = await part_on(cluster.workers[0], WorkerRanks), asyncio.Event()
 
             async def call(op, **kwargs):
                 await asyncio.sleep(0.1)
