@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import subprocess
 from collections import Counter
 from functools import cache
 from types import CodeType
@@ -262,6 +263,14 @@ def without_stealing(client):
     client.run_on_scheduler(stop)
     yield
     client.run_on_scheduler(start)
+
+
+@pytest.fixture
+def sleeper():
+    """A process that ends when it is killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from dask_p2p.fusing.running.ready_program import ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
+from tests.transports.loopback import wait_until
 
 
 def smooth(block):
@@ -133,3 +134,15 @@ def check_blocks(arrays, blocks):
             expected = np.asarray(expected)
             assert (got.dtype, got.shape) == (expected.dtype, expected.shape), key
             assert got.tobytes() == expected.tobytes(), key
+
+
+def waiting(block, path):
+    """Return a block once a file is there."""
+    wait_until(path.exists)
+    return block
+
+
+def stencils_of_dask_p2p(x):
+    for _ in range(6):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
+    return x

@@ -7,21 +7,15 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import InputError
-from tests.fusing.support import smooth
+from tests.fusing.support import stencils_of_dask_p2p
 from tests.sections.emulated import on_gpu
 
 CLUSTER = {"n_workers": 2}
 
 
-def stencils(x):
-    for _ in range(6):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
-    return x
-
-
 def test_programs(client):
     x = da.from_array(np.ones((32, 32)), chunks=(4, 32))
-    y = stencils(x)
+    y = stencils_of_dask_p2p(x)
     assert dask_p2p.explain(y).startswith("by one gang: ")
     assert dask_p2p.explain(y, y.sum()).endswith("2 ranks, 6 exchanges")
     assert "4 tasks a rank more" in dask_p2p.explain(x + 1)
@@ -29,12 +23,12 @@ def test_programs(client):
     with dask.annotate(priority=3):
         assert "no annotations of priority" in dask_p2p.explain(y)
     p2p = x.rechunk((32, 4), method="p2p")
-    assert dask_p2p.explain(stencils(p2p)).startswith("by one gang: ")
+    assert dask_p2p.explain(stencils_of_dask_p2p(p2p)).startswith("by one gang: ")
 
 
 def test_xarray(client):
     xr = pytest.importorskip("xarray")
-    y = stencils(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
+    y = stencils_of_dask_p2p(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
     data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y[:, 0])})
     assert dask_p2p.explain(data).startswith("by one gang: ")
 
@@ -44,7 +38,7 @@ def test_without_a_client():
 
 
 def test_blocks_of_gpus(gpu, client):
-    y = stencils(on_gpu(gpu, da.ones((32, 32), chunks=(4, 32))))
+    y = stencils_of_dask_p2p(on_gpu(gpu, da.ones((32, 32), chunks=(4, 32))))
     assert dask_p2p.explain(y).startswith("by one gang: ")
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 import dask_p2p
 from dask_p2p.engine.task import RankTask
 from dask_p2p.errors import SectionError
-from tests.fusing.support import check_blocks, generated, graphs, smooth
+from tests.fusing.support import check_blocks, generated, graphs, smooth, waiting
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -170,12 +170,6 @@ def test_two_gangs_and_other_tasks(client):
     for number, got in zip((1, 2), dask.compute(*both), strict=True):
         np.testing.assert_array_equal(got, values.T + number)
     assert client.gather(others) == [*range(1, 21)]
-
-
-def waiting(block, path):
-    """Wait until a file is there."""
-    wait_until(path.exists)
-    return block
 
 
 def test_a_cancelled_gang_leaves_nothing(client, tmp_path):

@@ -15,17 +15,11 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
 from dask_p2p.monitoring.counters import DEVICE_METRIC
-from tests.fusing.support import generated, smooth
+from tests.fusing.support import generated, stencils_of_dask_p2p
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2}
-
-
-def stencils(x):
-    for _ in range(6):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
-    return x
 
 
 def made():
@@ -46,13 +40,13 @@ def warnings():
 
 @pytest.mark.parametrize("before", ["off", "on"])
 def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, warnings):
-    y = stencils(made())
-    expected = stencils(made()).compute(scheduler="sync")
+    y = stencils_of_dask_p2p(made())
+    expected = stencils_of_dask_p2p(made()).compute(scheduler="sync")
     with dask.config.set({"p2p.fuse": before}):
         known = client.persist(y)
         wait(known)
     with dask.config.set({"p2p.fuse": "on"}):
-        again = client.persist([y, stencils(y)])
+        again = client.persist([y, stencils_of_dask_p2p(y)])
         wait(again, timeout=BOUND_S)
         total = y.sum(axis=0)
         np.testing.assert_array_equal(total.compute(), total.compute(scheduler="sync"))
@@ -61,7 +55,7 @@ def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, wa
 
 
 def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
-    y = stencils(made())
+    y = stencils_of_dask_p2p(made())
     expected = y.compute(scheduler="sync")
     for _ in range(5):
         np.testing.assert_array_equal(y.compute(), expected)
@@ -108,7 +102,7 @@ def test_an_obstacle_counts_for_one_call(client):
 
 
 def test_a_scheduler_without_the_plugin(client):
-    y = stencils(made())
+    y = stencils_of_dask_p2p(made())
     optimizer_for("auto", None)  # registers
     client.unregister_scheduler_plugin(PLUGIN_NAME)
     with dask.config.set({"p2p.fuse": "auto"}):
@@ -123,7 +117,7 @@ def test_workers_with_resources():
         Client(cluster) as client,
         dask.config.set({"p2p.fuse": "auto"}),
     ):
-        y = stencils(made())
+        y = stencils_of_dask_p2p(made())
         assert "workers without resources" in dask_p2p.explain(y)
         got = client.compute(y, resources={"GPU": 1}).result(BOUND_S)
     np.testing.assert_array_equal(got, y.compute(scheduler="sync"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -116,11 +115,9 @@ def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime, mappings):
 
 
 @pytest.fixture
-def holder():
+def holder(sleeper):
     """A process whose memory is mapped, until it is killed."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
+    return sleeper
 
 
 @pytest.fixture

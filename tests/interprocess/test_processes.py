@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from functools import partial
-
-import pytest
 
 from dask_p2p.interprocess.processes import Processes, own_name
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
-
-
-@pytest.fixture
-def sleeper():
-    """A process that ends when it is killed."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
 
 
 class Calls:

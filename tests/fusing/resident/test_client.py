@@ -27,7 +27,7 @@ from dask_p2p.errors import (
 from dask_p2p.fusing.resident.command_queues import CommandQueues
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import OPERATIONS, smooth
+from tests.fusing.support import OPERATIONS, smooth, waiting
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -355,15 +355,10 @@ def test_a_block_of_the_wrong_shape(client):
         assert same_bits(run.fetch(run(u)[0]), x.compute())
 
 
-def waits_for(block, path):
-    wait_until(path.exists)
-    return block
-
-
 def test_few_calls_are_ahead(client, tmp_path):
     x = array()
     path = tmp_path / "go"
-    step = dask_p2p.compile(lambda u: u.map_blocks(waits_for, path, meta=u._meta) + 1, x)
+    step = dask_p2p.compile(lambda u: u.map_blocks(waiting, path, meta=u._meta) + 1, x)
     made = []
 
     def call():

@@ -240,22 +240,9 @@ def swapped_back(ctx, x):
     return x
 
 
-def not_saved(ctx, x):
-    for _ in ctx.steps(STEPS):
-        x = x + 1
-    return x
-
-
 def never_saved(ctx, x):
     for _ in ctx.steps(STEPS, save=[x], every=None):
         x = x + 1
-    return x
-
-
-def by_checkpoints(ctx, x):
-    for step in range(ctx.restore(x), STEPS):
-        x = x + 1
-        ctx.checkpoint(step + 1, x)
     return x
 
 
@@ -265,9 +252,7 @@ RIGHT = [
     changes_rarely,
     names_reused,
     swapped_back,
-    not_saved,
     never_saved,
-    by_checkpoints,
 ]
 
 

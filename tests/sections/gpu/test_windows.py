@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -79,11 +78,9 @@ def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
 
 
 @pytest.fixture
-def other():
+def other(sleeper):
     """The process of another rank, until it is killed."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
+    return sleeper
 
 
 @pytest.fixture
