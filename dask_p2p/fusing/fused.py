@@ -22,7 +22,7 @@ from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.sections.api.graph import Gang, GangLayer
+from dask_p2p.sections.api.graph import GangLayer, GangTasks
 from dask_p2p.types import DaskArray
 
 
@@ -114,7 +114,7 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     if is_expression(arrays[0]):
         work = fused_gang(*given, kept=read.kept)
         return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
-    gang = Gang.of(fused_gang(*given))
+    gang = GangTasks.of(fused_gang(*given))
     inputs, dependencies = _input_layers(graph, read, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)

@@ -30,7 +30,7 @@ from dask_p2p.fusing.suitability import (
     exchanges_of,
     ranks_for,
 )
-from dask_p2p.sections.api.graph import Gang
+from dask_p2p.sections.api.graph import GangTasks
 from dask_p2p.sections.gang.tasks import output_tasks
 from dask_p2p.types import Key, Kind
 
@@ -108,7 +108,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
         return optimize(dict(read.kept) if choice.is_known else graph, keys)
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
     work = fused_gang(read.tasks, choice.programs, names, None, choice.kind, options)
-    gang = Gang.of(work)
+    gang = GangTasks.of(work)
     found = output_tasks(gang.name, 0, [each.outputs[0] for each in work.ranks])
     layers = {
         f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),

@@ -17,7 +17,7 @@ from dask_p2p.plans import BlockPlan, Piece, Plan
 from dask_p2p.sections.exchange.lending import SourcePieces
 
 
-class _Kept(NamedTuple):
+class _KeptPlan(NamedTuple):
     """The plan of a block."""
 
     block: tuple[BlockPlan, Mapping[int, SourcePieces]]  # and its pieces, by source
@@ -29,7 +29,7 @@ class BlockPlans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[tuple[int, Index], _Kept] = {}  # by array and block
+        self._plans: dict[tuple[int, Index], _KeptPlan] = {}  # by array and block
         self._pieces = 0  # of all these plans
 
     @property
@@ -42,11 +42,11 @@ class BlockPlans:
         wanted = id(plan), position
         found = self._plans.get(wanted)
         if found is None:
-            found = _Kept(_planned(plan, position), plan)
+            found = _KeptPlan(_planned(plan, position), plan)
             self._keep(wanted, found)
         return found.block
 
-    def _keep(self, wanted: tuple[int, Index], found: _Kept) -> None:
+    def _keep(self, wanted: tuple[int, Index], found: _KeptPlan) -> None:
         count = len(found.block[0].pieces)
         with self._lock:
             if wanted in self._plans:  # by another thread

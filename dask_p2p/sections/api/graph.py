@@ -86,13 +86,13 @@ def gang_arrays(work: GangWork, inputs: Sequence[DaskArray], count: int) -> list
     if inputs and is_expression(inputs[0]):
         layers = [GangLayer(work, number) for number in range(count)]
         return [expression_array(inputs[0], layer, inputs) for layer in layers]
-    gang = Gang.of(work, inputs)
+    gang = GangTasks.of(work, inputs)
     graph = HighLevelGraph.from_collections(gang.name, gang.tasks, dependencies=list(inputs))
     return [gang.array(number, graph) for number in range(count)]
 
 
-class Gang(NamedTuple):
-    """A gang with inputs."""
+class GangTasks(NamedTuple):
+    """The tasks of a gang with inputs."""
 
     work: GangWork
     token: str  # part of all names
@@ -100,7 +100,7 @@ class Gang(NamedTuple):
     tasks: Mapping[Key, Any]  # of its ranks, and of the commit
 
     @classmethod
-    def of(cls, work: GangWork, inputs: Sequence[Any] = ()) -> Gang:
+    def of(cls, work: GangWork, inputs: Sequence[Any] = ()) -> GangTasks:
         """Return the gang for arrays or expressions."""
         names = [x.name for x in inputs]
         token = str(tokenize(work.own_token, names))
@@ -151,7 +151,7 @@ class GangLayer:
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
         """Return the tasks of the ranks, of the commit and of the array's blocks."""
-        gang = Gang.of(self.work, inputs)
+        gang = GangTasks.of(self.work, inputs)
         keys = self.work.keys(name, self.number)
         return {**gang.tasks, **output_tasks(gang.name, self.number, keys)}
 
