@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
+from dask_p2p.backends.kept_results import KeptResults
 from dask_p2p.backends.kernels import permute
 from dask_p2p.backends.kernels._batch import (
     MAX_REGIONS,
@@ -28,7 +29,6 @@ from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.types import Array
 
-_MOST_KNOWN = 1024
 # Least bytes of a region that has a launch of its own, which takes the host 40 us. A region with
 # permuted axes needs it for tiles, and one in order for the full bandwidth of the memory.
 _LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
@@ -41,7 +41,6 @@ SOURCES = (_SOURCE,)
 class _Copies(NamedTuple):
     """The copies of some pieces of an array, relative to the addresses of the two arrays."""
 
-    pieces: Sequence[Piece]  # kept, since their number identifies the copies
     packed: Any  # by piece the words of the struct `Region`: `packed_regions`
     words: int  # of the largest piece
     large: Sequence[Piece]  # those that are worth launches of their own
@@ -55,8 +54,8 @@ class RegionBatch:
 
     def __init__(self) -> None:
         self._pending: list[tuple[Any, int, tuple[Array, Array]]] = []  # arrays keep their memory
-        self._known: dict[Any, _Copies] = {}  # a plan takes longer than its launch
-        self._fills: dict[Any, tuple[Any, list[tuple[Array, Sequence[Piece]]]]] = {}
+        self._copies = KeptResults[_Copies]()  # a plan takes longer than its launch
+        self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
 
     def copy_pieces(
         self, dst: Array, src: Array, pieces: Sequence[Piece], axes: Sequence[int]
@@ -66,24 +65,15 @@ class RegionBatch:
             raise BlockMismatchError(f"expected arrays of one dtype, got {src.dtype}, {dst.dtype}")
         into, of, item_bytes = dst.data.ptr, src.data.ptr, dst.dtype.itemsize
         layout = dst.strides, src.strides, tuple(axes), item_bytes, (into | of) & _ALIGNMENT
-        which = (id(pieces), *layout)
-        copies = self._known.get(which)
-        if copies is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            copies = self._known[which] = _copies(pieces, *layout)
+        copies = self._copies.of(pieces, layout, lambda: _copies(pieces, *layout))
         if len(copies.packed):
             self._pending.append((moved(copies.packed, into, of), copies.words, (dst, src)))
         return copies.large
 
     def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
         """Add constants in regions of an array."""
-        which = id(fills), dst.dtype.str
-        if which not in self._fills:
-            if len(self._fills) >= _MOST_KNOWN:
-                self._fills.clear()
-            self._fills[which] = fills, [*_by_item(fills, dst.dtype)]
-        for item, pieces in self._fills[which][1]:
+        by_item = self._fills.of(fills, dst.dtype.str, lambda: [*_by_item(fills, dst.dtype)])
+        for item, pieces in by_item:
             everywhere = cupy.broadcast_to(item, dst.shape)
             for _, _, box in self.copy_pieces(dst, everywhere, pieces, range(dst.ndim)):
                 permute.permute_into(
@@ -134,7 +124,7 @@ def _copies(
         else:
             found.append(layout.at(into, of))
             most = max(most, layout.words)
-    return _Copies(pieces, packed_regions(found), most, large)
+    return _Copies(packed_regions(found), most, large)
 
 
 def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:

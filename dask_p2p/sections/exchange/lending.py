@@ -14,6 +14,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import Backend
+from dask_p2p.backends.kept_results import KeptResults
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Slices, box_slices
 from dask_p2p.plans import Fill, Piece
@@ -21,8 +22,6 @@ from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import Array, DType
-
-_MOST_KNOWN = 1024
 
 #: The items of fills, and the indices of their regions.
 _Filled: TypeAlias = Sequence[tuple[Slices, Array]]
@@ -125,8 +124,7 @@ class HostLending(Lending):
         reads: Reads | None = None,  # of other ranks' memory; None: all arrays are sent
     ) -> None:
         self._connections, self._reads = connections, reads
-        #: By dtype, and by the number of the fills, which are kept since it identifies them.
-        self._fills: dict[tuple[int, DType], tuple[Sequence[Fill], _Filled]] = {}
+        self._fills = KeptResults[_Filled]()
 
     def holds(self, value: Any) -> bool:
         return type(value) is np.ndarray and not value.dtype.hasobject
@@ -138,14 +136,9 @@ class HostLending(Lending):
             NUMPY.permute_into(into[at], array[of], axes)
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
-        which = id(fills), into.dtype
-        if which not in self._fills:
-            if len(self._fills) >= _MOST_KNOWN:
-                self._fills.clear()
-            items = [(box_slices(box), np.full((), item, into.dtype)) for box, item in fills]
-            self._fills[which] = fills, items
-        for at, item in self._fills[which][1]:
-            into[at] = item
+        dtype = into.dtype
+        for index, item in self._fills.of(fills, dtype, lambda: _filled(fills, dtype)):
+            into[index] = item
 
     def flush(self) -> None:
         pass
@@ -198,6 +191,10 @@ class HostLending(Lending):
 
     def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
         NUMPY.permute_into(into, array, axes)
+
+
+def _filled(fills: Sequence[Fill], dtype: DType) -> _Filled:
+    return [(box_slices(box), np.full((), item, dtype)) for box, item in fills]
 
 
 HOST_ARRAYS = HostLending()  # of a rank alone
