@@ -26,8 +26,8 @@ def test_a_result_is_computed_once_for_an_object_and_a_key():
 def test_new_objects_do_not_get_the_results_of_others():
     """Without a reference, a new object would have the identity of the one before."""
     computed = Computed()
-    for number in range(100):
-        assert computed([number], "") == [number]
+    found = [computed([number], "") for number in range(100)]
+    assert found == [[number] for number in range(100)]
 
 
 def test_few_results_are_kept():
