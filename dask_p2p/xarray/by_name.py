@@ -67,6 +67,12 @@ def iterated(
     """See `dask_p2p.xarray.P2PAccessor.iterate`."""
     if isinstance(fields, Mapping):
         return _coupled(given, func, depth, steps, fields, boundary, constants, kwargs)
+    if isinstance(constants, Mapping):
+        raise InputError(
+            f"constants: expected a list, as the fields have no names, got "
+            f"{type(constants).__name__}. Give coupled fields of a dataset by name, "
+            f"fields={{'u': 'temperature'}}, or constants=[...]."
+        )
     levels = _levels(given, fields)
     first = levels[0]
     dims, arrays = first.dims, _aligned(levels)

@@ -122,6 +122,10 @@ def test_wrong_names(array, dataset):
         array.p2p.iterate(spread, {"x": 1}, 1, fields=[dataset.u])
     with pytest.raises(InputError, match=r"constants: expected the name of .*'before'.* got 'v'"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=["v"])
+    for given in (array, dataset):
+        more = {} if given is array else {"fields": "u"}
+        with pytest.raises(InputError, match="constants: expected a list, as the fields have no"):
+            given.p2p.iterate(spread, {"x": 1}, 1, constants={"v": 2.0}, **more)
     with pytest.raises(InputError, match="constants: expected only dimensions of the fields"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=[array])
 
