@@ -214,7 +214,9 @@ def _named(
     phases = _phases(
         func, arrays_of, lambda function: bound_by_name(function, known), None, numbers
     )
-    series = checked_series(record, [*arrays_of, *numbers], known)
+    of_ranks = (each for each in plain if each.ndim is not None or isinstance(each.value, Points))
+    divided = [each.name for each in (*specs, *with_halo, *of_ranks)]
+    series = checked_series(record, [*arrays_of, *numbers], known, divided)
     bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
     written = checked_stores(*stores, [*arrays_of, *numbers], known, levels[0].chunks)
     used = written.names.union(*(binding.names for binding in bindings))

@@ -23,6 +23,7 @@ from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
+from dask_p2p.sections.iterate.output.sums import SumChecks
 from dask_p2p.sections.iterate.overlap import Overlap
 from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
@@ -61,6 +62,7 @@ class RankLoop:
         recorded = self._scalars, self._series
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
         self._limit = Period(of.max_time)
+        self._sums = SumChecks(() if self._is_staggered else of.series, ctx)
         self._functions = FunctionState(of, ctx)
         self._kept_views = KeptViews(self._local, self._functions.may_keep)
 
@@ -277,6 +279,9 @@ class RankLoop:
             current = self._current(self._series.names)
             with self._kept_views:
                 self._series.record(step, current)
+            if self._sums:
+                at = self._local.at(self._whole, self._ctx.step_for)
+                self._sums(self._whole, lambda binding, box: self._values(binding, box, at))
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:

@@ -14,7 +14,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.binding import OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.binding import AT, OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.writes import Reader
 from dask_p2p.types import Array, DTypeLike
@@ -37,7 +37,9 @@ class Record:
     every : int, optional
         Number of steps between records, by default 1.
     op : {"sum", "prod", "min", "max"}, optional
-        The operation that combines the numbers of all ranks, by default "sum".
+        The operation that combines the numbers of all ranks, by default "sum". A value that all
+        ranks have, such as a time, counts once. Means, extremes and norms do not add up: they are
+        refused with "sum", as far as the function's code shows that it has no state.
     shape : tuple of int, optional
         Shape of the value, by default that of a number.
     dtype : dtype, optional
@@ -59,6 +61,7 @@ class SeriesSpec:
     name: str
     record: Record
     binding: Binding
+    is_same: bool = False  # whether all ranks have the same value
 
     def in_library(self, library: str) -> SeriesSpec:
         """Return the same series, with a function of arrays of another library."""
@@ -74,9 +77,11 @@ class SeriesSpec:
 
 
 def checked_series(
-    record: Any, fields: Collection[str], names: Collection[str]
+    record: Any, fields: Collection[str], names: Collection[str], divided: Collection[str]
 ) -> tuple[SeriesSpec, ...]:
     """Return the specs of a mapping of records; `names` are those of all values.
+
+    Ranks have their own values of the names in `divided`.
 
     Raises `InputError` for anything else than records whose parameters are such names.
     """
@@ -101,7 +106,8 @@ def checked_series(
                 f"record: expected a function without a parameter {OUT}, and op out of "
                 f"{', '.join(_OPS)}, got {name!r} with op={own.op!r}. Change it."
             )
-        found.append(SeriesSpec(name, own, binding))
+        is_same = binding.names.isdisjoint((*divided, VALUES[AT]))
+        found.append(SeriesSpec(name, own, binding, is_same))
     return tuple(found)
 
 
@@ -131,7 +137,7 @@ class Series:
         for spec, own, read in zip(self._specs, self._own, self._readers, strict=True):
             if step % spec.record.every == 0:
                 function = spec.binding.bound(spec.record.function, values(spec.binding))
-                own.append(self._checked(spec, read(function)))
+                own.append(self._counted_once(spec, self._checked(spec, read(function))))
         if any(len(own) >= _BATCH for own in self._own):
             self.combine()
 
@@ -146,6 +152,13 @@ class Series:
                 f"Record(function, shape=..., dtype=...)."
             )
         return own.astype(dtype)
+
+    def _counted_once(self, spec: SeriesSpec, value: Array) -> Array:
+        """Return a value that all ranks have, such as a time, on one of them alone."""
+        nothing = {"sum": 0, "prod": 1}.get(spec.record.op)
+        if not spec.is_same or not self._ctx.rank or nothing is None:
+            return value
+        return np.full_like(value, nothing)
 
     def combine(self) -> None:
         """Combine the values that ranks have recorded since the last call."""
