@@ -2,7 +2,8 @@
 
 A task belongs to the rank that has most of the bytes that it reads. Among ranks with about as many
 bytes, and for tasks without inputs, the position of the block in its array decides. Assembled
-blocks of one array are spread evenly: there, bytes move in any case.
+blocks of one array are spread evenly: there, bytes move in any case. Small values of several ranks
+go to the only task that needs what is made of them. So the tree of a reduction takes one exchange.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from dask_p2p.types import Key
 
 #: Largest literal value that the program of each rank contains that reads it.
 MOST_LITERAL_BYTES = 2**12
+#: A task that reads more bytes of several ranks is not moved to its reader.
+_SMALL_BYTES = 2**16
+_FEW_RANKS = 16  # with more, one rank would receive too many messages
 _ABOUT = 0.95  # a rank with this part of the most bytes has about as many
 
 
@@ -52,7 +56,31 @@ def owners_of(
             owners[key] = pinned[key]
         elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
             owners[key] = shares.chosen(key, node, at, by_position[key])
+    if size <= _FEW_RANKS:
+        _move_to_readers(tasks, owners, sizes_bytes, pinned)
     return owners
+
+
+def _move_to_readers(
+    tasks: FusedTasks,
+    owners: dict[Key, int],  # changed
+    sizes_bytes: Mapping[Key, int],
+    pinned: Mapping[Key, int],
+) -> None:
+    """Move each task that reads few bytes of several ranks to the rank of its only reader."""
+    readers: dict[Key, Key | None] = {key: None for keys in tasks.outputs for key in keys}
+    for key in reversed([*tasks.nodes]):
+        for each in tasks.reads[key]:
+            readers[each] = None if each in readers else key
+        reader, node = readers.get(key), tasks.nodes[key]
+        if reader is None or key not in owners or owners[reader] == owners[key] or key in pinned:
+            continue
+        if isinstance(node, AssembleTask) or isinstance(tasks.nodes[reader], AssembleTask):
+            continue
+        read = [each for each in tasks.reads[key] if each in owners]
+        is_small = sum(sizes_bytes.get(each, 1) for each in read) <= _SMALL_BYTES
+        if is_small and len({owners[each] for each in read}) > 1:
+            owners[key] = owners[reader]
 
 
 def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:

@@ -8,6 +8,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.owners import MOST_LITERAL_BYTES, owners_of, positions
+from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.support import read_arrays
 
@@ -87,3 +88,33 @@ def test_owners_that_are_decided():
     assert {key: owned[key] for key in pinned} == pinned
     assert set(owned.values()) <= set(range(4))
     assert set(owners_of(tasks, 1).values()) == {0}
+
+
+def exchanges(size, *arrays):
+    """The number of exchanges of a program with tiny blocks."""
+    first, *_ = programs_of(read_arrays(*arrays)[1].tasks, size)
+    return len(first.supersteps) - 1
+
+
+def test_a_tree_of_sums_takes_one_exchange():
+    x = da.ones((32, 4), chunks=(1, 4))
+    assert exchanges(4, x.sum()) == 1
+    assert exchanges(4, x.max(axis=0)) == 1
+    assert exchanges(4, (x - x.mean()) ** 2) == 2, "one that returns the mean"
+
+
+def test_many_ranks_and_large_values_keep_their_trees():
+    """One rank would receive too much."""
+    x = da.ones((32, 4), chunks=(1, 4))
+    assert exchanges(32, x.sum()) > exchanges(16, x.sum()) == 1
+    x = da.ones((32, 2**20), chunks=(1, 2**20))
+    assert exchanges(4, x.max(axis=0)) > 1
+
+
+def test_outputs_and_tasks_with_several_readers_stay():
+    x = da.ones((32, 4), chunks=(1, 4))
+    half, rest = x[4:20].sum(), x[20:].sum()
+    owned = owners(4, half + rest, half)
+    (key,) = keys_of(half)
+    alone = owners(4, half)
+    assert owned[key] == alone[key]
