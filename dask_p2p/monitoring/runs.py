@@ -325,7 +325,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
     """Return the records of a cluster's newest `n` runs; with None, all records.
 
-    The list is empty if the scheduler lacks the plugin.
+    With 0, only those of running tasks: the scheduler reads no earlier ones. The list is empty if
+    the scheduler lacks the plugin.
     """
     answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if answer is None:  # Dask's reply to an unknown operation

@@ -176,18 +176,23 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def records(self, n: Any = None) -> dict[str, Any]:
         """Fetch new records from the workers, and return those of the newest `n` runs, or all.
 
-        ``records`` are in the form of `packed`; ``silent`` lists workers that did not answer.
+        With 0, only records of running tasks are returned. ``records`` are in the form of `packed`;
+        ``silent`` lists workers that did not answer.
         """
-        n = None if n is None else checked_integer("n", n, 1, _MOST_RUNS)
+        n = None if n is None else checked_integer("n", n, 0, _MOST_RUNS)
         ready = self.ready()
         answers = await asyncio.gather(*map(self._fetch, ready))
         silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]
+        running = [record for found in answers for record in found or ()]
+        wanted = running if n == 0 else self._newest(n, running)
+        return {"records": packed(wanted), "silent": silent}
+
+    def _newest(self, n: int | None, running: list[TaskRecord]) -> list[TaskRecord]:
+        """Return the records of the newest `n` runs, or all, with those of running tasks."""
         # A task may end between the requests to two workers: its last record counts.
         ended = {(record.key, record.start_s) for record in self._records}
-        running = (r for found in answers for r in found or () if (r.key, r.start_s) not in ended)
-        known = [*self._records, *running]
-        wanted = known if n is None else (r for run in runs_of(known)[:n] for r in run.records)
-        return {"records": packed(wanted), "silent": silent}
+        known = [*self._records, *(r for r in running if (r.key, r.start_s) not in ended)]
+        return known if n is None else [r for run in runs_of(known)[:n] for r in run.records]
 
     def ready(self) -> list[str]:
         """Return the workers that have the plugin; none after this plugin was removed."""

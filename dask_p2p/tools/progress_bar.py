@@ -12,12 +12,12 @@ from distributed import futures_of, wait
 
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_client
-from dask_p2p.monitoring.runs import Run, last_runs
+from dask_p2p.monitoring.runs import Run, fetch_records, runs_of
 from dask_p2p.types import Client
 
 _WIDTH = 16  # characters of the bar
 _LOOK_S = 0.8  # time between two requests for records: each of them takes milliseconds from ranks
-_MOST_RUNS = 50  # that may be newer than the run to show
+_MOST_RUNS = 50  # that may be newer than a run that has ended
 
 
 def progress(*given: Any, client: Client | None = None, file: TextIO | None = None) -> None:
@@ -59,7 +59,8 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
     shown, name = "", ""
     while True:
         is_over = all(future.done() for future in futures)
-        runs = [run for run in last_runs(client, _MOST_RUNS) if run.latest]
+        records = client.sync(fetch_records, client, _MOST_RUNS if is_over else 0)
+        runs = [run for run in runs_of(records) if run.latest]
         if run := next((run for run in runs if run.under_way or run.name == name), None):
             line, name = _line(run), run.name
             out.write("\r" + line.ljust(len(shown)))

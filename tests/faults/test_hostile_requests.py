@@ -362,7 +362,7 @@ def test_peers(holder, op, answer, asked):
 RECORDS = {
     "worker's p2p_records": {"since": lambda value: is_number(value, (int,), 0, 2**62)},
     "p2p_records": {
-        "n": lambda value: value is None or is_number(value, (int,), 1, 2**62),
+        "n": lambda value: value is None or is_number(value, (int,), 0, 2**62),
     },
     "p2p_register": {},
 }

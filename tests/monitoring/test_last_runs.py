@@ -264,5 +264,5 @@ def test_async_clients_and_clusters_without_the_plugin():
 
 def test_a_scheduler_that_refuses_is_an_error(client):
     dask_p2p.register(client)
-    with pytest.raises(InputError, match=r"0 runs.*n: expected 1"):
-        client.sync(fetch_records, client, 0)
+    with pytest.raises(InputError, match=r"-1 runs.*n: expected 0"):
+        client.sync(fetch_records, client, -1)

@@ -22,6 +22,7 @@ class Scheduler:
 
     def __init__(self, **answers):
         self.records = {}  # what a worker answers who is asked for them
+        self.under_way = []  # records of running tasks on each worker
         self.answers = {worker: list(those) for worker, those in answers.items()}
         self.workers, self.tasks = dict.fromkeys(answers), {}
         self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
@@ -51,11 +52,10 @@ class Scheduler:
                 return answer
             if answer == "still":
                 await asyncio.Event().wait()
-            nothing = packed([])
             return answer and {
                 "first": since,
                 "records": packed(answer[since:]),
-                "under_way": nothing,
+                "under_way": packed(self.under_way),
             }
 
         return SimpleNamespace(run=run, p2p_records=p2p_records)
@@ -99,6 +99,7 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     noted = [
         TaskRecord((name, 0), float(i), i + 1.0, worker="good") for i, name in enumerate("xyz")
     ]
+    running = TaskRecord(("w", 0), 5.0, 6.0, worker="good", wanted_bytes=0)
     scheduler.records = {"good": noted[:2], "still": "still", "left": OSError(), "plain": None}
     scheduler.records["refuses"] = {"status": "error", "message": "since: expected an integer"}
 
@@ -108,7 +109,9 @@ def test_records_are_fetched_once_and_outlive_their_worker():
         await plugin.register()
         del scheduler.workers["left"]
         answers = [await plugin.records()]
-        scheduler.records["good"] = noted
+        scheduler.records["good"], scheduler.under_way = noted, [running]
+        answers += [await plugin.records(n=n) for n in (0, 1)]
+        scheduler.under_way = []
         answers += await asyncio.gather(plugin.records(), plugin.records())
         plugin.remove_worker(scheduler, "good")
         answers += [await plugin.records(n=n) for n in (1, 9)]
@@ -121,7 +124,7 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     answers = run_clocked(main())
     assert {tuple(answer["silent"]) for answer in answers} == {("still", "refuses")}
     got = [unpacked(answer["records"]) for answer in answers]
-    assert got == [noted[:2], noted, noted, noted[2:], noted[::-1]]
+    assert got == [noted[:2], [running], [running], noted, noted, noted[2:], noted[::-1]]
 
 
 @pytest.mark.parametrize("taken", ["off", "by another"])
