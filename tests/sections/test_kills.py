@@ -134,11 +134,8 @@ def slow(block, first):
     return block
 
 
-class DiesWhenCopied(np.ndarray):
-    """Kills its process as soon as it is copied for a checkpoint."""
-
-    def __array_function__(self, *args):
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stepping_on(ctx, x, folder, kill, where="in a step"):
@@ -156,8 +153,8 @@ def stepping_on(ctx, x, folder, kill, where="in a step"):
             (folder / f"{ctx.rank} was killed").touch()
             wait_until(lambda: all((folder / f"{r} was killed").exists() for r in ranks))
             if where == "in a step":
-                os.kill(os.getpid(), signal.SIGKILL)
-            s.x = s.x.view(DiesWhenCopied)
+                die()
+            ctx.device.copy_to_host = die  # in a checkpoint, as soon as it copies the state
     return s.x
 
 
