@@ -131,9 +131,9 @@ def test_ranks_redistribute_large_arrays(client, order):
         columns *= 2
         return ctx.redistribute(columns, from_partition=(1,), out=x)
 
-    x = np.arange(2.0**18).reshape(512, 512)
+    x = np.arange(2.0**20).reshape(1024, 1024)  # whose rows are long enough to be read
     with dask.config.set({"p2p.transports.order": order}):
-        y = spmd(columns_doubled, da.from_array(x, chunks=(100, 512)), ranks=3)
+        y = spmd(columns_doubled, da.from_array(x, chunks=(200, 1024)), ranks=3)
         assert np.array_equal(y.compute(), 2 * x)
 
 
