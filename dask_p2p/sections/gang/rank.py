@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -115,22 +115,19 @@ class _RankRun:
             order = _order_when_whole(rank_attempt, units, thread, self._is_resident)
             result = None
             if order.state == "running":
-                result, order = self._together(rank_attempt, order, thread, context, ucx)
+                if self._is_resident:
+                    thread.secede()  # its function mostly waits
+                ctx, watch = self._joined(rank_attempt, order, context)
+                with watch.recorded() as fields:
+                    result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
             _raise_end(order, self.options)
         return result
 
-    def _together(
-        self,
-        rank_attempt: RankAttempt,
-        order: Order,
-        thread: PoolThread,
-        context: TaskContext,
-        ucx: UcxTransport | None,
-    ) -> tuple[Any, Order]:
-        """Run the function while all other ranks run; return its result and the next order."""
-        if self._is_resident:
-            thread.secede()  # its function mostly waits
+    def _joined(
+        self, rank_attempt: RankAttempt, order: Order, context: TaskContext
+    ) -> tuple[Any, Watch]:
+        """Connect to the other ranks; return the context of the function, and its record."""
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
         reads_memory = "cma" in self.options.order("numpy") and not self.options.checksum
@@ -140,14 +137,45 @@ class _RankRun:
         ctx = self.body.context(*ranks, connections, checkpoints, reads_memory, device)
         rank_attempt.progress = ctx.progress
         workers = [worker for worker, *_ in order.peers]
-        with self._watch(ctx, context, connections, workers, order.attempt).recorded() as fields:
-            call = partial(self.body, ctx, *self.arrays)
-            result, order = _attempt(rank_attempt, ctx, call, thread, fields, ucx)
-            if order.state == "committed":
-                fields["nbytes"] = _size_bytes(result)
-            else:
-                fields.setdefault("error", order.reason or "ended by another rank")
-        return result, order
+        return ctx, self._watch(ctx, context, connections, workers, order.attempt)
+
+    def _attempt(
+        self,
+        rank_attempt: RankAttempt,
+        ctx: Any,
+        thread: PoolThread,
+        fields: dict[str, Any],  # of the attempt's record
+        ucx: UcxTransport | None,
+    ) -> tuple[Any, Order]:
+        """Call the function; return its result, and the order once all ranks are done."""
+        result: Any = None
+        try:
+            rank_attempt.connections.reserve_files()
+            rank_attempt.connections.open_channels(partial(_started, ucx))
+            with within_gang(), _shown_to_users(ctx.rank):
+                result = self.body(ctx, *self.arrays)
+            thread.release_soon()
+            # Otherwise other ranks might wait for one whose function has returned.
+            rank_attempt.connections.finish()
+            ctx.device.let_go(is_orderly=True)
+            order = rank_attempt.leave()
+        except AttemptEndedError as exc:
+            fields["error"] = str(exc)
+            order = rank_attempt.leave(str(exc))
+        except DeviceLostError as exc:
+            rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
+            raise  # all ranks run again, this one on another worker
+        except Exception as exc:
+            if (found := _order_after(exc, rank_attempt, ctx, fields)) is None:
+                raise  # with its traceback
+            order = found
+        finally:
+            ctx.device.let_go(is_orderly=False)
+        if order.state == "committed":
+            fields["nbytes"] = _size_bytes(result)
+            return result, order
+        fields.setdefault("error", order.reason or "ended by another rank")
+        return None, order
 
     @property
     def _is_resident(self) -> bool:
@@ -191,45 +219,21 @@ def _started(ucx: UcxTransport | None) -> Messenger | None:
     return None
 
 
-def _attempt(
+def _order_after(
+    exc: Exception,  # of the function
     rank_attempt: RankAttempt,
     ctx: Any,
-    call: Callable[[], Any],  # calls the user's function
-    thread: PoolThread,
     fields: dict[str, Any],  # of the attempt's record
-    ucx: UcxTransport | None,
-) -> tuple[Any, Order]:
-    """Call the function; return its result, and the scheduler's order once all ranks are done."""
-    result = None
-    try:
-        rank_attempt.connections.reserve_files()
-        rank_attempt.connections.open_channels(partial(_started, ucx))
-        with within_gang(), _shown_to_users(ctx.rank):
-            result = call()
-        thread.release_soon()
-        # Otherwise other ranks might wait for one whose function has returned.
-        rank_attempt.connections.finish()
-        ctx.device.let_go(is_orderly=True)
-        return result, rank_attempt.leave()
-    except AttemptEndedError as exc:
-        fields["error"] = str(exc)
-        return None, rank_attempt.leave(str(exc))
-    except DeviceLostError as exc:
-        rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
-        raise  # all ranks run again, this one on another worker
-    except Exception as exc:
-        if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
-            cause = f"another rank was lost; then the function raised {_described(exc)}"
-            fields["error"] = cause
-            return None, rank_attempt.leave(cause)
-        error, is_itself = pickled_error(exc, rank_attempt.rank)
-        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
-        order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
-        if is_itself and order.error == error:
-            raise  # with its traceback
-        return None, order
-    finally:
-        ctx.device.let_go(is_orderly=False)
+) -> Order | None:
+    """Leave an attempt with an exception; return the order, or None if this rank raises it."""
+    if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
+        cause = f"another rank was lost; then the function raised {_described(exc)}"
+        fields["error"] = cause
+        return rank_attempt.leave(cause)
+    error, is_itself = pickled_error(exc, rank_attempt.rank)
+    traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
+    order = rank_attempt.leave(f"rank {rank_attempt.rank} raised {type(exc).__name__}", error)
+    return None if is_itself and order.error == error else order
 
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
