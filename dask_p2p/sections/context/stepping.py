@@ -151,24 +151,11 @@ class Stepping(Places):
         SectionError
             If the ranks made different calls.
         """
-        try:
-            last = None if count is None else index(count)
-        except TypeError:
-            raise InputError(
-                f"expected a number of steps, or None, got {count=}. Give an integer: "
-                f"ctx.steps(100, s)."
-            ) from None
-        if state is not None and not isinstance(state, State):
-            raise InputError(
-                f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
-                f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
-            )
+        last = _checked_count(count)
         given = _listed(save)
         stores = [each for each in given if hasattr(each, "of_state")]
-        if saved := tuple(each for each in given if not hasattr(each, "of_state")):
-            if state is not None:
-                raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
-            state = State.of_arrays(self.device, saved, "save[{}]")
+        saved = tuple(each for each in given if not hasattr(each, "of_state"))
+        state = self._checked_state(state, saved)
         if self._has_steps:
             raise InputError(
                 "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
@@ -176,22 +163,25 @@ class Stepping(Places):
             )
         self._has_steps = True
         every = checked_period(every)
-        if checkpoint is not None and (state is None or not hasattr(checkpoint, "of_state")):
-            raise InputError(
-                f"checkpoint: expected a dask_p2p.Checkpoint, and a state, got {checkpoint!r:.80} "
-                f"and {state}. Give ctx.steps(n, s, checkpoint=Checkpoint('/folder'))."
-            )
-        if stores and state is None:
-            raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
-        if checkpoint is not None:
-            stores.insert(0, checkpoint)
-        if len({str(each.path) for each in stores}) < len(stores):
-            raise InputError("expected another path for each store, got one twice. Rename it.")
+        stores = _checked_stores(stores, checkpoint, state)
         if state is None or (every is None and not stores):
             return self._counted(last)
         period, bindings = Period(every), Bindings(state, sys._getframe(1))
         self._stores = [each.of_state(self, state, last) for each in stores]
         return self._counted(last, state, period, bindings)
+
+    def _checked_state(self, state: Any, saved: Sequence[Any]) -> State | None:
+        """Return the state of a loop, given as such or as arrays to save."""
+        if state is not None and not isinstance(state, State):
+            raise InputError(
+                f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
+                f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
+            )
+        if not saved:
+            return state
+        if state is not None:
+            raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
+        return State.of_arrays(self.device, saved, "save[{}]")
 
     def _counted(
         self,
@@ -323,6 +313,33 @@ class Stepping(Places):
         step = self._loaded(state, may_stay)
         self._saved_step = max(self._saved_step, step or -1)
         return step
+
+
+def _checked_count(count: Any) -> int | None:
+    try:
+        return None if count is None else index(count)
+    except TypeError:
+        raise InputError(
+            f"expected a number of steps, or None, got {count=}. Give an integer: "
+            f"ctx.steps(100, s)."
+        ) from None
+
+
+def _checked_stores(
+    stores: Sequence[StateFolder], checkpoint: Any, state: State | None
+) -> list[StateFolder]:
+    """Return the stores of a state: its checkpoints, and those of frames."""
+    if checkpoint is not None and (state is None or not hasattr(checkpoint, "of_state")):
+        raise InputError(
+            f"checkpoint: expected a dask_p2p.Checkpoint, and a state, got {checkpoint!r:.80} "
+            f"and {state}. Give ctx.steps(n, s, checkpoint=Checkpoint('/folder'))."
+        )
+    if stores and state is None:
+        raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
+    all_stores = [*stores] if checkpoint is None else [checkpoint, *stores]
+    if len({str(each.path) for each in all_stores}) < len(all_stores):
+        raise InputError("expected another path for each store, got one twice. Rename it.")
+    return all_stores
 
 
 def _listed(save: Any) -> Sequence[Any]:
