@@ -13,13 +13,6 @@ from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.sections.api.arguments import check_computed
 from dask_p2p.sections.context.points import Points
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.binding import (
-    OUT,
-    UNNAMED,
-    Binding,
-    bound_by_name,
-    bound_by_position,
-)
 from dask_p2p.sections.iterate.capture.replays import AUTO
 from dask_p2p.sections.iterate.constants import (
     ConstantSpec,
@@ -32,6 +25,13 @@ from dask_p2p.sections.iterate.fields import (
     check_name,
     field_spec,
     named_fields,
+)
+from dask_p2p.sections.iterate.functions.binding import (
+    OUT,
+    UNNAMED,
+    Binding,
+    bound_by_name,
+    bound_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
 from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
@@ -215,7 +215,7 @@ def _named(
         func, arrays_of, lambda function: bound_by_name(function, known), None, numbers
     )
     of_ranks = (each for each in plain if each.ndim is not None or isinstance(each.value, Points))
-    divided = [each.name for each in (*specs, *with_halo, *of_ranks)]
+    divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
     series = checked_series(record, [*arrays_of, *numbers], known, divided)
     bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
     written = checked_stores(*stores, [*arrays_of, *numbers], known, levels[0].chunks)

@@ -16,7 +16,7 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.api.output_kinds import LocalBlock, Output
-from dask_p2p.sections.iterate.binding import AT, OUT
+from dask_p2p.sections.iterate.functions.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
 

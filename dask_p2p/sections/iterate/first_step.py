@@ -15,9 +15,9 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
-from dask_p2p.sections.iterate.binding import OUT, UNNAMED
+from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED
+from dask_p2p.sections.iterate.functions.writes import arrays_in, can_refuse, written_fields
 from dask_p2p.sections.iterate.phase import Outs, Phase, Returned, replace_block
-from dask_p2p.sections.iterate.writes import arrays_in, can_refuse, written_fields
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks

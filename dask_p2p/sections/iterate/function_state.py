@@ -18,8 +18,8 @@ import cloudpickle  # Dask's functions would log an error for each object withou
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.ends import functions_of
-from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
-from dask_p2p.sections.iterate.writes import can_refuse
+from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
+from dask_p2p.sections.iterate.functions.writes import can_refuse
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration

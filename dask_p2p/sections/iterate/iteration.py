@@ -20,9 +20,9 @@ from dask_p2p.sections.exchange.ends import planned
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.constants import ConstantSpec
 from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
+from dask_p2p.sections.iterate.functions.binding import AT, VALUES
 from dask_p2p.sections.iterate.output.series import SeriesSpec
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase

@@ -14,9 +14,9 @@ from dask_p2p.sections.context.grids import Grid
 from dask_p2p.sections.context.points import LocalPoints, Points
 from dask_p2p.sections.exchange.ends import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
-from dask_p2p.sections.iterate.binding import AT, VALUES
 from dask_p2p.sections.iterate.constants import ConstantSpec
 from dask_p2p.sections.iterate.fields import FieldSpec
+from dask_p2p.sections.iterate.functions.binding import AT, VALUES
 from dask_p2p.types import Array
 
 

@@ -16,7 +16,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.iterate.call import Call
-from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
+from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
 from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.types import Array
 

@@ -13,8 +13,8 @@ from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloPart
 from dask_p2p.sections.exchange.recorder import check_kept
-from dask_p2p.sections.iterate.binding import OUT, UNNAMED, VALUES, Binding
-from dask_p2p.sections.iterate.writes import explained_writes
+from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED, VALUES, Binding
+from dask_p2p.sections.iterate.functions.writes import explained_writes
 from dask_p2p.types import Array
 
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values

@@ -13,12 +13,12 @@ from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.binding import Binding
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
 from dask_p2p.sections.iterate.function_state import FunctionState
+from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series

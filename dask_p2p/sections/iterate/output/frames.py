@@ -12,7 +12,8 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.binding import Binding
+from dask_p2p.sections.iterate.functions.binding import Binding
+from dask_p2p.sections.iterate.functions.writes import Reader, can_refuse
 from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.folders import Folder, explained
@@ -29,7 +30,6 @@ from dask_p2p.sections.iterate.output.groups import (
 from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.writes import Reader, can_refuse
 from dask_p2p.types import Array
 
 #: Returns the arguments of a function, with the values after the last step; None if none is read.

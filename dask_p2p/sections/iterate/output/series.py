@@ -14,9 +14,9 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.binding import AT, OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.writes import Reader
+from dask_p2p.sections.iterate.functions.binding import AT, OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.functions.writes import Reader
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.

@@ -19,10 +19,10 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.binding import AT, VALUES, Binding
-from dask_p2p.sections.iterate.capture.replayable import is_replayable
+from dask_p2p.sections.iterate.functions.binding import AT, VALUES, Binding
+from dask_p2p.sections.iterate.functions.replayable import is_replayable
+from dask_p2p.sections.iterate.functions.writes import arrays_in
 from dask_p2p.sections.iterate.output.series import SeriesSpec
-from dask_p2p.sections.iterate.writes import arrays_in
 
 _DIFFERENCE = 1e-4  # largest one of equal values, relative to them
 _SMALL = 1e-2  # smallest value of a part that counts, relative to that of the other part

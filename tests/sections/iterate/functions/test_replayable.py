@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy import roll
 
-from dask_p2p.sections.iterate.capture.replayable import is_constant, is_replayable
+from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
 
 RATE, SHAPE = 0.1, (3, 4)
 COUNTS, TOTAL = {"steps": 0}, 0
