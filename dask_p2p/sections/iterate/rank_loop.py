@@ -62,7 +62,7 @@ class RankLoop:
         recorded = self._scalars, self._series
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
         self._limit = Period(of.max_time)
-        self._sums = SumChecks(() if self._is_staggered else of.series, ctx)
+        self._sums = SumChecks(of, ctx)
         self._functions = FunctionState(of, ctx)
         self._kept_views = KeptViews(self._local, self._functions.may_keep)
 
@@ -279,9 +279,7 @@ class RankLoop:
             current = self._current(self._series.names)
             with self._kept_views:
                 self._series.record(step, current)
-            if self._sums:
-                at = self._local.at(self._whole, self._ctx.step_for)
-                self._sums(self._whole, lambda binding, box: self._values(binding, box, at))
+            self._check_sums()
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
@@ -293,7 +291,14 @@ class RankLoop:
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
+        self._check_sums()
         return bool(until(*map(self._ctx.allreduce, numbers)))
+
+    def _check_sums(self) -> None:
+        if self._sums:
+            self._updated(self._stale_of(self._of.phases[0].binding.names))
+            at = self._local.at(self._whole, self._ctx.step_for)
+            self._sums(self._whole, lambda binding, box: self._values(binding, box, at))
 
     def _current(self, names: Collection[str]) -> Callable[[Binding], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""

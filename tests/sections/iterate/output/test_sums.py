@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import dask
 import dask.array as da
 import numpy as np
@@ -41,9 +43,35 @@ def recorded(function, x=X, ranks=3, constants=None, **options):
     ],
 )
 def test_means_extremes_and_norms_are_refused(client, function):
-    with pytest.raises(InputError, match=r"record\['m'\]: .* add up, as op='sum' .* op='max'"):
+    with pytest.raises(InputError, match=r"record\['m'\]: .* add up, as .* op='max'"):
         recorded(function)
     assert recorded(function, ranks=1).shape == (2,)
+
+
+def returned(u, number):
+    return u[1:-1] * 0.5, number(u[1:-1])
+
+
+def filled(u, out, number):
+    out[...] = u[1:-1] * 0.5
+    return None, number(u[1:-1])
+
+
+@pytest.mark.parametrize("step", [returned, filled])
+def test_numbers_for_until(client, step):
+    """A largest change would end the run later on more ranks."""
+
+    def steps(number):
+        x = da.from_array(X, chunks=(8, 18))
+        step_of = partial(step, number=number)
+        y = iterate(step_of, x, {0: 1}, 9, ranks=3, until=lambda total: total < 50)
+        return round(np.log2(X.sum() / y.sum().compute()))
+
+    wanted = next(n for n in range(9) if (X**2).sum() / 4**n < 50) + 1  # of the field before
+    assert steps(lambda u: (u**2).sum()) == wanted
+    for number in (lambda u: abs(u).max(), np.mean, lambda u: np.linalg.norm(u)):
+        with pytest.raises(InputError, match=r"until: expected .* add up, .* Return sums"):
+            steps(number)
 
 
 @pytest.mark.parametrize("x", [np.ones((24, 18)), np.pad(np.ones((8, 6)), ((0, 16), (0, 12)))])
