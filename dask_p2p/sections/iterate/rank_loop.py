@@ -23,10 +23,10 @@ from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
-from dask_p2p.sections.iterate.output.sums import SumChecks
 from dask_p2p.sections.iterate.overlap import Overlap
 from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
+from dask_p2p.sections.iterate.sums import SumChecks
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p import Record, Whole, iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections.iterate.output.sums import adds_up, halves
+from dask_p2p.sections.iterate.sums import adds_up, halves
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 X = np.random.default_rng(0).normal(size=(24, 18)) + 1
