@@ -22,6 +22,7 @@ from dask_p2p.sections.wire.messages.format import (
     is_message,
 )
 from dask_p2p.sections.wire.messages.mailbox import Frame, Mailbox
+from dask_p2p.sections.wire.messages.slots import LOOKS
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -69,6 +70,12 @@ class Connection:
     is_early: bool = False  # whether the data of the last one is incomplete
     listens: bool = False  # whether it waits for messages, also while no exchange needs it
     sent_buffers: int = 0  # buffers of `sending` that were sent
+    may_share_slots: bool = False  # whether this end makes slots with its first small message
+
+    @property
+    def is_unix(self) -> bool:
+        """True between two processes of one host."""
+        return getattr(self.socket, "family", None) == socket.AF_UNIX
 
     @property
     def events(self) -> int:
@@ -131,6 +138,7 @@ class Connection:
         If the peer has yet to acknowledge a message, or to send its data, receive the data of the
         call as well: the answer comes after it.
         """
+        self.mailbox.take_slot()
         if self.receiving is None:
             self._begin_header()
         while self.fill():
@@ -153,26 +161,29 @@ class Connection:
         earlier = self.mailbox.arrived or self.mailbox.receives or self.early
         if is_begun or not self.is_header or earlier:
             return None
-        header, since_s = self.header, 0.0
+        header, mailbox, since_s = self.header, self.mailbox, 0.0
         self.receiving = header
-        while True:
+        while (found := mailbox.value_in_slot(LOOKS)) is None:
             try:
                 count = self.socket.recv_into(header)
-                break
             except BlockingIOError:
                 now_s = time.perf_counter()
                 since_s = since_s or now_s
                 if now_s >= since_s + most_s:
                     return None
+                continue
+            if not count:
+                raise ConnectionResetError("closed by the peer")
+            # The peer has filled the slot before it sent this header.
+            if (found := mailbox.value_in_slot()) is None and count == HEADER.size:
+                found = inline_value(header)
+                if found is not None:
+                    mailbox.received += 1
+                    break
+            self.receiving = header[count:]
+            break
         if since_s:
             self.waited_s += time.perf_counter() - since_s
-        if not count:
-            raise ConnectionResetError("closed by the peer")
-        found = inline_value(header) if count == HEADER.size else None
-        if found is None:
-            self.receiving = header[count:]
-        else:
-            self.mailbox.received += 1
         return found
 
     def _ends_early(self) -> bool:
@@ -205,7 +216,10 @@ class Connection:
     def _takes_frame(self) -> bool:
         """Take a header or a payload that is complete, if it belongs to a message."""
         if self.frame is None:
-            if not self.is_header or not is_message(self.header):
+            if not self.is_header:
+                return False
+            self.mailbox.take_slot()  # its sender has filled it before it sent this header
+            if not is_message(self.header):
                 return False
             self.frame = self.mailbox.open(*HEADER.unpack(self.header))
             self.receiving, self.is_header = memoryview(self.frame.payload), False

@@ -15,12 +15,24 @@ from typing import Any
 
 from dask_p2p import tuning
 from dask_p2p.errors import SectionError, TransferError
-from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Connection
+from dask_p2p.sections.wire.connection import (
+    HEADER,
+    TEXT_BYTES,
+    AttemptEndedError,
+    Connection,
+)
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.messages.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.messages.format import InlineValue, SentMessage, sent_probe
+from dask_p2p.sections.wire.messages.format import (
+    PROBE,
+    SLOTS,
+    InlineValue,
+    SentMessage,
+    sent_text,
+)
 from dask_p2p.sections.wire.messages.lender import Lender
 from dask_p2p.sections.wire.messages.mailbox import Receive
+from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, STORE_S, Slots
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 from dask_p2p.types import Array
@@ -76,6 +88,9 @@ class PointToPoint(ABC):
         """Add a new connection, and begin to send and receive the messages that wait for it."""
         self._connections[rank] = connection
         connection.mailbox.rank, connection.mailbox.lender = rank, self.lender
+        # The lower rank makes slots as soon as it sends a small message.
+        polls = self._rank < rank and self._spin_s > 0.0 and HAS_ORDERED_STORES
+        connection.may_share_slots = polls and connection.is_unix
         for sent in self._unsent.pop(rank, []):
             connection.post(sent)
         for receive in self._posted.pop(rank, []):
@@ -116,6 +131,17 @@ class PointToPoint(ABC):
         connection = self._connections.get(rank)
         if connection is None or connection.sending or self._found is not None or self._failure:
             return False
+        slots = connection.mailbox.slots
+        if slots is not None and slots.put(self._sent[rank] + 1, header):
+            self.has_messages = True
+            self._sent[rank] += 1
+            if slots.peer_sleeps:
+                self._post(rank, sent_text(SLOTS, b""))
+            return True
+        if connection.may_share_slots:
+            self._share_slots(rank, connection)
+            if connection.sending:
+                return False
         try:
             sent = connection.socket.send(header)
         except BlockingIOError:
@@ -127,6 +153,13 @@ class PointToPoint(ABC):
         self.has_messages = True
         self._sent[rank] += 1
         return True
+
+    def _share_slots(self, rank: int, connection: Connection) -> None:
+        """Make slots, and send the peer their name."""
+        connection.may_share_slots = False
+        if (made := Slots.made(HEADER.size)) is not None:
+            connection.mailbox.slots, name = made
+            self._post(rank, sent_text(SLOTS, name))
 
     def receive_inline(self, rank: int) -> InlineValue | None:
         """Return the next message of a rank if it lies in its header, and arrives soon."""
@@ -204,7 +237,10 @@ class PointToPoint(ABC):
                     self._pass_on_probes()
                     has_probed = has_probed or self._probes(since_s)
                     self._sleep(rank, inf if has_probed else tuning.current.deadlock_probe_s)
-        self._connections[rank].waited_s += time.perf_counter() - since_s
+        connection = self._connections[rank]
+        connection.waited_s += time.perf_counter() - since_s
+        if connection.mailbox.slots is not None:
+            connection.mailbox.slots.sleeps = False
 
     def _move_some(self, ranks: Collection[int]) -> None:
         for rank in ranks:
@@ -257,10 +293,15 @@ class PointToPoint(ABC):
 
     def _send_probe(self, probe: Probe) -> None:
         assert self._awaited is not None
-        self._post(self._awaited[0], sent_probe(probe.packed()))
+        self._post(self._awaited[0], sent_text(PROBE, probe.packed()))
 
     def _sleep(self, rank: int, most_s: float) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
+        connection = self._connections.get(rank)
+        slots = None if connection is None else connection.mailbox.slots
+        if slots is not None and not slots.sleeps:
+            slots.sleeps = True
+            most_s = min(most_s, STORE_S)
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
         _, ready = self._poll((), self._connections.keys(), missing, most_s)
         self._called(ready)
@@ -294,4 +335,5 @@ class PointToPoint(ABC):
     def check_messages(self) -> None:
         """Raise `SectionError` if this rank has not received all messages of the other ranks."""
         for peer, connection in self._connections.items():
+            connection.mailbox.take_slot()
             connection.mailbox.check_read(self._rank, peer)

@@ -34,8 +34,8 @@ CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.
 ALIGNMENT = 16
 # Kinds of frames. The texts of calls begin with other characters.
-VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, PROBE = range(1, 8)
-_LAST_KIND = PROBE
+VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, PROBE, SLOTS = range(1, 9)
+_LAST_KIND = SLOTS
 ARRIVALS = (VALUE, ADDRESS, OFFER)  # kinds that begin a message
 _KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
 LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
@@ -149,9 +149,9 @@ def _begun(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryview]:
     return [memoryview(each) for each in (header, *buffers)]
 
 
-def sent_probe(probe: bytes) -> SentMessage:
-    """Return a probe that can be sent."""
-    return SentMessage([frame_of(PROBE, len(probe)), memoryview(probe)])
+def sent_text(kind: int, text: bytes) -> SentMessage:
+    """Return a frame with a text that can be sent: a probe, or the name of slots."""
+    return SentMessage([frame_of(kind, len(text)), memoryview(text)])
 
 
 def padded(parts: Sequence[Any]) -> list[Any]:

@@ -28,19 +28,24 @@ from dask_p2p.sections.wire.messages.format import (
     CANNOT_READ,
     DATA,
     HAS_READ,
+    HEADER,
     LABEL,
     OFFER,
     OFFER_BYTES,
     PART,
     PROBE,
     ROOM_BYTES,
+    SLOTS,
     VALUE,
+    InlineValue,
     SentMessage,
     aligned,
     frame_of,
+    inline_value,
     padded,
 )
 from dask_p2p.sections.wire.messages.lender import Lender
+from dask_p2p.sections.wire.messages.slots import Slots
 from dask_p2p.types import Array
 
 _BYTE = np.dtype(np.uint8)
@@ -96,6 +101,7 @@ class Mailbox:
     owed: deque[Arrival] = field(default_factory=deque)  # sent by address, which is not readable
     probes: list[bytes] = field(default_factory=list)  # of ranks that wait: see `deadlocks`
     received: int = 0  # number of messages
+    slots: Slots | None = None  # for small messages, in memory that both ranks share
     received_bytes: int = 0
     _reads: dict[bytes, int] = field(default_factory=dict)  # by proof: its process if readable
 
@@ -105,6 +111,23 @@ class Mailbox:
             receive.arrival = self.arrived.popleft()
         else:
             self.receives.append(receive)
+
+    def take_slot(self) -> None:
+        """Take the message in the slot, if it comes next."""
+        slots, number = self.slots, self.received + 1
+        if slots is not None and slots.has(number):
+            self.close(self.open(*HEADER.unpack(slots.received_header)))
+            slots.free(number)
+
+    def value_in_slot(self, looks: int = 1) -> InlineValue | None:
+        """Return the message in the slot, if it comes next and is here after some looks."""
+        slots, number = self.slots, self.received + 1
+        if slots is None or not slots.has(number, looks):
+            return None
+        found = inline_value(slots.received_header)
+        self.received = number
+        slots.free(number)
+        return found
 
     def open(self, number: int, size_bytes: int, text: bytes) -> Frame:
         """Return the frame that a header begins."""
@@ -137,6 +160,10 @@ class Mailbox:
         arrival = frame.arrival
         if frame.kind == PROBE:
             self.probes.append(frame.payload.tobytes())
+            return None
+        if frame.kind == SLOTS:  # with the name of new slots; without, it wakes this rank
+            if len(frame.payload):
+                self.slots = Slots.opened(frame.payload.tobytes(), HEADER.size)
             return None
         if arrival is None:
             return self._answered(frame)
