@@ -7,6 +7,7 @@ would find other values there. References to the memory show such views.
 from __future__ import annotations
 
 import gc
+from operator import gt
 from sys import getrefcount
 from threading import Lock
 from typing import Any
@@ -31,11 +32,13 @@ class KeptViews:
 
     def __init__(self, local: LocalFields, is_needed: bool) -> None:
         self._local, self._is_needed = local, is_needed
-        self._before: list[int] = []
+        self._arrays: list[Any] = []  # that a call must not keep
+        self._before: list[int] = []  # by array: number of references before the call
 
     def __enter__(self) -> None:
         if self._is_needed:
-            self._before = self._counts()
+            self._arrays = [*self._local.overwritten()]
+            self._before = [*map(getrefcount, self._arrays)]
 
     def __exit__(self, kind: Any, *given: Any) -> None:
         if kind is not None or not self._is_needed or not self._are_more():
@@ -50,9 +53,6 @@ class KeptViews:
             "field, or a part of one: a later step overwrites its values. Keep a copy, u.copy()."
         )
 
-    def _counts(self) -> list[int]:
-        return [getrefcount(each) for each in self._local.overwritten()]
-
     def _are_more(self) -> bool:
-        counts = self._counts()
-        return any(now > before for now, before in zip(counts, self._before, strict=True))
+        counts = [*map(getrefcount, self._arrays)]
+        return counts != self._before and any(map(gt, counts, self._before))
