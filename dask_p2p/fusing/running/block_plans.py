@@ -1,7 +1,7 @@
 """Plans of the blocks that ranks assemble, kept for later supersteps, gangs and calls.
 
-A plan of 32 x 32 pieces takes a rank 2 ms, as long as it takes to copy them. Layers of an iteration
-have equal plans, and so have the programs of a loop: a process reads equal plans once.
+The plans of 32 blocks of 32 pieces take a rank 3.5 ms. Layers of an iteration have equal plans, and
+so have the programs of a loop: a process reads equal plans once.
 """
 
 from __future__ import annotations
