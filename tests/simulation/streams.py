@@ -217,9 +217,20 @@ class Recorder:
     def written(self, values, stream=None):
         """An array that holds these values, written by a task on a stream that is waited for."""
         array = self.empty(values.shape, values.dtype)
-        self.do(HOST if stream is None else stream.name, "the producer", writes=[array])
+        if stream is None:
+            self._written_by_task(array)
+        else:
+            self.do(stream.name, "the producer", writes=[array])
         array.values[...] = values
         return array
+
+    def _written_by_task(self, array):
+        """Write on a new stream, after the stream that gave the memory; the host waits for that."""
+        with self.lock:
+            task = f"task {next(self._numbers)}"
+            self.join(task, self.clocks[self.current[-1].name])
+            self.do(task, "the producer", writes=[array])
+            self.clocks[HOST][task] = self.clocks[task][task]
 
     def borrowed(self, address, size_bytes, owner, device):
         """Bytes of the device as an array that keeps their owner alive."""

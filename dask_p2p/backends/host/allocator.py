@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from mmap import PAGESIZE
 from pathlib import Path
@@ -71,8 +71,10 @@ def keep_small_buffers() -> None:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process."""
-    return int(_MEMORY.read_bytes().split()[1]) * PAGESIZE
+    """Return the memory of this process; 0 if it may open no more files."""
+    with suppress(OSError):
+        return int(_MEMORY.read_bytes().split()[1]) * PAGESIZE
+    return 0
 
 
 @contextmanager
