@@ -53,8 +53,8 @@ class CudaSource(Generic[_T]):
 def load_all(sources: Iterable[CudaSource[Any]]) -> None:
     """Load sources on the current device before their first use. Do not call it on an event loop.
 
-    The first call on a machine compiles them, about 0.8 s each. The compiler runs in several
-    threads at once, so all together take little longer.
+    The first call on a machine compiles them, about 0.8 s each. Threads compile them concurrently,
+    so all together take little longer.
     """
     device_id = cupy.cuda.runtime.getDevice()
 

@@ -3,7 +3,8 @@
 A task belongs to the rank that has most of the bytes that it reads. Among ranks with about as many
 bytes, and for tasks without inputs, the position of the block in its array decides. Assembled
 blocks of one array are spread evenly: there, bytes move in any case. Small values of several ranks
-go to the only task that needs what is made of them. So the tree of a reduction takes one exchange.
+go to the rank of the one task that needs their combination. So the tree of a reduction takes one
+exchange.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Numbers and small arrays in the header of a message, such as the parts of a sum.
 
-Their pickles take up to 20 us, since they contain dtypes. Those of a text and of bytes take 1 us.
+Their pickles take up to 20 us, since they contain dtypes. A pickle of text and bytes takes 1 us.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 _MOST_BYTES = 2**8
 _NUMBERS = {bool, int, float, complex}
-# Those of native byte order, and without metadata, of which there is one object in a process.
+# Dtypes of native byte order without metadata: a process has one object of each.
 _DTYPES: dict[str, Any] = {each: np.dtype(each) for each in "?bBhHiIlLqQefdFD"}
 
 

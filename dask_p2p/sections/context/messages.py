@@ -185,7 +185,7 @@ class Messaging:
     ) -> list[Any]:
         """Send values to some ranks, and return the values that these ranks sent, by rank.
 
-        Arrays for which there is memory in `into` are received there.
+        `into` has memory for some of the arrays.
         """
         order = sorted(parts, key=lambda rank: (rank - self.rank) % self.size)
         sent = [self._sent(parts[rank], rank, tag) for rank in order]

@@ -15,8 +15,9 @@ from typing import Any
 from dask_p2p.errors import InputError
 from dask_p2p.sections.iterate.local_fields import LocalFields
 
-_COLLECTIONS = 3  # one that begins during another thread's ends at once
-_collecting = Lock()  # held by ranks of one process
+# A collection returns immediately if another thread collects.
+_COLLECTIONS = 3
+_collecting = Lock()  # shared by the ranks of one process
 
 
 class KeptViews:

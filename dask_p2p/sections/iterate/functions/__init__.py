@@ -1,1 +1,1 @@
-"""The functions of users: their parameters, what they write, and what their code depends on."""
+"""The functions of users: their parameters, their writes, and the values that their code reads."""
