@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import index as as_int
 from typing import Any, NamedTuple
 
@@ -141,7 +142,8 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     such axis.
     """
     on_device = backend_for(x._meta).on_device
-    most = most_ranks(ranks, 0 if on_device else x.nbytes)
+    size_bytes = prod(x.shape) * x.dtype.itemsize  # expressions have no `nbytes`
+    most = most_ranks(ranks, 0 if on_device else size_bytes)
     try:
         axes = list(range(x.ndim) if partition is None else map(as_int, partition))
     except TypeError:
