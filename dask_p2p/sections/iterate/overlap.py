@@ -1,18 +1,23 @@
-"""The decision whether a function computes the interior while its halos are in flight.
+"""Functions that compute parts of a local block as they compute the whole block.
 
-Such a function is called for the interior, and then for parts of the boundary. A function that
-keeps a state, or reads sizes or sums of its block, would return other values than for the whole
-block. So before calls overlap, one call compares the results of both.
+With overlap, a function is called for the interior while its halos are in flight, and then for
+parts of the boundary. A function that keeps a state, or reads sizes or sums of its block, would
+return other values than for the whole block. So before calls overlap, one call compares the results
+of both.
+
+The results of such a function also depend on the number of ranks. So without overlap, too, the
+second step compares the results for two halves with those for the whole block, and warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+from dask.utils import funcname
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.iterate.call import Call
@@ -21,17 +26,17 @@ from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
+    from dask_p2p.sections.context.context import Context
     from dask_p2p.sections.iterate.iteration import Iteration
 
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 
+#: Computes a box of the next local blocks by a call.
+Apply: TypeAlias = Callable[[Call, Box], Any]
 
-class Overlap:
-    """The calls of one rank that overlap.
 
-    With ``overlap=True`` the user promises that the function computes parts of a block alike. With
-    "auto" its code has to show that another call changes nothing, and results have the same bits.
-    """
+class Parts:
+    """Comparisons of one rank's results for parts of a local block with those for the whole."""
 
     def __init__(
         self,
@@ -40,51 +45,26 @@ class Overlap:
         fields: Mapping[str, LocalField],
         whole: Box,  # the whole local block
     ) -> None:
-        self._of, self._device, self._fields, self._whole = of, device, fields, whole
-        self._is_promised = of.overlap is True
-        self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
+        self._of, self._device, self._fields, self.whole = of, device, fields, whole
 
-    def is_wanted(self, call: Call) -> bool:
-        """Return whether a call overlaps, as far as its function is known."""
-        if not self._of.overlap or not _has_parts(call):
-            return False
-        if self._is_promised:
-            return True
-        if self._of.capture is True or not call.is_worth_hiding:
-            return False
-        found = self._found.get(id(call.phase))
-        return self._is_plain(call) if found is None else found
+    def compare(
+        self, call: Call, apply: Apply, parts: Sequence[Box]
+    ) -> Literal["same", "close", "other"]:
+        """Compute parts of the block, whose whole results are there, and compare both.
 
-    def is_checked(self, call: Call) -> bool:
-        """Return whether a function is known to compute parts alike."""
-        return self._found.get(id(call.phase), False)
-
-    def check(self, call: Call, apply: Callable[[Call, Box], Any]) -> None:
-        """Compare the results for the whole block, which are there, with those for its parts.
-
-        `apply` computes a box of the next local blocks.
-
-        Raises `InputError` if they differ, with ``overlap=True``.
+        "same": all bits are equal; "close": values differ by rounding errors. The results for the
+        whole block are there afterwards.
         """
-        assert call.exchange is not None, "calls without halos do not overlap"
-        whole = self._sums(call)
-        for box in call.exchange.boxes:
-            if box_size(box):
-                apply(call, box)
-        is_alike = self._sums(call) == whole
-        if not is_alike:
-            parts = [self._results(call, name).copy() for name in call.changed]
-            apply(call, self._whole)
-            is_alike = self._is_promised and self._are_close(call, parts)
-            if self._is_promised and not is_alike:
-                raise InputError(
-                    "overlap=True: expected a function that computes parts of a block as it "
-                    "computes the whole block, got one with other values for parts. Leave out "
-                    "overlap=True, or remove counters, random numbers and sums over the block."
-                )
-        self._found[id(call.phase)] = is_alike
+        before = self._sums(call)
+        for box in parts:
+            apply(call, box)
+        if self._sums(call) == before:
+            return "same"
+        found = [self._results(call, name).copy() for name in call.changed]
+        apply(call, self.whole)
+        return "close" if self._are_close(call, found) else "other"
 
-    def _is_plain(self, call: Call) -> bool:
+    def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
         given = [*self._of.kwargs.values(), *(spec.value for spec in self._of.constants)]
         return all(map(is_constant, given)) and is_replayable(call.phase.function)
@@ -106,10 +86,116 @@ class Overlap:
                 is_close = bool((whole == part).all())
             else:
                 tolerance = _ROUNDING * float(np.finfo(whole.dtype).eps)
-                is_close = bool(module.allclose(part, whole, tolerance, tolerance, equal_nan=True))
+                largest = float(module.nan_to_num(abs(whole)).max())
+                limits = tolerance, tolerance * largest  # relative, absolute
+                is_close = bool(module.allclose(part, whole, *limits, equal_nan=True))
             if not is_close:
                 return False
         return True
+
+
+class Overlap:
+    """The calls of one rank that overlap.
+
+    With ``overlap=True`` the user promises that the function computes parts of a block alike. With
+    "auto" its code has to show that another call changes nothing, and results have the same bits.
+    """
+
+    def __init__(self, of: Iteration, parts: Parts) -> None:
+        self._of, self._parts = of, parts
+        self._is_promised = of.overlap is True
+        self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
+
+    def is_wanted(self, call: Call) -> bool:
+        """Return whether a call overlaps, as far as its function is known."""
+        if not self._of.overlap or not _has_parts(call):
+            return False
+        if self._is_promised:
+            return True
+        if self._of.capture is True or not call.is_worth_hiding:
+            return False
+        found = self._found.get(id(call.phase))
+        return self._parts.is_plain(call) if found is None else found
+
+    def is_checked(self, call: Call) -> bool:
+        """Return whether a function is known to compute parts alike."""
+        return self._found.get(id(call.phase), False)
+
+    def check(self, call: Call, apply: Apply) -> None:
+        """Compare the results for the whole block, which are there, with those for its parts.
+
+        Raises `InputError` if they differ, with ``overlap=True``.
+        """
+        assert call.exchange is not None, "calls without halos do not overlap"
+        found = self._parts.compare(call, apply, [*filter(box_size, call.exchange.boxes)])
+        if self._is_promised and found == "other":
+            raise InputError(
+                "overlap=True: expected a function that computes parts of a block as it computes "
+                "the whole block, got one with other values for parts. Leave out overlap=True, or "
+                "remove counters, random numbers and sums over the block."
+            )
+        if found == "other":
+            _warn(call)
+        self._found[id(call.phase)] = found == "same" or self._is_promised
+
+
+class Divisions:
+    """The calls of one rank whose results must not depend on the division into local blocks.
+
+    Functions are compared once, if their code shows that another call changes nothing.
+    """
+
+    def __init__(self, of: Iteration, ctx: Context, parts: Parts, whole: Box) -> None:
+        is_staggered = any(spec.extra for spec in of.fields)
+        self._is_needed = ctx.size > 1 and ctx.device.has_read_only and not is_staggered
+        divided = [axis for axis, count in enumerate(ctx.grid) if count > 1]
+        self._halves = [*_halves(whole, divided)]
+        self._parts = parts
+        self._seen: set[int] = set()  # ids of phases
+
+    def is_due(self, call: Call) -> bool:
+        """Return whether a call is compared, once its results for the whole block are there."""
+        if not self._is_needed or id(call.phase) in self._seen:
+            return False
+        self._seen.add(id(call.phase))
+        return bool(self._halves) and self._parts.is_plain(call)
+
+    def check(self, call: Call, apply: Apply) -> None:
+        """Warn if the results for halves of the local block are others than for the whole."""
+        for halves in self._halves:
+            try:
+                found = self._parts.compare(call, apply, halves)
+            except Exception:  # of a function for blocks of this size alone
+                apply(call, self._parts.whole)
+                return
+            if found == "other":
+                _warn(call)
+                return
+
+
+def _halves(whole: Box, axes: Sequence[int]) -> Iterator[tuple[Box, Box]]:
+    """Yield the two halves of a box along each axis that is long enough."""
+    for axis in axes:
+        start, stop = whole[axis]
+        if stop - start > 1:
+            middle = (start + stop) // 2
+            before, after = whole[:axis], whole[axis + 1 :]
+            yield (*before, (start, middle), *after), (*before, (middle, stop), *after)
+
+
+def _warn(call: Call) -> None:
+    """Warn of a function of local blocks, in the client and in this worker."""
+    from distributed import warn
+
+    name = funcname(call.phase.function)
+    warn(
+        f"iterate: {name} returns other values for halves of a local block than for the whole "
+        f"block, so its result depends on the number of ranks. Means, norms and sums over its "
+        f"argument are those of one local block: compute them of the whole array, by record= and "
+        f"at.last, or by spmd and ctx.allreduce. A function that reads more neighbours than depth= "
+        f"gives it returns such values, too.",
+        P2PWarning,
+    )
 
 
 def _has_parts(call: Call) -> bool:

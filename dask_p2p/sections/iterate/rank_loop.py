@@ -23,7 +23,7 @@ from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
-from dask_p2p.sections.iterate.overlap import Overlap
+from dask_p2p.sections.iterate.overlap import Divisions, Overlap, Parts
 from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.sections.iterate.sums import SumChecks
@@ -53,7 +53,9 @@ class RankLoop:
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
-        self._overlap = Overlap(of, ctx.device, self._fields, self._whole)
+        parts = Parts(of, ctx.device, self._fields, self._whole)
+        self._overlap = Overlap(of, parts)
+        self._divisions = Divisions(of, ctx, parts, self._whole)
         self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
@@ -186,6 +188,8 @@ class RankLoop:
                 returned = self._apply(call, box)
             if is_wanted and not is_overlapped:
                 self._overlap.check(call, self._apply)
+            elif not is_overlapped and self._divisions.is_due(call):
+                self._divisions.check(call, self._apply)
             self._turn(call.changed)
             if returned.scalars:
                 self._scalars.update(returned.scalars)

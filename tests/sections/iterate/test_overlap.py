@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_shape
+from dask_p2p.sections.iterate.overlap import Divisions
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.wire.connections import Connections
 from tests.support import tune
@@ -130,7 +131,7 @@ def test_by_default_large_blocks_are_done_in_parts_where_halos_come_from_other_h
     monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
     tune(monkeypatch, overlap_elements=least)
     assert np.array_equal(in_ranks(smooth, 4), expected)
-    assert len(boxes) == 2 * (1 + 3 + 3 + 3 if overlaps else 3)
+    assert len(boxes) == 2 * (1 + 3 + 3 + 3 if overlaps else 3 + 2)
 
 
 def test_the_interior_comes_first(boxes):
@@ -153,11 +154,19 @@ def test_by_default_functions_with_a_state_compute_whole_blocks(far, boxes, make
     assert {*boxes} == {(12, 5), (24, 5)}
 
 
-@pytest.mark.parametrize("function", [uses_length, uses_mean, rounds_otherwise])
+@pytest.mark.parametrize("function", [uses_length, uses_mean])
 def test_by_default_functions_of_the_block_compute_whole_blocks(far, boxes, function):
     """Their code is plain, but results for parts differ."""
-    expected = whole(function, 4)
-    assert np.array_equal(in_ranks(function, 4), expected)
+    with pytest.warns(P2PWarning, match=f"{function.__name__} returns other values for halves"):
+        expected = whole(function, 4)
+    with pytest.warns(P2PWarning, match=f"{function.__name__} returns other values for halves"):
+        assert np.array_equal(in_ranks(function, 4), expected)
+    assert boxes[-2:] == [(12, 5)] * 2
+
+
+def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(far, boxes):
+    expected = whole(rounds_otherwise, 4)
+    assert np.array_equal(in_ranks(rounds_otherwise, 4), expected)
     assert boxes[-2:] == [(12, 5)] * 2
 
 
@@ -181,5 +190,68 @@ def test_functions_that_compute_parts_otherwise_are_refused(make):
 
 @pytest.mark.parametrize("make", [cached, lambda: partial(rounds_otherwise)])
 def test_other_functions_compute_parts_if_asked(boxes, make):
-    np.testing.assert_allclose(in_ranks(make(), 4, overlap=True), whole(make(), 4), rtol=1e-14)
+    expected = whole(make(), 4)
+    np.testing.assert_allclose(in_ranks(make(), 4, overlap=True), expected, rtol=1e-14)
     assert (10, 5) in boxes[-12:]
+
+
+def without_mean(u):
+    return (u - u.mean())[1:-1]
+
+
+def normalized(u):
+    return (u / np.linalg.norm(u))[1:-1]
+
+
+def reads_two(u):  # neighbours on each side, and gets one
+    return (np.roll(u, 2, 0) + np.roll(u, -2, 0))[1:-1]
+
+
+def added_up(u):
+    return np.cumsum(u, axis=0)[1:-1]
+
+
+@pytest.mark.parametrize("function", [without_mean, normalized, reads_two, added_up])
+def test_results_that_depend_on_the_number_of_ranks_are_named(monkeypatch, function):
+    with pytest.warns(P2PWarning, match=f"{function.__name__} returns other values for halves"):
+        made = in_ranks(function, 4)
+    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
+    assert np.array_equal(made, in_ranks(function, 4))
+    assert not np.allclose(made, in_ranks(function, 4, ranks=1))
+
+
+def spectral(u):
+    return np.fft.ifft(np.fft.fft(u, axis=1) * 0.5, axis=1).real[1:-1]
+
+
+def of_its_size(u, out):
+    out[:] = 0
+    out += np.reshape(u, (14, 5))[1:-1] / 2
+
+
+def by_place(u, at):
+    return u[1:-1] * (at.index[0] % 3)
+
+
+def without_values(u):
+    return np.where(np.shape(u)[0] > 8, np.nan, -np.inf) * np.ones_like(u[1:-1])
+
+
+@pytest.mark.parametrize("function", [smooth, spectral, of_its_size, by_place])
+def test_other_results_are_compared_without_a_word(monkeypatch, boxes, function):
+    made = in_ranks(function, 4)
+    assert (6, 5) in boxes
+    boxes.clear()
+    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
+    assert np.array_equal(made, in_ranks(function, 4))
+    assert {*boxes} == {(12, 5)}
+
+
+def test_results_that_are_no_numbers_are_named():
+    with pytest.warns(P2PWarning, match="without_values returns other values for halves"):
+        in_ranks(without_values, 4)
+
+
+def test_functions_are_compared_once(boxes):
+    in_ranks(smooth, 10)
+    assert Counter(boxes) == {(12, 5): 18, (6, 5): 4}
