@@ -34,7 +34,6 @@ class Modular(np.ndarray):
         (np.ones(2).view(Quantity), "unit or operators"),
         (np.ones(2).view(Quantity).sum(), "unit or operators"),
         (np.ones(2).view(Modular), "unit or operators"),
-        (np.array(["a "]).view(np.char.chararray), "unit or operators"),
         (np.ones(2) * pint.get_application_registry().m, "unit or operators"),
     ],
 )
