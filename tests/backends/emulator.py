@@ -36,6 +36,17 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def compiled(folder, source, harness):
+    """Compile a harness that includes a CUDA source as ``SOURCE``, for the processor."""
+    (folder / "harness.cpp").write_text(harness)
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+    # Misaligned accesses work on many processors, but on no GPU.
+    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    command += [f'-DSOURCE="{source}"', str(folder / "harness.cpp"), "-o", str(folder / "so")]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(folder / "so"))
+
+
 def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
     """Do what kernels.permute.permute_into does; return the names of the kernels used."""
     view = src.transpose(axes)

@@ -23,7 +23,7 @@ from dask_p2p.backends.kernels._batch import (
     region_layout,
     whole_piece,
 )
-from tests.backends.emulator import needs_compiler
+from tests.backends.emulator import compiled, needs_compiler
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("kernels") / "regions.cu"
 HARNESS = """
@@ -52,14 +52,7 @@ extern "C" void launch(const Batch *batch, unsigned columns, unsigned rows, unsi
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("regions")
-    (folder / "harness.cpp").write_text(HARNESS)
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-    # Misaligned accesses work on many processors, but on no GPU.
-    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += [f'-DSOURCE="{SOURCE}"', str(folder / "harness.cpp"), "-o", str(folder / "so")]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(folder / "so"))
+    loaded = compiled(tmp_path_factory.mktemp("regions"), SOURCE, HARNESS)
     loaded.batch_bytes.restype = ctypes.c_ulonglong
     loaded.launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 3]
     return loaded

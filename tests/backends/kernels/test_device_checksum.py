@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import dask_p2p.backends
 from dask_p2p.backends.host.mixed_words import mixed_sum
-from tests.backends.emulator import needs_compiler
+from tests.backends.emulator import compiled, needs_compiler
 from tests.backends.support import random_bits
 
 pytestmark = needs_compiler
@@ -39,13 +38,7 @@ extern "C" u64 sum(const u8 *data, u64 size_bytes, unsigned blocks, unsigned thr
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checksums")
-    (folder / "harness.cpp").write_text(HARNESS)
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += [f'-DSOURCE="{SOURCE}"', str(folder / "harness.cpp"), "-o", str(folder / "so")]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(folder / "so"))
+    loaded = compiled(tmp_path_factory.mktemp("checksums"), SOURCE, HARNESS)
     loaded.sum.restype = ctypes.c_ulonglong
     loaded.sum.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint, ctypes.c_uint]
     return loaded
