@@ -63,6 +63,15 @@ class Iteration:
         bindings += [each.binding for each in self.series]
         return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
 
+    @cached_property
+    def is_staggered(self) -> bool:
+        """True if a field is longer than the first one."""
+        return any(spec.extra for spec in self.fields)
+
+    def compares_parts(self, ctx: Context) -> bool:
+        """Return whether ranks compare results for parts of their local blocks with the whole."""
+        return ctx.size > 1 and ctx.device.has_read_only and not self.is_staggered
+
     @property
     def outputs(self) -> Outputs:
         """The outputs of the section: all levels of the fields, and then the numbers."""

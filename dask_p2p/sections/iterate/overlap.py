@@ -11,14 +11,14 @@ second step compares the results for two halves with those for the whole block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from dask.utils import funcname
 
 from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.geometry import Box, box_size
+from dask_p2p.geometry import Box, box_shape, box_size, cut_box
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
@@ -146,19 +146,20 @@ class Divisions:
     """
 
     def __init__(self, of: Iteration, ctx: Context, parts: Parts, whole: Box) -> None:
-        is_staggered = any(spec.extra for spec in of.fields)
-        self._is_needed = ctx.size > 1 and ctx.device.has_read_only and not is_staggered
-        divided = [axis for axis, count in enumerate(ctx.grid) if count > 1]
-        self._halves = [*_halves(whole, divided)]
+        self._halves = [
+            cut_box(whole, axis, length // 2)
+            for axis, (length, count) in enumerate(zip(box_shape(whole), ctx.grid, strict=True))
+            if count > 1 and length > 1 and of.compares_parts(ctx)
+        ]
         self._parts = parts
         self._seen: set[int] = set()  # ids of phases
 
     def is_due(self, call: Call) -> bool:
         """Return whether a call is compared, once its results for the whole block are there."""
-        if not self._is_needed or id(call.phase) in self._seen:
+        if not self._halves or id(call.phase) in self._seen:
             return False
         self._seen.add(id(call.phase))
-        return bool(self._halves) and self._parts.is_plain(call)
+        return self._parts.is_plain(call)
 
     def check(self, call: Call, apply: Apply) -> None:
         """Warn if the results for halves of the local block are others than for the whole."""
@@ -171,16 +172,6 @@ class Divisions:
             if found == "other":
                 _warn(call)
                 return
-
-
-def _halves(whole: Box, axes: Sequence[int]) -> Iterator[tuple[Box, Box]]:
-    """Yield the two halves of a box along each axis that is long enough."""
-    for axis in axes:
-        start, stop = whole[axis]
-        if stop - start > 1:
-            middle = (start + stop) // 2
-            before, after = whole[:axis], whole[axis + 1 :]
-            yield (*before, (start, middle), *after), (*before, (middle, stop), *after)
 
 
 def _warn(call: Call) -> None:

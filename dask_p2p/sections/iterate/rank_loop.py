@@ -56,7 +56,6 @@ class RankLoop:
         parts = Parts(of, ctx.device, self._fields, self._whole)
         self._overlap = Overlap(of, parts)
         self._divisions = Divisions(of, ctx, parts, self._whole)
-        self._is_staggered = any(field.spec.extra for field in self._fields.values())
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
@@ -180,7 +179,7 @@ class RankLoop:
         """Make a step; return the numbers of its last function."""
         returned = NOTHING
         # Numbers for `until` are those of a whole local block.
-        may_overlap = not self._is_staggered and not self._is_asked(step + 1)
+        may_overlap = not self._of.is_staggered and not self._is_asked(step + 1)
         for call in self._calls_of(step):
             is_wanted = may_overlap and self._overlap.is_wanted(call)
             is_overlapped = is_wanted and self._overlap.is_checked(call)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box
+from dask_p2p.geometry import Box, cut_box
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.functions.binding import AT, UNNAMED, VALUES, Binding
 from dask_p2p.sections.iterate.functions.replayable import is_replayable
@@ -59,9 +59,7 @@ class SumChecks:
     """The functions of one rank whose numbers have to add up."""
 
     def __init__(self, of: Iteration, ctx: Context) -> None:
-        is_staggered = any(spec.extra for spec in of.fields)
-        is_needed = ctx.size > 1 and ctx.device.has_read_only and not is_staggered
-        summed = (*map(_of_record, of.series), *_of_until(of)) if is_needed else ()
+        summed = (*map(_of_record, of.series), *_of_until(of)) if of.compares_parts(ctx) else ()
         self._left = [each for each in summed if each is not None and each.is_known]
         self._calls = 0
 
@@ -135,9 +133,7 @@ def halves(box: Box) -> Iterator[tuple[Box, Box]]:
     for axis, (start, stop) in enumerate(box):
         length = stop - start
         for at in sorted({length // 2, length // 3} - {0}):
-            low, high = (start, start + at), (start + at, stop)
-            first, second = ((*box[:axis], part, *box[axis + 1 :]) for part in (low, high))
-            yield first, second
+            yield cut_box(box, axis, at)
 
 
 def adds_up(whole: Any, parts: Sequence[tuple[Any, Any]], scale: float) -> bool | None:

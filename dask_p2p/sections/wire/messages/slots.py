@@ -20,7 +20,7 @@ from contextlib import suppress
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.segments import Segment, SegmentName
 
-#: Whether stores appear in order in other processes.
+#: True if stores appear in order in other processes.
 HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 #: Looks at the slot for each attempt to receive from the socket: half a microsecond.
 LOOKS = 16
