@@ -113,6 +113,9 @@ class Tuning:
     read_run_bytes: int = 2**11
     #: Bytes of arrays on a GPU that a rank lends another one until that one's next message.
     lent_bytes: int = 2**26
+    #: Largest local block on a GPU that ranks of one host exchange through windows: one slot for
+    #: each other rank has its part. Copies into windows take longer than messages of larger blocks.
+    window_bytes: int = 2**25
     #: Least elements of a local block in host memory for overlap. Overlap calls the function for
     #: three or more parts. For a five-point stencil in NumPy these calls took 0.02 ms a step more:
     #: a quarter of the step at 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the

@@ -20,7 +20,7 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as gpu_device
-from dask_p2p.sections.gpu import graphs, halo_windows, lending, windows
+from dask_p2p.sections.gpu import graphs, halo_windows, lending, region_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
@@ -72,7 +72,10 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_lost", []),
         (Gpu, "recorder", lambda gpu, out: None),
         (graphs, "_pools", defaultdict(list)),
-        (lending, "region_batch", lambda: EmulatedBatch(recorder)),
+        *(
+            (module, "region_batch", lambda: EmulatedBatch(recorder))
+            for module in (lending, region_windows)
+        ),
         (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda own, peer: None),
         (cuda_ipc, "export", export),

@@ -30,6 +30,9 @@ class ExchangeCall:
     order: str = "auto"  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
     #: Mean number of elements from one rank to another. 0 for halos: they always use messages.
     mean_elements: int = 0
+    #: Upper bound of the number of elements from one rank to another, the same on all ranks. 0 if
+    #: it is unknown.
+    most_elements: int = 0
 
     def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
         """Return the ranks that this one reads from, in the order of reading."""

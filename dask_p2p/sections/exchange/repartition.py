@@ -119,7 +119,11 @@ class Redistribution:
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
         exchange = redistribution_exchange(before, after, axes, self._rank, order)
         mean_elements = prod(whole) // before.size**2
-        return Repartition(exchange, call, mean_elements, self._regions, self._device)
+        longest = [max(lengths, default=0) for lengths in before.local_sizes]
+        after_longest = [max(lengths, default=0) for lengths in after.local_sizes]
+        most_elements = prod(min(longest[axis], after_longest[n]) for n, axis in enumerate(axes))
+        sizes = mean_elements, most_elements
+        return Repartition(exchange, call, *sizes, self._regions, self._device)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Repartition:
     exchange: Exchange  # sends and receives of this rank
     call: str  # text of the call, the same on all ranks
     mean_elements: int  # mean number of elements from one rank to another
+    most_elements: int  # upper bound of it, for any two ranks
     regions: RegionMover  # moves the data
     device: Host = HOST  # device of the local blocks
 
@@ -155,7 +160,8 @@ class Repartition:
         else:
             self._check_out(out, local_block)
         text = f"{self.call}, {local_block.dtype}"
-        call = ExchangeCall(text, local_block.dtype, self.exchange, order, self.mean_elements)
+        sizes = self.mean_elements, self.most_elements
+        call = ExchangeCall(text, local_block.dtype, self.exchange, order, *sizes)
         self.regions.bring(call, local_block, out)
         return out
 

@@ -21,7 +21,8 @@ the first piece while the next one is made.
 Acknowledgements are awaited lazily, by the next user of the local block or its memory: see
 `GpuRegions.settle`. Until then the host enqueues more work.
 
-Regions that cannot be read are sent: see `gpu_messages`.
+Regions that cannot be read are sent: see `gpu_messages`. Small ones are packed: see
+`region_windows`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
 from dask_p2p.sections.exchange.regions import regions_of
 from dask_p2p.sections.gpu.descriptors import map_descriptor, pack_descriptor
 from dask_p2p.sections.gpu.messages import GpuMessages
+from dask_p2p.sections.gpu.region_windows import RegionWindows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, opened_by_all, try_share
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -81,6 +83,7 @@ class GpuRegions(RegionMover):
     def __init__(self, gpu: Gpu, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._messages = GpuMessages(gpu, connections, reads_memory)
+        self._windows = RegionWindows(gpu, connections)
         self._own: OwnEvents | None = None
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
         self._unsettled: _PendingReads | None = None
@@ -92,6 +95,9 @@ class GpuRegions(RegionMover):
         """
         self.settle()
         pieces = source if isinstance(source, Pieces) else Pieces.one(source)
+        if self._windows.can_bring(call):
+            self._windows.bring(call, pieces, target)
+            return
         made: list[Array] = []
         try:
             self._unsettled = self._bring_directly(call, pieces, made, target)

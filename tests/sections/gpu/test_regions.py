@@ -49,6 +49,12 @@ PART_BYTES = 512  # several parts of a region, in turns through the same slots
 READ, WRITTEN = range(2)
 
 
+@pytest.fixture(autouse=True)
+def _in_place(monkeypatch):
+    """No array is small enough for windows."""
+    tune(monkeypatch, window_bytes=0)
+
+
 @pytest.fixture
 def through_host(monkeypatch):
     """For each exchange through the host: the rank, and its receivers and sources of regions."""
