@@ -16,6 +16,7 @@ time, also those without regions for each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,8 +121,8 @@ class RegionWindows:
             return made[0]
         local_block = self._gpu.empty(call.exchange.before, call.dtype)
         whole = tuple((0, length) for length in call.exchange.before)
-        for number, piece in enumerate(made):
-            part = along(pieces.axis, whole, pieces.bounds[number : number + 2])
+        for piece, bounds in zip(made, pairwise(pieces.bounds), strict=True):
+            part = along(pieces.axis, whole, bounds)
             into = local_block[box_slices(part)]
             self._gpu.backend.permute_into(into, piece, range(piece.ndim))
         return local_block
