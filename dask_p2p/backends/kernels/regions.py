@@ -33,6 +33,7 @@ from dask_p2p.types import Array
 # permuted axes needs it for tiles, and one in order for the full bandwidth of the memory.
 _LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
 _ALIGNMENT = 15
+_MOST_LAUNCHES = 256  # that are kept, for the same copies of the same arrays
 
 _SOURCE = CudaSource("regions.cu", lambda module: module.get_function("copy_regions").kernel)
 SOURCES = (_SOURCE,)
@@ -46,6 +47,20 @@ class _Copies(NamedTuple):
     large: Sequence[Piece]  # those that are worth launches of their own
 
 
+class _Pending(NamedTuple):
+    """Copies that are to be enqueued."""
+
+    copies: _Copies
+    into: int  # addresses of the two arrays
+    of: int
+    arrays: tuple[Array, Array]  # which keep their memory
+
+
+class _Launch(NamedTuple):
+    grid: tuple[int, int]
+    batch: Any  # the kernel's argument
+
+
 class RegionBatch:
     """Copies of regions that are enqueued together, on the current stream.
 
@@ -53,8 +68,9 @@ class RegionBatch:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Any, int, tuple[Array, Array]]] = []  # arrays keep their memory
+        self._pending: list[_Pending] = []
         self._copies = KeptResults[_Copies]()  # a plan takes longer than its launch
+        self._launches: dict[Any, tuple[Any, Sequence[_Launch]]] = {}  # by copies and addresses
         self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
 
     def copy_pieces(
@@ -67,7 +83,7 @@ class RegionBatch:
         layout = dst.strides, src.strides, tuple(axes), item_bytes, (into | of) & _ALIGNMENT
         copies = self._copies.of(pieces, layout, lambda: _copies(pieces, *layout))
         if len(copies.packed):
-            self._pending.append((moved(copies.packed, into, of), copies.words, (dst, src)))
+            self._pending.append(_Pending(copies, into, of, (dst, src)))
         return copies.large
 
     def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
@@ -85,13 +101,23 @@ class RegionBatch:
         pending, self._pending = self._pending, []
         if not pending:
             return
-        regions = np.concatenate([packed for packed, _, _ in pending])
-        words = max(words for _, words, _ in pending)
-        for start in range(0, len(regions), MAX_REGIONS):
-            batch = packed_batch(regions[start : start + MAX_REGIONS])
-            grid = grid_of(words, len(regions[start : start + MAX_REGIONS]))
-            copy = _SOURCE.on(cupy.cuda.runtime.getDevice())
-            copy(grid, (THREADS,), (batch,), 0, stream=cupy.cuda.get_current_stream())
+        key = tuple([(id(copies), into, of) for copies, into, of, _ in pending])
+        if (found := self._launches.get(key)) is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            # The copies are kept with it, so that no others get their identities.
+            found = self._launches[key] = [each.copies for each in pending], _launches(pending)
+        copy = _SOURCE.on(cupy.cuda.runtime.getDevice())
+        stream = cupy.cuda.get_current_stream()
+        for grid, batch in found[1]:
+            copy(grid, (THREADS,), (batch,), 0, stream=stream)
+
+
+def _launches(pending: Sequence[_Pending]) -> list[_Launch]:
+    regions = np.concatenate([moved(copies.packed, into, of) for copies, into, of, _ in pending])
+    words = max(copies.words for copies, *_ in pending)
+    parts = [regions[n : n + MAX_REGIONS] for n in range(0, len(regions), MAX_REGIONS)]
+    return [_Launch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
 
 
 def _copies(
