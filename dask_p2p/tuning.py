@@ -115,7 +115,7 @@ class Tuning:
     lent_bytes: int = 2**26
     #: Largest local block on a GPU that ranks of one host exchange through windows: one slot for
     #: each other rank has its part. Copies into windows take longer than messages of larger blocks.
-    window_bytes: int = 2**25
+    window_bytes: int = 2**26
     #: Least elements of a local block in host memory for overlap. Overlap calls the function for
     #: three or more parts. For a five-point stencil in NumPy these calls took 0.02 ms a step more:
     #: a quarter of the step at 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the
