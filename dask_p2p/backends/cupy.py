@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class CupyBackend(Backend):
         return _cupy().empty(tuple(shape), dtype)
 
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        _kernels().permute_into(dst, src, axes)
+        _kernels("permute").permute_into(dst, src, axes)
 
     def queue(self, *, leave_bandwidth: bool = False) -> DeviceQueue:
         _cupy()  # raises an error with the remedy
@@ -124,7 +125,8 @@ class CupyBackend(Backend):
             return measured_host_link(warn)
 
     def warm_up(self) -> None:
-        _source().load_all([*_kernels().SOURCES, *_regions().SOURCES, *_checksums().SOURCES])
+        users = map(_kernels, ("permute", "regions", "device_checksum"))
+        _kernels("source").load_all([source for each in users for source in each.SOURCES])
 
     def device_of(self, block: Array) -> Any:
         return block.device
@@ -139,7 +141,7 @@ class CupyBackend(Backend):
             yield
 
     def mixed_sum(self, data: Array) -> int:
-        total: int = _checksums().mixed_sum(data)
+        total: int = _kernels("device_checksum").mixed_sum(data)
         return total
 
 
@@ -155,38 +157,15 @@ def _cupy() -> Any:
 
 
 @cache
-def _kernels() -> Any:
+def _kernels(name: str) -> Any:
+    """Return a module of `kernels` that imports CuPy."""
     _cupy()
-    from dask_p2p.backends.kernels import permute as kernels
-
-    return kernels
-
-
-@cache
-def _regions() -> Any:
-    _cupy()
-    from dask_p2p.backends.kernels import regions
-
-    return regions
-
-
-def _checksums() -> Any:
-    _cupy()
-    from dask_p2p.backends.kernels import device_checksum
-
-    return device_checksum
-
-
-def _source() -> Any:
-    _cupy()
-    from dask_p2p.backends.kernels import _source
-
-    return _source
+    return import_module(f"dask_p2p.backends.kernels.{name}")
 
 
 def region_batch() -> Any:
     """Return an object that enqueues copies of many small regions together: a `RegionBatch`."""
-    return _regions().RegionBatch()
+    return _kernels("regions").RegionBatch()
 
 
 @cache  # a driver call that each task would repeat

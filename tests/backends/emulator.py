@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dask_p2p.backends
-from dask_p2p.backends.kernels._launch import MAX_GRID, plan_launches
+from dask_p2p.backends.kernels.launch import MAX_GRID, plan_launches
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("kernels") / "transpose.cu"
 HARNESS = Path(__file__).with_name("emulate.cpp")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends.kernels._geometry import MAX_WORD_BYTES, reduce_copy
+from dask_p2p.backends.kernels.geometry import MAX_WORD_BYTES, reduce_copy
 from dask_p2p.plans import Piece
 
 MAX_AXES = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 import cupy
 import numpy as np
 
-from dask_p2p.backends.kernels._source import CudaSource
+from dask_p2p.backends.kernels.source import CudaSource
 from dask_p2p.types import Array
 
 _THREADS = 256

@@ -17,8 +17,8 @@ import cupy
 
 from dask_p2p.backends.base import transposed
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
-from dask_p2p.backends.kernels._launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
-from dask_p2p.backends.kernels._source import CudaSource
+from dask_p2p.backends.kernels.launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
+from dask_p2p.backends.kernels.source import CudaSource
 from dask_p2p.types import Array
 
 # Unused shared memory that a block reserves for low occupancy. With it two blocks of any kernel fit

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from dask_p2p.backends.kernels._geometry import reduce_copy
+from dask_p2p.backends.kernels.geometry import reduce_copy
 
 # For shorter runs a copy engine is limited by runs a second, and kernels that read in place are
 # faster. GB/s of a copy engine and of a kernel over NVLink (H200): 359 and 358 with runs of 128

@@ -23,7 +23,7 @@ from dask_p2p.backends.kernels._batch import (
     packed_regions,
     region_layout,
 )
-from dask_p2p.backends.kernels._source import CudaSource
+from dask_p2p.backends.kernels.source import CudaSource
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans import Fill, Piece

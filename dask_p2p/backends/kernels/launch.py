@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends.kernels._geometry import CopyAxis, Geometry, reduce_copy
-from dask_p2p.backends.kernels._tiling import (
+from dask_p2p.backends.kernels.geometry import CopyAxis, Geometry, reduce_copy
+from dask_p2p.backends.kernels.tiling import (
     CELLS_THREADS,
     COPY_THREADS,
     NO_AXIS,

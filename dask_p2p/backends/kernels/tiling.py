@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isqrt, prod
 from typing import NamedTuple
 
-from dask_p2p.backends.kernels._geometry import CopyAxis, Geometry
+from dask_p2p.backends.kernels.geometry import CopyAxis, Geometry
 from dask_p2p.geometry import round_up
 
 VECTOR_BYTES = 16
