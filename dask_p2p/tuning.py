@@ -146,8 +146,6 @@ class Tuning:
     # fusing.
     #: Most tasks of a graph that is fused: programs of more take as long to make as they save.
     fused_tasks: int = 200_000
-    #: Most pieces of kept plans in a process, 20 MB. Plans of 1,000 slabs have a million.
-    kept_pieces: int = 2**14
     client_wait_s: float = 60.0  # longest wait of a resident rank for its client
     #: Most commands of a resident gang's log: beyond, it drops those before a checkpoint.
     logged_commands: int = 100_000

@@ -7,11 +7,13 @@ import pytest
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
-from dask_p2p.fusing.running.assembling import Assembling
+from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import halo_plan
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
+from tests.fusing.running.test_runner import large
+from tests.fusing.support import check_blocks, run_programs
 
 ROWS, COLUMNS = ((2,) * 6, (12,)), ((12,), (2,) * 6)
 PLANS = {
@@ -51,6 +53,13 @@ def test_a_block_equal_to_its_source_is_not_copied():
 def test_equal_blocks_of_several_layers_share_a_plan():
     keeps, (block, *_) = Assembling(), blocks_of(PLANS["halo"])
     assert keeps.plan(block) is keeps.plan(block._replace(key="another"))
+
+
+def test_programs_with_more_plans_than_are_kept(monkeypatch):
+    """Plans of many slabs would take more memory than the blocks."""
+    monkeypatch.setattr("dask_p2p.fusing.running.assembling._PLANS", kept_plans(20))
+    arrays = large(256)
+    check_blocks(arrays, run_programs(arrays, 3))
 
 
 def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
