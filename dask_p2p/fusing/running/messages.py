@@ -25,7 +25,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task
 from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.fusing.running.small_values import packed_small, unpacked_small
+from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
 from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
@@ -149,7 +149,7 @@ class Packing:
         self._heads += [add(memory, source[of]) for of, _ in pieces.indices]
 
     def _add_whole(self, value: Any) -> None:
-        small = packed_small(value)
+        small = quick_form(value)
         if small is not None:
             self._heads.append(small)
             return
@@ -276,7 +276,7 @@ class _Unpacking:
         if isinstance(sent, bytes):
             return pickle.loads(sent)
         if not isinstance(sent, _Sent):
-            return unpacked_small(sent)
+            return from_quick_form(sent)
         memory, _ = self._where(sent.head)
         array = memory.backend.empty(sent.shape, sent.dtype)
         self._take(sent.head, sent.shape, array, range(array.ndim))

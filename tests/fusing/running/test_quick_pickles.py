@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from dask_p2p.fusing.running.small_values import packed_small, unpacked_small
+from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
 
 SMALL = {
     "float": -0.0,
@@ -35,7 +35,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", SMALL)
 def test_small_values(name):
     value = SMALL[name]
-    got = unpacked_small(pickle.loads(pickle.dumps(packed_small(value))))
+    got = from_quick_form(pickle.loads(pickle.dumps(quick_form(value))))
     assert type(got) is type(value)
     if isinstance(value, (np.ndarray, np.generic)):
         assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes())
@@ -47,4 +47,4 @@ def test_small_values(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_values(name):
-    assert packed_small(OTHERS[name]) is None
+    assert quick_form(OTHERS[name]) is None

@@ -1,6 +1,8 @@
-"""Numbers and small arrays in the header of a message, such as the parts of a sum.
+"""Forms of numbers and small arrays, such as the parts of a sum, that are pickled quickly.
 
-Their pickles take up to 20 us, since they contain dtypes. A pickle of text and bytes takes 1 us.
+A header of a superstep's message is one pickle of all its values. Pickles of arrays take up to
+20 us, since they contain dtypes. A pickle of text and bytes takes 1 us. Messages of `ctx.send` hold
+one value each, as bytes without a pickle: see `sections.exchange.small_values`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _NUMBERS = {bool, int, float, complex}
 _DTYPES: dict[str, Any] = {each: np.dtype(each) for each in "?bBhHiIlLqQefdFD"}
 
 
-def packed_small(value: Any) -> Any:
+def quick_form(value: Any) -> Any:
     """Return a value in a form that is pickled quickly; None for other values than small ones."""
     kind = type(value)
     if kind in _NUMBERS:
@@ -32,11 +34,11 @@ def packed_small(value: Any) -> Any:
     return (dtype.char, value.shape, value.tobytes()) if value.flags.c_contiguous else None
 
 
-def unpacked_small(packed: Any) -> Any:
-    """Return the value that `packed_small` has packed."""
-    if type(packed) is not tuple:
-        return packed
-    char, shape, data = packed
+def from_quick_form(form: Any) -> Any:
+    """Return the value of a form."""
+    if type(form) is not tuple:
+        return form
+    char, shape, data = form
     if shape is None:
         return np.frombuffer(data, _DTYPES[char])[0]
     return np.ndarray(shape, _DTYPES[char], bytearray(data))
