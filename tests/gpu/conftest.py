@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import dask_p2p
 from tests.faults.support import Gate
 from tests.gpu.sharing import shared_cluster
 from tests.gpu.support import POOL
+
+
+def pytest_collection_modifyitems(items):
+    """Give all tests of this folder time, and let pass the warnings of libraries for GPUs."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.timeout(400))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,11 +14,7 @@ from tests.support import persisted
 
 __all__ = ["way"]
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 STEPS = 700
 WANTED = reference(heat, [X], 1, STEPS, "periodic")[0]
 replays = []  # on a worker

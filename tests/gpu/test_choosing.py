@@ -16,11 +16,7 @@ from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import POOL, on_gpu, warnings_of
 from tests.support import persisted, used
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 def test_check_finds_nothing_in_the_way(client):

@@ -14,11 +14,7 @@ from tests.sections.iterate.test_coupled import both, inner, laplacian, padded, 
 
 __all__ = ["way"]
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 V, P = X[::-1] / 3, X.T.reshape(X.shape) / 2
 OPTIONS = pytest.mark.parametrize(
     "options", [{}, {"overlap": True}, {"capture": True}], ids=str

@@ -15,11 +15,7 @@ from tests.gpu.test_operations import on_host
 from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
 from tests.support import persisted, used
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 @pytest.fixture(params=["dask.array", "dask_array"])

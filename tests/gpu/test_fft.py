@@ -11,11 +11,7 @@ from tests.gpu.support import on_gpu
 from tests.gpu.test_operations import on_host
 from tests.support import persisted, used
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((24, 30, 35)) + 1j * RNG.standard_normal((24, 30, 35))

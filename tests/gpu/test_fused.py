@@ -18,11 +18,7 @@ from tests.gpu.test_operations import on_host
 from tests.sections.support import nothing_is_left
 from tests.support import persisted
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 
 X = np.random.default_rng(0).normal(size=(96, 96))
 UNEVEN = ((13, 40, 7, 36), (43, 53))

@@ -24,11 +24,7 @@ from tests.backends.support import DTYPES, bits, random_bits
 from tests.gpu.test_streams import spin
 from tests.support import persisted
 
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(1)
 
 LIMIT_BYTES = 2**24  # for staging: parts of 341 KiB
 BY_GPU = {"p2p.permute-numpy": "gpu", "p2p.memory.staging-limit": LIMIT_BYTES}

@@ -33,11 +33,6 @@ from tests.sections.support import nothing_is_left
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(400),
-]
-
 POOL_FRACTION = 0.7  # of a GPU's memory: there is no room for two
 BACK_S = BOUND_S  # until the new worker is there, some seconds on a host that is not busy
 STEPS, LONG = 30, 400

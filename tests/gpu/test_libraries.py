@@ -18,11 +18,7 @@ from tests.sections.test_libraries import KINDS, called_with, enable
 
 __all__ = ["way"]
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 U, V = abs(X) / 8, abs(X[::-1]) / 12
 
 

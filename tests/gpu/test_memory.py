@@ -20,11 +20,7 @@ from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 def test_cupys_own_pool():

@@ -10,11 +10,7 @@ from dask_p2p import PerRank, spmd
 from tests.gpu.support import on_gpu
 from tests.sections.support import nothing_is_left
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 
 X = np.zeros((2, 4))
 TURNS = 20

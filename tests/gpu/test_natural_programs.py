@@ -13,11 +13,7 @@ from tests.sections.iterate.test_iterate import reference
 
 __all__ = ["way"]
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-    pytest.mark.gpu(2),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])

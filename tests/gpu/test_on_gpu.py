@@ -29,11 +29,7 @@ from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import persisted, tune_here
 
-pytestmark = [
-    pytest.mark.gpu(1),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(1)
 
 SHAPE = (4096, 1024)
 PART_BYTES = 2**20

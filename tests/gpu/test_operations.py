@@ -11,11 +11,7 @@ import dask_p2p
 from tests.gpu.support import on_gpu
 from tests.support import persisted
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 X = np.random.default_rng(0).random((120, 90))
 

@@ -20,11 +20,7 @@ from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 from tests.transports.packed.test_pinned_cluster import mapped_segments, own_segments
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 SHAPE = (3000, 2000)
 

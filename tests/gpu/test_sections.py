@@ -25,11 +25,6 @@ from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
 from tests.support import own_client, persisted, result_of, tune, tune_here
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
-
 X = np.random.default_rng(0).normal(size=(96, 70))
 UNEVEN = ((13, 40, 7, 36), (33, 37))
 TOLERANCE = {"f": 1e-5, "d": 1e-13}

@@ -19,11 +19,7 @@ from tests.gpu.support import POOL, HeldKernel
 from tests.support import own_client, persisted, result_of, used
 from tests.transports.loopback import wait_until
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 SHAPE = (1024, 1024)
 LATE_NS = 500_000_000

@@ -13,11 +13,7 @@ from tests.gpu.support import POOL, held, on_gpu
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 CASES = [

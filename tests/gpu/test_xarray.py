@@ -22,11 +22,7 @@ from tests.xarray.programs import (  # noqa: E402
     variables,
 )
 
-pytestmark = [
-    pytest.mark.gpu(2),
-    pytest.mark.filterwarnings("default"),  # of libraries that CI never sees
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 @pytest.fixture(params=["dask.array", "dask_array"])
