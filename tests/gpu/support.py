@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import dask.array as da
 import numpy as np
+from distributed import Client
 
+import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.notices import warn_client
@@ -12,6 +16,16 @@ from tests.faults.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 POOL = {"rmm_pool_size": 8 * 2**30}
+
+
+@contextmanager
+def gpu_client(**options):
+    """A client of a new cluster with two GPUs."""
+    with (
+        dask_p2p.local_cluster(2, gpus=True, **{**POOL, **options}) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
 
 
 def on_gpu(x, chunks):

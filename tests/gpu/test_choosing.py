@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.backends import device, driver
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools.indexed import count_wrong, indexed_array
-from tests.gpu.support import POOL, on_gpu, warnings_of
+from tests.gpu.support import POOL, gpu_client, on_gpu, warnings_of
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -98,12 +98,9 @@ def lose_bindings(dask_worker):
 
 @pytest.mark.parametrize("trouble", [refuse_handles, lose_bindings])
 def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
-    from distributed import Client
-
     x = np.arange(400 * 300.0).reshape(400, 300)
     with (
-        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client() as client,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("default")

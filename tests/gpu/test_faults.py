@@ -18,7 +18,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
-from tests.gpu.support import POOL, on_gpu
+from tests.gpu.support import gpu_client, on_gpu
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -101,19 +101,13 @@ MOMENTS = [
 @contextmanager
 def three_workers(transport):
     """Two workers that hold and make a block each, on a GPU each, and a third worker."""
-    from distributed import Client
-
     settings = PARTS | {"p2p.transports.order": [transport]}
     settings |= {"distributed.scheduler.work-stealing": False}
-    with (
-        dask.config.set(settings),
-        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(settings), gpu_client() as client:
         workers = addresses(client)
         # dask-cuda makes one worker for each device, of which this is another name.
-        cluster.worker_spec["bystander"] = dict(min(cluster.worker_spec.items())[1])
-        cluster.scale(3)
+        client.cluster.worker_spec["bystander"] = dict(min(client.cluster.worker_spec.items())[1])
+        client.cluster.scale(3)
         client.wait_for_workers(3, timeout=BOUND_S)
         (bystander,) = set(addresses(client)) - set(workers)
         dask_p2p.register(client)
@@ -199,8 +193,6 @@ def measure(dask_worker):
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"]], ids=str)
 def test_nothing_grows(order):
-    from distributed import Client
-
     def run(x, number):
         for i in range(number):
             y = client.persist(dask_p2p.transpose(x, chunks=(1000 + i % 50, -1)))
@@ -209,8 +201,7 @@ def test_nothing_grows(order):
     with (
         dask.config.set(PARTS | {"p2p.transports.order": order}),
         # A pool that had to grow would be seen as device memory.
-        dask_p2p.local_cluster(2, gpus=True, rmm_pool_size=2**30) as cluster,
-        Client(cluster) as client,
+        gpu_client(rmm_pool_size=2**30) as client,
     ):
         dask_p2p.register(client)
         x = persisted(client, indexed_array(SHAPE, (2000, 4000), "f4", kind="cupy"))

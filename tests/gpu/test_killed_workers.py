@@ -25,7 +25,7 @@ from dask_p2p.sections.gpu.lost_events import LostEvents
 from dask_p2p.tools.cluster import round_down
 from tests.conftest import SHARING
 from tests.faults.support import BOUND_S, addresses, wait_at
-from tests.gpu.support import HeldKernel, on_gpu
+from tests.gpu.support import HeldKernel, gpu_client, on_gpu
 from tests.gpu.test_sections import heat
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
@@ -48,14 +48,6 @@ def pool(request):
     share = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
     total_bytes = cupy.cuda.runtime.memGetInfo()[1]
     return {"rmm_pool_size": round_down(int(POOL_FRACTION * share * total_bytes))}
-
-
-@contextmanager
-def two_workers(pool):
-    from distributed import Client
-
-    with dask_p2p.local_cluster(2, gpus=True, **pool) as cluster, Client(cluster) as client:
-        yield client
 
 
 def by_turns(ctx, x):
@@ -120,7 +112,7 @@ def wait_for_another(client, gone, within_s=BACK_S):
 )
 def test_killed_between_two_kinds_of_work(pool, before, after):
     """Whatever has mapped its pool before."""
-    with two_workers(pool) as client:
+    with gpu_client(**pool) as client:
         for _ in range(2 if before else 0):
             do(client, before)
         gone = kill_one(client)
@@ -131,7 +123,7 @@ def test_killed_between_two_kinds_of_work(pool, before, after):
 
 @pytest.mark.gpu(2)
 def test_killed_again_and_again(pool):
-    with two_workers(pool) as client:
+    with gpu_client(**pool) as client:
         for _ in range(3):
             do(client, "iterate")
             do(client, "redistribute")
@@ -190,7 +182,7 @@ def test_killed_while_the_other_gpu_waits_for_it(pool, tmp_path, ns, given):
     """What it had still to do on its GPU is never done, and the other's streams wait for that."""
     path, steps = tmp_path / "died", LONG if ns != 200_000 else 10 * LONG
     given = {"reads": False, **given}
-    with two_workers(pool) as client:
+    with gpu_client(**pool) as client:
         y = iterate(slow_heat, on_gpu(X, CHUNKS), 1, steps, path=path, ns=ns, **given)
         got = result_after_death(client, y, path)
         wanted = reference(heat, [X], 1, steps, "periodic")[0]
@@ -216,7 +208,7 @@ def turns_slowly(ctx, x, path):
 @pytest.mark.gpu(2)
 def test_killed_while_its_memory_is_read(pool, tmp_path):
     path = tmp_path / "died"
-    with two_workers(pool) as client:
+    with gpu_client(**pool) as client:
         y = spmd(turns_slowly, on_gpu(X, CHUNKS), path=path)
         got = result_after_death(client, y, path)
         np.testing.assert_allclose(got, X + 100, rtol=1e-12)
@@ -244,7 +236,7 @@ def waits_on_the_host(ctx, x, path, gate):
 def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
     """It finds out at its next exchange, which may be long after."""
     path = tmp_path / "died"
-    with two_workers(pool) as client:
+    with gpu_client(**pool) as client:
         y = spmd(waits_on_the_host, on_gpu(X, CHUNKS), path=path, gate=gate.path)
         got = result_after_death(client, y, path, gate.open)
         np.testing.assert_array_equal(got, X)

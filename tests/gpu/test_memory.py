@@ -14,7 +14,7 @@ from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import POOL, forgotten
+from tests.gpu.support import forgotten, gpu_client
 from tests.gpu.support import held as held_blocks
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
@@ -24,15 +24,8 @@ pytestmark = pytest.mark.gpu(2)
 
 
 def test_cupys_own_pool():
-    from distributed import Client
-
     shape = (3000, 2000)
-    with (
-        dask_p2p.local_cluster(
-            2, gpus=True, rmm_pool_size=None, rmm_allocator_external_lib_list=None
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with gpu_client(rmm_pool_size=None, rmm_allocator_external_lib_list=None) as client:
         for _ in range(3):
             a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
             y = persisted(client, dask_p2p.transpose(a))
@@ -57,13 +50,12 @@ def count_restored(dask_worker):
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
 def test_spilled_blocks_are_read_out_of_host_memory(transport):
-    from distributed import Client, wait
+    from distributed import wait
 
     shape = (4000, 4000)  # in two blocks of 32 MB
     with (
         dask.config.set({"p2p.transports.order": [transport]}),
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client(device_memory_limit="40 MB") as client,
     ):
         dask_p2p.register(client)
         reader, holder = addresses(client)
@@ -93,13 +85,8 @@ def give_memory_back():
 
 
 def test_spilled_inputs():
-    from distributed import Client
-
     shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
-    with (
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="80 MB", **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with gpu_client(device_memory_limit="80 MB") as client:
         a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
         spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
         assert any(spilled.values())
@@ -115,7 +102,7 @@ def on_host(dask_worker):
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
 def test_blocks_are_spilled_while_they_are_read(gate, transport):
     """The lease keeps a block in device memory while it is read, whatever its holder does."""
-    from distributed import Client, wait
+    from distributed import wait
 
     shape = (4000, 4000)  # in two blocks of 32 MB
     options = {
@@ -123,11 +110,7 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
         "p2p.transports.ipc.staging-bytes": "12 MiB",
         "p2p.transports.ucx.part-bytes": "4 MiB",
     }
-    with (
-        dask.config.set(options),
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="80 MB", **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(options), gpu_client(device_memory_limit="80 MB") as client:
         dask_p2p.register(client)
         reader, holder = workers = addresses(client)
         x = one_block_each(client, indexed_array(shape, (2000, 4000), "f4", kind="cupy"), workers)
@@ -165,15 +148,9 @@ def empty_pool(dask_worker):
 
 
 def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
-    from distributed import Client
-
     shape = (10000, 20000)
     options = {"p2p.transports.order": ["ipc"], "p2p.transports.ipc.staging-bytes": "768 MiB"}
-    with (
-        dask.config.set(options),
-        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
         reader = sorted(addresses(client))[0]
         client.run(fill_pool, 2**29, workers=[reader])  # for the output, 400 MB, and little more
@@ -232,14 +209,11 @@ def device_bytes(dask_worker):
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "comm"])
 def test_the_limit_of_device_memory_is_kept(transport):
     """Blocks that are spilled are read for others where they are."""
-    from distributed import Client
-
     shape, chunks = (16000, 4000), (1000, 4000)  # 8 blocks of 16 MB a worker
     with (
         # Nothing is withdrawn because it was published long ago.
         dask.config.set({"p2p.transports.order": [transport], RETAIN: "300 s"}),
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client(device_memory_limit="40 MB") as client,
     ):
         a = persisted(client, indexed_array(shape, chunks, "f4", kind="cupy"))
         for _ in range(3):
@@ -256,15 +230,12 @@ def test_an_array_of_three_times_the_device_memory(transport, extent):
 
     Each pool has room for a third of its worker's blocks.
     """
-    from distributed import Client
-
     shape, chunks = (24000, 16000), (500, 16000)  # 24 blocks of 32 MB a worker
     pool_bytes = 256 * 2**20
     pool = {"rmm_pool_size": pool_bytes, "rmm_maximum_pool_size": pool_bytes}
     with (
         dask.config.set({"p2p.transports.order": [transport, "comm"]}),
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="100 MB", **pool) as cluster,
-        Client(cluster) as client,
+        gpu_client(device_memory_limit="100 MB", **pool) as client,
     ):
         dask_p2p.register(client)
         x = persisted(client, indexed_array(shape, chunks, "f4", kind="cupy"))
@@ -314,12 +285,7 @@ async def read_in_threads(dask_worker, seconds):
 
 
 def test_no_block_is_missed_while_dask_brings_it_back():
-    from distributed import Client
-
-    with (
-        dask_p2p.local_cluster(2, gpus=True, device_memory_limit="40 MB", **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with gpu_client(device_memory_limit="40 MB") as client:
         dask_p2p.register(client)
         a = persisted(client, indexed_array((30000, 1000), (1000, 1000), "f4", kind="cupy"))
         assert set(client.run(read_in_threads, seconds=4).values()) == {0}
@@ -331,8 +297,6 @@ def test_no_block_is_missed_while_dask_brings_it_back():
 )
 def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
     """With 512 MiB left the output (400 MB) fits, but no further memory for transfers."""
-    from distributed import Client
-
     shape = (10000, 20000)
     options = {
         "p2p.transports.order": [transport],
@@ -341,11 +305,7 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
         "p2p.transports.comm.part-bytes": "256 MiB",
         "p2p.timeouts.request": "5 s",
     }
-    with (
-        dask.config.set(options),
-        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
         reader = sorted(workers_of(client))[0]
         client.run(fill_pool, leave_bytes, workers=[reader])
@@ -363,8 +323,6 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
 @pytest.mark.parametrize("transport", ["ucx", "comm"])
 def test_a_holder_without_memory_to_pack_in(transport):
     """By ucx the block is read in another way. If none is left the error names the lack."""
-    from distributed import Client
-
     shape = (10000, 20000)
     options = {
         "p2p.transports.order": [transport],
@@ -372,11 +330,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
         "p2p.transports.ucx.part-bytes": "256 MiB",
         "p2p.transports.comm.part-bytes": "256 MiB",
     }
-    with (
-        dask.config.set(options),
-        dask_p2p.local_cluster(2, gpus=True, **SMALL_POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
         reader, holder = sorted(workers_of(client))
         client.run(fill_pool, 0, workers=[holder])
@@ -391,7 +345,6 @@ def test_a_holder_without_memory_to_pack_in(transport):
 
 def test_what_no_gpu_has_is_refused_at_once():
     import cupy
-    from distributed import Client
 
     rows = cupy.cuda.runtime.memGetInfo()[1] // (40 * 1000 * 1000) + 100
     # Blocks that repeat one element take nothing; the transpose of them would.
@@ -400,8 +353,7 @@ def test_what_no_gpu_has_is_refused_at_once():
         lambda b: cupy.broadcast_to(cupy.ones((), "u1"), b.shape), meta=cupy.empty((0, 0), "u1")
     )
     with (
-        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client() as client,
         pytest.raises(MemoryLimitError, match=r"are missing.*chunks=") as caught,
     ):
         client.compute(dask_p2p.transpose(x, chunks=-1)).result(timeout=200)
@@ -414,15 +366,8 @@ def test_an_array_that_is_larger_than_the_hosts_memory_of_its_workers():
 
     It does so for tasks that are not this package's: one block must fit.
     """
-    from distributed import Client
-
     shape = (131072, 131072)
-    with (
-        dask_p2p.local_cluster(
-            2, gpus=True, memory_limit="16 GiB", rmm_pool_size=100 * 2**30
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with gpu_client(memory_limit="16 GiB", rmm_pool_size=100 * 2**30) as client:
         a = persisted(client, indexed_array(shape, (16384, 131072), "f4", kind="cupy"))
         y = persisted(client, dask_p2p.transpose(a))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0

@@ -14,7 +14,7 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses
-from tests.gpu.support import POOL, on_gpu
+from tests.gpu.support import gpu_client, on_gpu
 from tests.gpu.test_transposes import CASES
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -90,11 +90,7 @@ def test_numpy_blocks_of_gpu_workers(client):
 
 
 def test_a_killed_worker_leaves_nothing():
-    with (
-        dask.config.set({"distributed.scheduler.work-stealing": False}),
-        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set({"distributed.scheduler.work-stealing": False}), gpu_client() as client:
         workers = addresses(client)
         a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
         y = persisted(client, dask_p2p.transpose(a))

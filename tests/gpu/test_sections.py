@@ -18,7 +18,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from tests.gpu.support import POOL, on_gpu
+from tests.gpu.support import POOL, gpu_client, on_gpu
 from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
@@ -294,7 +294,6 @@ def test_what_cannot_be_captured(client, way, how):
 @pytest.mark.gpu(2)
 def test_a_rank_is_killed_while_graphs_run(tmp_path):
     """The other rank's GPU waits for its counter, until the attempt ends."""
-    from distributed import Client
 
     def slow(u, out, path):
         import cupy
@@ -307,7 +306,7 @@ def test_a_rank_is_killed_while_graphs_run(tmp_path):
             return
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
-    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+    with gpu_client() as client:
         path, given = str(tmp_path / "died"), {"checkpoint_every": 100, "capture": True}
         y = iterate(slow, on_gpu(X, UNEVEN), 1, 4000, path=path, **given)
         y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
@@ -649,10 +648,8 @@ def turns_and_dies_once(ctx, x, path):
 
 @pytest.mark.gpu(2)
 def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
-    from distributed import Client
-
     x = np.random.default_rng(0).integers(0, 1000, (4096, 4096))
-    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+    with gpu_client() as client:
         path = str(tmp_path / "died")
         y = spmd(turns_and_dies_once, on_gpu(x, (2048, 4096)), path=path)
         y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0), x.dtype))
@@ -670,12 +667,10 @@ def test_a_killed_rank(tmp_path, way, steps):
     The other GPU may wait for an event that never happens: then its waits
     end, and all ranks begin again.
     """
-    from distributed import Client
-
     wanted = X
     for _ in range(steps):
         wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2
-    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+    with gpu_client() as client:
         path = str(tmp_path / "died")
         y = spmd(dies_once, on_gpu(X, (48, 70)), path=path, steps=steps)
         y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))

@@ -15,7 +15,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.backends import device
 from tests.faults.support import BOUND_S, addresses, wait_at
-from tests.gpu.support import POOL, HeldKernel
+from tests.gpu.support import POOL, HeldKernel, gpu_client
 from tests.support import own_client, persisted, result_of, used
 from tests.transports.loopback import wait_until
 
@@ -388,13 +388,7 @@ def break_device():
 def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order):
     import os
 
-    from distributed import Client
-
-    with (
-        dask.config.set({"p2p.transports.order": order}),
-        dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster,
-        Client(cluster) as client,
-    ):
+    with dask.config.set({"p2p.transports.order": order}), gpu_client() as client:
         warm(client)
         x = persisted(client, late_array("null"))
         pids = client.run(os.getpid)
@@ -420,9 +414,7 @@ def fail_on_broken_device():
 def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
     import os
 
-    from distributed import Client
-
-    with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster, Client(cluster) as client:
+    with gpu_client() as client:
         warm(client)
         (victim, pid) = min(client.run(os.getpid).items())
         future = client.submit(fail_on_broken_device, workers=[victim], pure=False)

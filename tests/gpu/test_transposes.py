@@ -9,7 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.tools.indexed import count_wrong, indexed_array
-from tests.gpu.support import POOL, held, on_gpu
+from tests.gpu.support import gpu_client, held, on_gpu
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -60,15 +60,12 @@ def test_every_item_size(client, dtype, transport):
 
 @pytest.mark.parametrize("protocol", ["tcp", "ucx"])
 def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
-    from distributed import Client
-
     shape = (6000, 5000)
     with (
         dask.config.set(
             {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.part-bytes": "1 MiB"}
         ),
-        dask_p2p.local_cluster(2, gpus=True, protocol=protocol, **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client(protocol=protocol) as client,
     ):
         a = persisted(client, indexed_array(shape, (700, 5000), "f4", kind="cupy"))
         for _ in range(5):
@@ -79,12 +76,9 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
 
 
 def test_comm_over_ucx():
-    from distributed import Client
-
     shape = (3000, 2000)
     with (
-        dask_p2p.local_cluster(2, gpus=True, protocol="ucx", **POOL) as cluster,
-        Client(cluster) as client,
+        gpu_client(protocol="ucx") as client,
         dask.config.set({"p2p.transports.order": ["comm"]}),
     ):
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
