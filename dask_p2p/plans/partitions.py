@@ -19,7 +19,7 @@ def partition_of(ranks: RankGrid) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(ranks.grid) if count > 1)
 
 
-def repartition(
+def partitioned(
     ranks: RankGrid,  # the present distribution
     shape: Sequence[int],  # shape of the array to distribute
     partition: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
@@ -33,9 +33,9 @@ def repartition(
     Examples
     --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
-    >>> repartition(slabs, (8, 4), (1,)).local_sizes
+    >>> partitioned(slabs, (8, 4), (1,)).local_sizes
     ((8,), (2, 2))
-    >>> repartition(slabs, (8,), ()).local_sizes
+    >>> partitioned(slabs, (8,), ()).local_sizes
     ((8, 0),)
     """
     is_same = tuple(map(sum, ranks.local_sizes)) == tuple(shape)
@@ -75,7 +75,7 @@ def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     ((4, 3), (2,), (2,))
     """
     axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
-    return repartition(ranks, shape, axes or [0])
+    return partitioned(ranks, shape, axes or [0])
 
 
 class TransformStage(NamedTuple):
@@ -120,4 +120,4 @@ def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
     shape = list(map(sum, stage.chunks))
     partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
     free = [axis for axis in range(len(shape)) if axis not in stage.axes]
-    return repartition(ranks, shape, partition or free)
+    return partitioned(ranks, shape, partition or free)

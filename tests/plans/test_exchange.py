@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.exchange import redistribution_exchange
-from dask_p2p.plans.partitions import repartition
+from dask_p2p.plans.partitions import partitioned
 from tests.plans.test_partitions import gangs
 
 
@@ -16,8 +16,8 @@ def test_ranks_that_exchange_their_boxes_have_the_array_in_the_other_partition(g
     order = data.draw(st.none() | st.permutations(range(len(axes))))
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     y = x.transpose(axes)
-    before = repartition(ranks, x.shape, partition)
-    after = repartition(ranks, y.shape, other_partition)
+    before = partitioned(ranks, x.shape, partition)
+    after = partitioned(ranks, y.shape, other_partition)
     each = [redistribution_exchange(before, after, axes, rank, order) for rank in range(ranks.size)]
     for rank, own in enumerate(each):
         made = np.zeros(own.after, int)

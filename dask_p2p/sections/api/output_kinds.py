@@ -16,7 +16,7 @@ from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.returned import checked_array, checked_value
-from dask_p2p.sections.exchange.repartition import checked_shape
+from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.types import DType, DTypeLike
 
 

@@ -12,7 +12,7 @@ from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.reductions import Reductions
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.group import GroupConnections
 
@@ -113,7 +113,7 @@ class Communicator(Reductions):
         made.reduces_by_messages = self.device.backend.on_device
         if not made.reduces_by_messages:
             options = connections, self.reads_memory, self.device
-            made._redistribution = Redistribution(RankGrid.in_line(size), at, *options)
+            made._partitions = Partitions(RankGrid.in_line(size), at, *options)
         return made
 
 

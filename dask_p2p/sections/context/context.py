@@ -19,7 +19,7 @@ from dask_p2p.sections.context.transforms import Transforms
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.ends import At, Ends, described, planned
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending
-from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.staged import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.wire.connections import Connections
@@ -64,7 +64,7 @@ class Context(Stepping, Transforms):
         self._grids: dict[RankGrid, Grid] = {}
         self._halo_arrays = 0  # calls of `with_halo` so far
         self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
-        self._redistribution = Redistribution(ranks, rank, connections, reads_memory, device)
+        self._partitions = Partitions(ranks, rank, connections, reads_memory, device)
 
     def with_halo(
         self,
@@ -308,8 +308,8 @@ class Context(Stepping, Transforms):
         SectionError
             If the ranks made different calls.
         """
-        repartition = self._redistribution.repartition(partition, from_partition, axes, shape)
-        return repartition(a, out, checked_order(exchange))
+        redistribution = self._partitions.redistribution(partition, from_partition, axes, shape)
+        return redistribution(a, out, checked_order(exchange))
 
 
 def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:

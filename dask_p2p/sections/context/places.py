@@ -13,7 +13,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid
 from dask_p2p.sections.context.points import LocalPoints
-from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
+from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
 from dask_p2p.types import Array, DepthLike
 
 
@@ -23,13 +23,13 @@ class Places(Communicator):
     grid: tuple[int, ...]
     box: Box
     _ranks: RankGrid
-    _redistribution: Redistribution
+    _partitions: Partitions
     _grids: dict[RankGrid, Grid]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the section's arrays."""
-        return self._redistribution.shape
+        return self._partitions.shape
 
     @property
     def index(self) -> tuple[Array, ...]:
@@ -82,7 +82,7 @@ class Places(Communicator):
         if partition is None and whole:
             ranks = divided_alike(self._ranks, whole)
         else:
-            ranks = self._redistribution.ranks(partition, whole)
+            ranks = self._partitions.ranks(partition, whole)
         if ranks not in self._grids:
             self._grids[ranks] = Grid(self, ranks)
         return self._grids[ranks]
@@ -135,4 +135,4 @@ class Places(Communicator):
         self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Box:
         """Return the `box` of this rank for another partition: see `redistribute`."""
-        return self._redistribution.ranks(partition, shape).box(self.rank)
+        return self._partitions.ranks(partition, shape).box(self.rank)

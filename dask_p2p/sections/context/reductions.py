@@ -15,7 +15,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.collectives import Collectives
-from dask_p2p.sections.exchange.repartition import Redistribution
+from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.values import leaves, with_leaves
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
 from dask_p2p.types import Array
@@ -83,7 +83,7 @@ def combined(given: Sequence[Array], op: str, out: Array | None = None) -> Any:
 class Reductions(Collectives):
     """One rank, and the operations that combine the values of all ranks."""
 
-    _redistribution: Redistribution
+    _partitions: Partitions
 
     @cached_property
     def reduces_by_messages(self) -> bool:
@@ -151,8 +151,8 @@ class Reductions(Collectives):
         size, length, name = self.size, own.size, f"allreduce({op!r})"
         rows = RankGrid(((1,) * size, (length,)), (size, 1))
         columns = RankGrid(((size,), split_evenly(length, size)), (1, size))
-        between = self._redistribution.between
-        there, back = self._redistribution.once(
+        between = self._partitions.between
+        there, back = self._partitions.once(
             f"{name} {length}",
             lambda: (
                 between(rows, columns, (0, 1), name),
@@ -161,7 +161,7 @@ class Reductions(Collectives):
         )
         given = there(own.reshape(1, -1))
         total = combined(given, op)
-        module = self._redistribution.module
+        module = self._partitions.module
         return back(module.broadcast_to(total, given.shape)).reshape(own.shape)
 
     def _reduced_by_messages(self, own: Array, op: str) -> Array:

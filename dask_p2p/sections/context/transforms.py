@@ -28,7 +28,7 @@ from dask_p2p.plans.partitions import transform_stages
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import Host, check_kind
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.exchange.repartition import Redistribution, checked_shape
+from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
 from dask_p2p.types import Array, DType
 
 _Partition = Sequence[int] | None
@@ -51,7 +51,7 @@ class Transforms:
 
     rank: int
     device: Host
-    _redistribution: Redistribution
+    _partitions: Partitions
 
     def fftn(
         self,
@@ -203,7 +203,7 @@ class Transforms:
         return tuple(found)
 
     def _whole(self, shape: Sequence[int] | None) -> tuple[int, ...]:
-        return self._redistribution.shape if shape is None else checked_shape(shape)
+        return self._partitions.shape if shape is None else checked_shape(shape)
 
     def _divisions(
         self,
@@ -222,8 +222,8 @@ class Transforms:
         if kind in (*TO_COMPLEX, *TO_REAL):
             lengths[along[-1]] = whole[along[-1]] // 2 + 1
         found = {
-            space: self._redistribution.ranks(names[space], whole, space),
-            waves: self._redistribution.ranks(names[waves], lengths, waves),
+            space: self._partitions.ranks(names[space], whole, space),
+            waves: self._partitions.ranks(names[waves], lengths, waves),
         }
         return found["from_partition"], found["partition"]
 
@@ -236,13 +236,13 @@ class Transforms:
             wanted = "real numbers" if is_real else "numbers"
             raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
         make = partial(self._steps, call, given.dtype.itemsize)
-        steps = self._redistribution.once(f"{call!r} {given.dtype.itemsize}", make)
+        steps = self._partitions.once(f"{call!r} {given.dtype.itemsize}", make)
         local_block, is_own = given, False
         try:
             for step in steps:
                 local_block, is_own = step(local_block, is_own)
         finally:
-            self._redistribution.settle()
+            self._partitions.settle()
         return local_block if is_own else local_block.copy()
 
     def _steps(self, call: _TransformCall, item_bytes: int) -> list[_Step]:
@@ -265,12 +265,12 @@ class Transforms:
             order = axes
             if stage.axes and not is_there:
                 order = order_in_memory(len(whole), stage.axes, transform, on_device)
-            repartition = self._redistribution.between(
+            redistribution = self._partitions.between(
                 current, stage.before, axes, f"{kind}n()", order
             )
             if made and isinstance(last_made := made[-1], _AxesTransform) and not is_there:
                 made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
-            made.append(partial(_exchanged, repartition, is_there))
+            made.append(partial(_exchanged, redistribution, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
                 to_real = special in stage.axes and kind in TO_REAL
@@ -282,12 +282,12 @@ class Transforms:
 
 
 def _exchanged(
-    repartition: Any, is_there: bool, local_block: Any, is_own: bool
+    redistribution: Any, is_there: bool, local_block: Any, is_own: bool
 ) -> tuple[Array, bool]:
     if is_there:
-        repartition.check(local_block)
+        redistribution.check(local_block)
         return local_block, is_own
-    return repartition.begin(local_block), True
+    return redistribution.begin(local_block), True
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu
-from tests.sections.exchange.test_repartition import cases
+from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.sections.gpu.test_regions import PAIR, SLABS, X, filled, in_pieces, overwritten, run
 from tests.sections.gpu.test_regions import there_and_back as both_ways

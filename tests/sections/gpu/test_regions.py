@@ -28,15 +28,15 @@ from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
+from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.regions import RegionExchange
-from dask_p2p.sections.exchange.repartition import Redistribution
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu, with_ucx
-from tests.sections.exchange.test_repartition import cases
+from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
 from tests.support import BOUND_S, pairwise, tune
@@ -131,8 +131,8 @@ def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
         return made[-1]
 
     local_block = Pieces(own.dtype, axis, bounds, make)
-    turn = Redistribution(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
-    out = turn.repartition((0,), axes=(1, 0))(local_block)
+    turn = Partitions(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
+    out = turn.redistribution((0,), axes=(1, 0))(local_block)
     for piece in made:
         overwritten(gpu, piece, -1)
     assert len(made) == count
@@ -333,7 +333,7 @@ def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
         shapes.add(src.shape)
         return original(queue, src, slot_bytes)
 
-    def repartition(ctx, _):
+    def redistributed(ctx, _):
         own = whole[box_slices(ctx.box_of((0,), whole.shape))]
         back = tuple(map(lies.index, range(3)))
         a = filled(gpu, np.ascontiguousarray(own.transpose(lies))).transpose(back)
@@ -343,7 +343,7 @@ def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
         assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(partition, wanted.shape))])
 
     monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, PAIR, repartition, part_elements * 8)
+    run(gpu, PAIR, redistributed, part_elements * 8)
     return shapes
 
 

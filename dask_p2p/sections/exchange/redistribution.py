@@ -1,4 +1,4 @@
-"""Repartition: local blocks of one partition become those of another, by exchanges of a gang."""
+"""Redistribution: local blocks of one partition become those of another, by exchanges of a gang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import normal_axes
 from dask_p2p.plans.exchange import Exchange, redistribution_exchange
-from dask_p2p.plans.partitions import partition_of, repartition
+from dask_p2p.plans.partitions import partition_of, partitioned
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
@@ -22,7 +22,7 @@ from dask_p2p.types import Array
 _T = TypeVar("_T")
 
 
-class Redistribution:
+class Partitions:
     """Partitions of a gang's arrays, and the exchanges between partitions."""
 
     def __init__(
@@ -69,14 +69,14 @@ class Redistribution:
                 f"{name}: expected at least one axis that is divided between "
                 f"{self._ranks.size} ranks, got {partition!r}."
             )
-        return repartition(self._ranks, whole, tuple(sorted(axes)))
+        return partitioned(self._ranks, whole, tuple(sorted(axes)))
 
-    def repartition(
+    def redistribution(
         self, partition: Any = None, from_partition: Any = None, axes: Any = None, shape: Any = None
-    ) -> Repartition:
+    ) -> Redistribution:
         """Return the exchange between two partitions: see `Context.redistribute`."""
         asked = repr((partition, from_partition, axes, shape))
-        return self.once(asked, lambda: self._repartition(partition, from_partition, axes, shape))
+        return self.once(asked, lambda: self._planned(partition, from_partition, axes, shape))
 
     def once(self, asked: str, make: Callable[[], _T]) -> _T:
         """Return the object made for a request, cached by its text."""
@@ -86,12 +86,12 @@ class Redistribution:
         return found
 
     def settle(self) -> None:
-        """Complete the exchanges that were begun: see `Repartition.begin`."""
+        """Complete the exchanges that were begun: see `Redistribution.begin`."""
         self._regions.settle()
 
-    def _repartition(
+    def _planned(
         self, partition: Any, from_partition: Any, axes: Any, shape: Any
-    ) -> Repartition:
+    ) -> Redistribution:
         own = self.shape
         ndim = len(own if shape is None else checked_shape(shape))
         order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
@@ -113,7 +113,7 @@ class Redistribution:
         axes: tuple[int, ...],  # axis i of `after` is axis axes[i] of `before`
         name: str = "redistribute()",  # name of the call
         order: Sequence[int] | None = None,  # axis i of the result is axis order[i] of `after`
-    ) -> Repartition:
+    ) -> Redistribution:
         """Return the exchange between two partitions, with permuted axes."""
         whole = tuple(map(sum, before.local_sizes))
         call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
@@ -123,11 +123,11 @@ class Redistribution:
         after_longest = [max(lengths, default=0) for lengths in after.local_sizes]
         most_elements = prod(min(longest[axis], after_longest[n]) for n, axis in enumerate(axes))
         sizes = mean_elements, most_elements
-        return Repartition(exchange, call, *sizes, self._regions, self._device)
+        return Redistribution(exchange, call, *sizes, self._regions, self._device)
 
 
 @dataclass(frozen=True)
-class Repartition:
+class Redistribution:
     """Reusable exchange from the local blocks of one partition to those of another."""
 
     exchange: Exchange  # sends and receives of this rank
@@ -148,7 +148,7 @@ class Repartition:
         return made
 
     def begin(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:
-        """Begin the exchange: `local_block` must not change until `Redistribution.settle`.
+        """Begin the exchange: `local_block` must not change until `Partitions.settle`.
 
         On a GPU, `local_block` may be `Pieces`.
         """
