@@ -39,7 +39,7 @@ _SOURCE = CudaSource("regions.cu", lambda module: module.get_function("copy_regi
 SOURCES = (_SOURCE,)
 
 
-class _Copies(NamedTuple):
+class _PlannedCopies(NamedTuple):
     """The copies of some pieces of an array, relative to the addresses of the two arrays."""
 
     packed: Any  # by piece the words of the struct `Region`: `packed_regions`
@@ -50,7 +50,7 @@ class _Copies(NamedTuple):
 class _Pending(NamedTuple):
     """Copies that are to be enqueued."""
 
-    copies: _Copies
+    copies: _PlannedCopies
     into: int  # addresses of the two arrays
     of: int
     arrays: tuple[Array, Array]  # which keep their memory
@@ -69,7 +69,7 @@ class RegionBatch:
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
-        self._copies = KeptResults[_Copies]()  # a plan takes longer than its launch
+        self._copies = KeptResults[_PlannedCopies]()  # a plan takes longer than its launch
         self._launches: dict[Any, tuple[Any, Sequence[_Launch]]] = {}  # by copies and addresses
         self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
 
@@ -127,7 +127,7 @@ def _copies(
     axes: tuple[int, ...],
     item_bytes: int,
     alignment: int,
-) -> _Copies:
+) -> _PlannedCopies:
     strides = tuple(src_strides[axis] for axis in axes)
     found, large, most = [], [], 0
     is_in_order = axes == tuple(range(len(axes)))
@@ -150,7 +150,7 @@ def _copies(
         else:
             found.append(layout.at(into, of))
             most = max(most, layout.words)
-    return _Copies(packed_regions(found), most, large)
+    return _PlannedCopies(packed_regions(found), most, large)
 
 
 def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:

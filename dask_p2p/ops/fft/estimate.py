@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from math import prod
@@ -69,7 +69,7 @@ class TransformEstimate:
     ----------
     workers : int
         Number of workers that the estimate assumes.
-    exchanges : tuple of Exchange
+    exchanges : tuple of ExchangeEstimate
         The exchanges, in their order.
     """
 
@@ -136,7 +136,7 @@ def estimate(y: DaskArray, *, workers: int | None = None) -> TransformEstimate:
     check_array(y)
     assembled: defaultdict[str, list[AssembleTask]] = defaultdict(list)
     above: defaultdict[str, set[str]] = defaultdict(set)
-    for key, task in _tasks(y).items():
+    for key, task in dict(y.__dask_graph__()).items():
         name = key[0] if isinstance(key, tuple) else key
         read = getattr(task, "dependencies", ())
         above[name] |= {k[0] if isinstance(k, tuple) else k for k in read} - {name}
@@ -149,10 +149,6 @@ def estimate(y: DaskArray, *, workers: int | None = None) -> TransformEstimate:
     checked_count("workers", workers=cluster[0])
     exchanges = (_exchange(name, assembled[name], *cluster) for name in ordered)
     return TransformEstimate(cluster[0], tuple(exchanges))
-
-
-def _tasks(y: DaskArray) -> Mapping[Any, Any]:
-    return dict(y.__dask_graph__())
 
 
 def _read(task: AssembleTask) -> Chunks:
