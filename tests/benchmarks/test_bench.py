@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks import bench as command
 from benchmarks import measure, options, report, tables
 from benchmarks.measure import Case
 from benchmarks.options import AnyClusterSpec
+from tests.support import ran
 
 pytestmark = pytest.mark.programs
 
@@ -96,9 +96,7 @@ def test_workers_need_the_package_alone(cluster, client):
 
 def test_the_program_runs_from_a_checkout():
     arguments = ["--cpu", "--workers", "1", "--size", "64", "--repeats", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = ran("-m", "benchmarks", *arguments, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert "All 4096 elements are where they belong." in done.stdout
 

@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import json
-
 import dask.array as da
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import dask_p2p
 from benchmarks import fused_graphs
+from tests.benchmarks.support import results_of
 
 
 @pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path):
-    path = tmp_path / "result.json"
-    arguments = ["--workers", "2", "--blocks", "2", "--kib", "1", "--repeats", "2"]
-    done = CliRunner().invoke(
-        fused_graphs.main, [*arguments, "--json", str(path)], catch_exceptions=False
-    )
-    assert done.exit_code == 0
-    written = json.loads(path.read_text())
+    options = "--workers 2 --blocks 2 --kib 1 --repeats 2"
+    written, _ = results_of(fused_graphs, tmp_path, options)
     rows = written["rows"]
     assert [row["program"] for row in rows] == list(fused_graphs.PROGRAMS)
     for row in rows:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from distributed import wait
 
 from benchmarks import moved
 from benchmarks.measure import (
@@ -81,8 +82,6 @@ def test_a_run_that_is_noted_and_checked(client):
 
 
 def test_least_bytes_follow_from_the_places(client):
-    from distributed import wait
-
     x = place_blocks(client, CASE.make)
     everywhere = sorted(workers_of(client))
     y = client.persist(OURS.transpose(x, CASE.axes), workers=everywhere[:1])

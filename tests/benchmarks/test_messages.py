@@ -1,28 +1,21 @@
 from __future__ import annotations
 
-import json
 from itertools import count
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import messages, messages_gpu
 from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER, least_s, rounds_of
+from tests.benchmarks.support import results_of
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(("ranks", "ways"), [(2, {NUMBER, NEW, INTO, ALLREDUCE}), (3, {ALLREDUCE})])
 def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
     monkeypatch.setattr(messages, "find_spec", lambda name: None)  # without mpi4py
-    path = tmp_path / "result.json"
-    options = ["--bytes", "8", "--bytes", "32768", "--rounds", "1", "--repeats", "2"]
-    done = CliRunner().invoke(
-        messages.main,
-        [*options, "--ranks", str(ranks), "--json", str(path)],
-        catch_exceptions=False,
-    )
-    assert done.exit_code == 0, done.output
-    for row in json.loads(path.read_text())["rows"]:
+    options = f"--bytes 8 --bytes 32768 --rounds 1 --repeats 2 --ranks {ranks}"
+    made, _ = results_of(messages, tmp_path, options)
+    for row in made["rows"]:
         times_s = row["times_s"]["dask_p2p"]
         assert times_s.keys() == (ways if row["bytes"] == 8 else ways - {NUMBER})
         assert all(time_s > 0 for time_s in times_s.values())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,6 +9,7 @@ from click.testing import CliRunner
 from benchmarks import redistributions, report
 from benchmarks.options import AnyClusterSpec
 from benchmarks.transforms import transforms
+from tests.benchmarks.support import results_of
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy"])
@@ -66,7 +66,6 @@ def test_what_is_to_be_reached():
 
 @pytest.mark.slow
 def test_what_the_program_writes(client, tmp_path, monkeypatch):
-    path = tmp_path / "made.json"
     monkeypatch.setattr(report, "start", lambda _: nullcontext(client))
     monkeypatch.setattr(
         redistributions,
@@ -77,11 +76,8 @@ def test_what_the_program_writes(client, tmp_path, monkeypatch):
             )
         ],
     )
-    arguments = ["--megabytes", "1", "--repeats", "1", "--json", str(path)]
-    arguments += ["--case", "16 row slabs", "--case", "map_overlap"]
-    result = CliRunner().invoke(redistributions.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    made = json.loads(path.read_text())
+    options = "--megabytes 1 --repeats 1 --case '16 row slabs' --case map_overlap"
+    made, output = results_of(redistributions, tmp_path, options)
     assert (made["workers"], len(made["devices"])) == (4, 4)
     found = {(row["case"], row["way"]): row for row in made["rows"]}
     assert len(found) == 2 * 4 + 3
@@ -97,18 +93,16 @@ def test_what_the_program_writes(client, tmp_path, monkeypatch):
     for figures in ours.values():
         assert figures["moved_bytes"] == figures["least_bytes"]
         assert figures["least_bytes"] >= figures["least_anywhere_bytes"]
-    assert "16 row slabs to columns" in result.output
+    assert "16 row slabs to columns" in output
 
 
 @pytest.mark.slow
 def test_first_runs_have_clusters_of_their_own(client, tmp_path, monkeypatch):
-    path, started = tmp_path / "made.json", []
+    started = []
     monkeypatch.setattr(report, "start", lambda _: started.append(None) or nullcontext(client))
-    arguments = ["--first", "--megabytes", "1", "--repeats", "2", "--json", str(path)]
-    arguments += ["--case", "transpose of"]
-    result = CliRunner().invoke(redistributions.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(path.read_text())["rows"]
+    options = "--first --megabytes 1 --repeats 2 --case 'transpose of'"
+    made, _ = results_of(redistributions, tmp_path, options)
+    rows = made["rows"]
     assert (
         [len(row["times_s"]) for row in rows] == [len(row["second_s"]) for row in rows] == [2] * 4
     )

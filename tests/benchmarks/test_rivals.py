@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, run_program, time_forms, why
 from dask_p2p.tools import indexed
+from tests.support import output_of
 
 ROOT = Path(benchmarks.__file__).parents[1]
 
@@ -114,9 +114,8 @@ def test_without_their_libraries(monkeypatch, capsys, tmp_path):
 @pytest.mark.programs
 def test_on_processors(tmp_path):
     path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.rivals", "--cpu", "--gpus", "2"]
-    command += ["--size", "65", "--size", "64", "--repeats", "2", "--json", str(path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    options = ["--cpu", "--gpus", "2", "--size", "65", "--size", "64", "--repeats", "2", "--json"]
+    output_of("-m", "benchmarks.rivals", *options, path, cwd=ROOT)
     made = {(found["way"], found["size"]): found for found in json.loads(path.read_text())}
     assert len(made) == 8
     if find_spec("mpi4py_fft"):

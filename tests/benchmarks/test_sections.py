@@ -1,28 +1,20 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import sections
 from benchmarks.rivals import mpi_stencil
 from benchmarks.rivals.mpi_stencil import five_points
+from tests.benchmarks.support import results_of
 
 
 @pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "find_spec", lambda name: None)  # without mpi4py
     monkeypatch.setattr(sections, "counts", lambda side: (9, 2))
-    path = tmp_path / "result.json"
-    done = CliRunner().invoke(
-        sections.main,
-        ["--side", "32", "--repeats", "1", "--json", str(path)],
-        catch_exceptions=False,
-    )
-    assert done.exit_code == 0
-    (row,) = json.loads(path.read_text())["rows"]
+    made, _ = results_of(sections, tmp_path, "--side 32 --repeats 1")
+    (row,) = made["rows"]
     assert row["side"] == 32
     assert row["step_s"].keys() == {
         sections.OURS,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -11,6 +9,7 @@ from click.testing import CliRunner
 from benchmarks import sections_calls, sections_gpu
 from benchmarks.rivals.wave import RADIUS, reference, wave
 from dask_p2p.plans.orders import ORDERS
+from tests.benchmarks.support import results_of
 
 
 def test_a_step_is_that_of_the_whole_array():
@@ -39,15 +38,9 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     run, asked = jax_says({"times_s": [0.5]})
     monkeypatch.setattr(sections_gpu, "find_spec", lambda name: name)
     monkeypatch.setattr(sections_gpu, "run_program", run)
-    path = tmp_path / "result.json"
-    options = ["--cpu", "--size", "12", "--steps", "3", "--side", "51", "--cube", "8"]
-    done = CliRunner().invoke(
-        sections_gpu.main,
-        [*options, "--repeats", "1", "--json", str(path)],
-        catch_exceptions=False,
-    )
-    assert done.exit_code == 0, done.output
-    wave, square, cube = json.loads(path.read_text())["rows"]
+    options = "--cpu --size 12 --steps 3 --side 51 --cube 8 --repeats 1"
+    made, output = results_of(sections_gpu, tmp_path, options)
+    wave, square, cube = made["rows"]
     assert (wave["size"], square["side"], cube["cube"]) == (12, 51, 8)
     ways = {
         sections_gpu.KERNEL, sections_gpu.OURS, sections_gpu.NO_OVERLAP, sections_gpu.CAPTURED
@@ -68,7 +61,7 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
         ["jax_fft", "--size", "8", *common],
         ["jax_fft", "--size", "8", *common, "--real"],
     ]
-    assert "12 JAX shard_map failed: RuntimeError: no memory" in done.output
+    assert "12 JAX shard_map failed: RuntimeError: no memory" in output
 
 
 def test_what_jax_finds_must_be_right(monkeypatch):

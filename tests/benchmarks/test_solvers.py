@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from math import inf
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import simulated, solvers
+from tests.benchmarks.support import results_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
@@ -16,22 +15,8 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(solvers, "_ROUNDS", 1)
     monkeypatch.setattr(simulated, "IN_A_ROW", 2)
-    path = tmp_path / "result.json"
-    options = [
-        "--side",
-        "32",
-        "--steps",
-        "110",
-        "--repeats",
-        "1",
-        "--naps",
-        "20",
-        "--json",
-        str(path),
-    ]
-    done = CliRunner().invoke(solvers.main, options, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    rows = json.loads(path.read_text())["rows"]
+    made, _ = results_of(solvers, tmp_path, "--side 32 --steps 110 --repeats 1 --naps 20")
+    rows = made["rows"]
     ways = {solvers.NUMPY, solvers.OURS, solvers.SAVED, solvers.WATCHED}
     assert rows.keys() == {*solvers.PROGRAMS, "halos", "progress"}
     assert all(rows[name].keys() == ways for name in solvers.PROGRAMS)
