@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from distributed import Client
 
 import dask_p2p
 from dask_p2p.backends import device, driver
@@ -47,8 +48,6 @@ def test_check_finds_nothing_in_the_way(client):
     ids=["odd pool", "two pools", "async", "managed"],
 )
 def test_check_names_what_is_in_the_way(settings, words):
-    from distributed import Client
-
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
         report = dask_p2p.check(client)
     found = [problem for problem in report.problems if words in problem.fault]
@@ -60,8 +59,6 @@ def test_check_names_what_is_in_the_way(settings, words):
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
 def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting):
-    from distributed import Client
-
     x = np.arange(400 * 300.0).reshape(400, 300)
     options = {setting: True, "rmm_allocator_external_lib_list": ["cupy"]}
     with (
@@ -133,7 +130,6 @@ def test_permuted_devices(request, monkeypatch):
     if request.config.getoption("--share-gpu"):
         pytest.skip("needs GPUs that are not shared: it is about their numbers")
     import pynvml
-    from distributed import Client
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(visible[:2])))

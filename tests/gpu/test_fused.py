@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 
@@ -143,8 +144,6 @@ def test_a_worker_is_killed(client, way, tmp_path):
     path = str(tmp_path / "died")
 
     def dies_once(block):
-        import os
-
         try:
             open(path, "x").close()
         except FileExistsError:
@@ -182,20 +181,24 @@ def test_a_resident_gang(client, way):
     np.testing.assert_array_equal(on_host(x), X)
 
 
-def test_a_resident_gang_and_a_killed_worker(client, way):
+def check_killed(client, at, steps):
+    """Check the values of a resident gang, one of whose workers is killed after a step."""
     x = persisted(client, on_gpu(X, (48, -1)))
-    step = dask_p2p.compile(heat, x)
     wanted = X
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = x
-        for k in range(40):
+        for number in range(steps):
             u, wanted = run(u), expected(heat, wanted, (48, -1))
-            if k == 20:
+            if number == at:
                 run.fetch(u)
-                victim = run._streams.ranks[0][0]
+                victim = run._streams.ranks[number % 2][0]
                 client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
         check(np.asarray(to_host(run.fetch(u))), wanted)
     client.wait_for_workers(2, timeout=120)
+
+
+def test_a_resident_gang_and_a_killed_worker(client, way):
+    check_killed(client, 20, 40)
 
 
 def normed(u):
@@ -288,18 +291,7 @@ def test_replayed_calls_beside_other_work(client, gangs, other):
 @pytest.mark.parametrize("at", [30, 45])
 def test_a_worker_is_killed_while_calls_are_replayed(client, gangs, at):
     gangs(4)
-    x = persisted(client, on_gpu(X, (48, -1)))
-    wanted = X
-    with dask_p2p.compile(heat, x).resident(x) as run:
-        u = x
-        for number in range(60):
-            u, wanted = run(u), expected(heat, wanted, (48, -1))
-            if number == at:
-                run.fetch(u)
-                victim = run._streams.ranks[number % 2][0]
-                client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
-        check(np.asarray(to_host(run.fetch(u))), wanted)
-    client.wait_for_workers(2, timeout=120)
+    check_killed(client, at, 60)
 
 
 def to_host(value):

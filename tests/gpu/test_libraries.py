@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from importlib import import_module
 
@@ -28,8 +29,6 @@ def library(request, client, monkeypatch):
     pytest.importorskip(request.param)
 
     def prepared(library):
-        import os
-
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         enable(library)
         module = import_module(library)

@@ -8,6 +8,7 @@ import time
 import dask
 import dask.array as da
 import pytest
+from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.errors import MemoryLimitError, TransferError
@@ -50,8 +51,6 @@ def count_restored(dask_worker):
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
 def test_spilled_blocks_are_read_out_of_host_memory(transport):
-    from distributed import wait
-
     shape = (4000, 4000)  # in two blocks of 32 MB
     with (
         dask.config.set({"p2p.transports.order": [transport]}),
@@ -102,8 +101,6 @@ def on_host(dask_worker):
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
 def test_blocks_are_spilled_while_they_are_read(gate, transport):
     """The lease keeps a block in device memory while it is read, whatever its holder does."""
-    from distributed import wait
-
     shape = (4000, 4000)  # in two blocks of 32 MB
     options = {
         "p2p.transports.order": [transport],
@@ -166,7 +163,6 @@ def count_blocks(dask_worker):
 
 def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
-    from distributed import Client
 
     def give_all_back():
         drop_queue_slots()  # which are kept for a second

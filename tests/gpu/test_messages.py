@@ -9,6 +9,7 @@ import pytest
 from dask_p2p import PerRank, spmd
 from tests.gpu.support import on_gpu
 from tests.sections.support import nothing_is_left
+from tests.support import die_once
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -90,11 +91,8 @@ def test_values_of_all_kinds(client):
     nothing_is_left(client)
 
 
-def die_once(ctx, x, path):
+def send_and_die_once(ctx, x, path):
     """Lose a rank that has begun to send; the next attempt sends all messages."""
-    import os
-    import signal
-    from pathlib import Path
 
     import cupy
 
@@ -102,9 +100,8 @@ def die_once(ctx, x, path):
     for turn in range(10):
         if ctx.rank == turn % 2:
             sent = ctx.isend(own, other)
-            if turn == 5 and not Path(path).exists():
-                Path(path).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if turn == 5:
+                die_once(path)
             sent.wait()
         else:
             found = ctx.recv(other)
@@ -113,6 +110,6 @@ def die_once(ctx, x, path):
 
 def test_a_lost_sender(client, tmp_path):
     path = str(tmp_path / "died")
-    found = spmd(die_once, on_gpu(X, (1, 4)), path=path, outputs=PerRank(np.array(False)))
+    found = spmd(send_and_die_once, on_gpu(X, (1, 4)), path=path, outputs=PerRank(np.array(False)))
     assert found.compute().tolist() == [True, True]
     nothing_is_left(client)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import warnings
 from itertools import pairwise
@@ -27,7 +25,7 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
-from tests.support import persisted, tune_here
+from tests.support import output_of, persisted, tune_here
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -332,7 +330,4 @@ print("right")
 
 def test_a_process_that_may_lock_no_memory():
     """The driver may be able to pin memory then or not. Values are right in both cases."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LOCKED_MEMORY], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["right"], done.stderr
+    assert output_of("-c", WITHOUT_LOCKED_MEMORY).split() == ["right"]

@@ -13,7 +13,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import wait
+from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
@@ -23,7 +23,7 @@ from tests.gpu.test_operations import on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
-from tests.support import own_client, persisted, result_of, tune, tune_here
+from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 
 X = np.random.default_rng(0).normal(size=(96, 70))
 UNEVEN = ((13, 40, 7, 36), (33, 37))
@@ -157,12 +157,12 @@ def test_corners(client, way, ranks):
 
 
 @pytest.mark.gpu(2)
-def test_a_wave_of_two_levels(client, way):
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_wave_of_two_levels(client, way, capture):
     speed = np.random.default_rng(1).random(X.shape)
     fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
-    y, before = iterate(
-        wave, fields, [4, 0], 60, constants=(on_gpu(speed, (40, 70)), 0.05), boundary="periodic"
-    )
+    constants = on_gpu(speed, (40, 70)), 0.05
+    y, before = iterate(wave, fields, [4, 0], 60, constants=constants, capture=capture)
 
     def whole(u, old, speed, factor, out):
         wave(u, old[4:-4, 4:-4], speed, factor, out)
@@ -173,13 +173,15 @@ def test_a_wave_of_two_levels(client, way):
 
 
 @pytest.mark.gpu(2)
-def test_until(client, way):
+@pytest.mark.parametrize("options", [{}, {"check_every": 5, "capture": True}], ids=str)
+def test_until(client, way, options):
     def halves(u, out):
         out[...] = u / 2
         return (out**2).sum()
 
-    y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, until=lambda size: size < 1e-6)
-    steps = next(n for n in range(100) if ((X / 2**n) ** 2).sum() < 1e-6)
+    y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, until=lambda size: size < 1e-6, **options)
+    every = options.get("check_every", 1)
+    steps = next(n for n in range(0, 100, every) if ((X / 2**n) ** 2).sum() < 1e-6)
     check(y, X / 2**steps)
 
 
@@ -217,8 +219,6 @@ def heat_of(u):
 @pytest.mark.parametrize("late", [0, 1])
 def test_captured_steps_of_a_rank_that_is_late(client, way, late):
     """Memory that a graph allocates is its own, and each GPU waits for the other one."""
-    from distributed import get_worker
-
     second = sorted(client.scheduler_info()["workers"])[late]
 
     def step(u):
@@ -232,34 +232,6 @@ def test_captured_steps_of_a_rank_that_is_late(client, way, late):
         iterate(step, on_gpu(X, UNEVEN), 1, 60, capture=True),
         reference(heat, [X], 1, 60, "periodic")[0],
     )
-
-
-@pytest.mark.gpu(2)
-def test_captured_levels(client, way):
-    speed = np.random.default_rng(1).random(X.shape)
-    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
-    y, before = iterate(
-        wave, fields, [4, 0], 60, constants=(on_gpu(speed, (40, 70)), 0.05), capture=True
-    )
-
-    def whole(u, old, speed, factor, out):
-        wave(u, old[4:-4, 4:-4], speed, factor, out)
-
-    wanted = reference(whole, [X, X + 1], 4, 60, "periodic", (speed, 0.05))
-    check(y, wanted[0])
-    check(before, wanted[1])
-
-
-@pytest.mark.gpu(2)
-def test_captured_until(client, way):
-    def halves(u, out):
-        out[...] = u / 2
-        return (out**2).sum()
-
-    given = {"until": lambda size: size < 1e-6, "check_every": 5, "capture": True}
-    y = iterate(halves, on_gpu(X, UNEVEN), 0, 100, **given)
-    steps = next(n for n in range(0, 100, 5) if ((X / 2**n) ** 2).sum() < 1e-6)
-    check(y, X / 2**steps)
 
 
 @pytest.mark.gpu(2)
@@ -471,8 +443,6 @@ def free_all_blocks():
     ids=["CuPy's pool", "async"],
 )
 def test_redistribute_memory_of_other_allocators(settings, is_through_host):
-    from distributed import Client
-
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
         for _ in range(3):
             assert by_turned() == [[True, is_through_host]] * 2
@@ -482,7 +452,6 @@ def test_redistribute_memory_of_other_allocators(settings, is_through_host):
 @pytest.mark.gpu(2)
 def test_memory_that_goes_back_to_the_driver():
     """Memory that others have mapped is freed, and other memory has its address."""
-    from distributed import Client
 
     def gives_memory_back(ctx, x):
         for _ in range(10):
@@ -627,9 +596,8 @@ def dies_once(ctx, x, path, steps):
     for step in ctx.steps(steps, ctx.state(p=p), every=10):
         ctx.update_halo(p)
         p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
-        if step == steps // 2 and ctx.rank == 0 and not os.path.exists(path):
-            open(path, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == steps // 2 and ctx.rank == 0:
+            die_once(path)
     return p.inner
 
 
@@ -639,9 +607,8 @@ def turns_and_dies_once(ctx, x, path):
     for step in ctx.steps(50, s, every=10):
         there = ctx.redistribute(s.x, (1,))
         there += 1
-        if step == 25 and ctx.rank == 0 and not os.path.exists(path):
-            open(path, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 25 and ctx.rank == 0:
+            die_once(path)
         ctx.redistribute(there, from_partition=(1,), out=s.x)
     return s.x
 
@@ -720,8 +687,6 @@ def spills(ctx, x):
 
 @pytest.mark.gpu(2)
 def test_ranks_work_where_blocks_are_spilled():
-    from distributed import Client
-
     settings = {"device_memory_limit": "40 MB", **POOL}
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
         make = partial(np.ones, (2048, 2048), "f4")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 
 import dask
 import dask.array as da
@@ -10,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from dask.core import flatten
-from distributed import wait
+from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.backends import device
@@ -307,8 +309,6 @@ def two_threads():
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, gate, order, library):
-    from distributed import Client
-
     if library == "torch":
         pytest.importorskip("torch")
     with Client(two_threads) as client, dask.config.set({"p2p.transports.order": order}):
@@ -335,7 +335,6 @@ def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, gate, order
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("is_blocking", [True, False])
 def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
-    import threading
 
     import cupy
 
@@ -386,8 +385,6 @@ def break_device():
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order):
-    import os
-
     with dask.config.set({"p2p.transports.order": order}), gpu_client() as client:
         warm(client)
         x = persisted(client, late_array("null"))
@@ -412,8 +409,6 @@ def fail_on_broken_device():
 
 
 def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
-    import os
-
     with gpu_client() as client:
         warm(client)
         (victim, pid) = min(client.run(os.getpid).items())
