@@ -7,10 +7,12 @@ import importlib.util
 import inspect
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import dask
 import numpy as np
@@ -65,6 +67,34 @@ def loaded_anew(name):
 def import_path():
     """This process' import path, as a value of PYTHONPATH for processes that it starts."""
     return ":".join(filter(None, sys.path))
+
+
+def ran(*arguments, cwd=None, stdin=None, **variables):
+    """Return an ended process of Python with its output; it imports from the paths of this one."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": import_path(), **variables},
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+
+
+def output_of(*arguments, **options):
+    """Return the output of Python in another process, which has to succeed: see `ran`."""
+    done = ran(*arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def die_once(path):
+    """Kill this process, unless the file shows that another one was killed before."""
+    if not os.path.exists(path):
+        Path(path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def with_section(options, section, **values):

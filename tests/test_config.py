@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import dask
 import dask.array as da
@@ -14,6 +12,7 @@ from dask_p2p.config import checked_options, options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.packed.comm import CommOptions
+from tests.support import output_of
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -155,11 +154,8 @@ def test_defaults_are_there_after_importing_the_package_and_environment_variable
         "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.checksum', 'p2p.mode')));"
         "from dask_p2p.config import options; print(options().mode, options().attempts)"
     )
-    env = {**os.environ, "DASK_P2P__MODE": "sync", "DASK_P2P__ATTEMPTS": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["False", "sync", "sync", "3"]
+    output = output_of("-c", program, DASK_P2P__MODE="sync", DASK_P2P__ATTEMPTS="3")
+    assert output.split() == ["False", "sync", "sync", "3"]
 
 
 def test_options_are_read_again_after_a_change():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p import backends
-from tests.support import import_path, indexed
+from tests.support import import_path, indexed, output_of
 
 ROOT = Path(dask_p2p.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -49,17 +47,9 @@ def test_the_operation(example, shift, axis):
 def test_the_transport(example, tmp_path):
     """In a process of its own: pytest imports what it runs, and would keep it."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import loop\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_deflate.py"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": import_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 20
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_deflate.py"]
+    output = output_of(*arguments, cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert int(re.search(r"(\d+) passed", output)[1]) > 20
 
 
 def test_the_transport_deflates(example):
@@ -96,16 +86,8 @@ def test_pytest_runs_beside_a_plugin_that_warns(tmp_path):
     installed.mkdir()
     (installed / "METADATA").write_text("Name: warns\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "1", "-k", "axes", "tests/test_geometry.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{import_path()}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["-m", "pytest", "-q", "-n", "1", "-k", "axes", "tests/test_geometry.py"]
+    output_of(*arguments, cwd=ROOT, PYTHONPATH=f"{tmp_path}:{import_path()}")
 
 
 def test_commands_and_paths_are_there():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from dask_p2p.errors import MissingPackageError, install_command, needs
-from tests.support import BOUND_S, import_path
+from tests.support import import_path, ran
 
 # Python imports it at each start, also in workers.
 WITHOUT = """
@@ -94,19 +90,11 @@ PROGRAMS = {
 }
 
 
-def ran(folder, missing, program):
+def output_without(missing, folder, program):
     (folder / "sitecustomize.py").write_text(WITHOUT)
     (folder / "program.py").write_text(f"if __name__ == '__main__':\n    {indented(program)}\n")
-    path = f"{folder}:{import_path()}"
-    done = subprocess.run(
-        [sys.executable, str(folder / "program.py")],
-        env={**os.environ, "PYTHONPATH": path, "MISSING_PACKAGES": missing},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=BOUND_S,
-    )
+    variables = {"PYTHONPATH": f"{folder}:{import_path()}", "MISSING_PACKAGES": missing}
+    done = ran(folder / "program.py", cwd=folder, **variables)
     return done.stdout + done.stderr
 
 
@@ -118,7 +106,7 @@ def indented(program):
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_a_missing_package(tmp_path, case):
     missing, extra, program = PROGRAMS[case]
-    assert install_command(extra) in ran(tmp_path, missing, program)
+    assert install_command(extra) in output_without(missing, tmp_path, program)
 
 
 @pytest.mark.programs
@@ -130,7 +118,7 @@ def test_the_package_without_any_extra(tmp_path):
         "x = da.arange(12, chunks=3).reshape(4, 3)\n"
         "print(dask_p2p.transpose(x).compute().tolist())"
     )
-    said = ran(tmp_path, ",".join(sorted(names)), program)
+    said = output_without(",".join(sorted(names)), tmp_path, program)
     assert said == "[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]\n"
 
 

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
+import pkgutil
 import sys
 import threading
 import typing
@@ -20,6 +20,7 @@ import dask_p2p
 from dask_p2p import errors
 from dask_p2p.cli import p2p
 from tests.docs.pages import README, blocks_of
+from tests.support import output_of
 
 LOOK = """
 import json, os, sys
@@ -42,10 +43,7 @@ print(json.dumps({
 
 
 def test_importing_loads_no_gpu_library_and_sets_no_variable():
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK], capture_output=True, text=True, check=True, timeout=250
-    )
-    seen = json.loads(done.stdout)
+    seen = json.loads(output_of("-c", LOOK))
     top, light, by_distributed = (
         {name.partition(".")[0] for name in seen[when]}
         for when in ("modules", "light", "by distributed")
@@ -206,12 +204,8 @@ def test_types_as_a_checker_sees_them(tmp_path, checker):
     package = os.path.dirname(os.path.dirname(dask_p2p.__file__))
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [package]}))
     # A new version is not looked for.
-    env = {**os.environ, "MYPYPATH": package, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
-    command = [sys.executable, "-m", checker, *CHECKERS[checker](tmp_path), *map(str, programs)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stdout
+    variables = {"MYPYPATH": package, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    output_of("-m", checker, *CHECKERS[checker](tmp_path), *programs, cwd=tmp_path, **variables)
 
 
 @pytest.mark.parametrize("name", ["iterate", "spmd"])
@@ -228,8 +222,6 @@ def test_overloads_take_what_the_function_takes(name):
 
 
 def test_no_module_hides_a_function():
-    import pkgutil
-
     modules = {module.name for module in pkgutil.iter_modules(dask_p2p.__path__)}
     assert modules.isdisjoint(dask_p2p.__all__)
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import subprocess
 import sys
 
 import pytest
+from distributed.protocol.pickle import dumps
 
 from dask_p2p.loading import loaded, when_imported
-from tests.support import import_path
+from tests.support import output_of
 
 MANY = """
 import gc
@@ -109,27 +109,14 @@ print(gc.isenabled(), gc.get_threshold()[0] > 0)
 
 def test_collections_are_on_after_the_import_of_dask():
     """Dask turns them off in slices, and then on if they were on at its import."""
-    done = subprocess.run(
-        [sys.executable, "-c", SLICED], capture_output=True, text=True, check=True, timeout=250
-    )
-    assert done.stdout == "True True\n"
+    assert output_of("-c", SLICED) == "True True\n"
 
 
 def test_a_worker_imports_the_plugin_without_collections():
-    from distributed.protocol.pickle import dumps
-
     from dask_p2p.plugins.worker import P2PPlugin
 
-    command = [sys.executable, "-c", RECEIVED, dumps(P2PPlugin().add_to).hex()]
-    done = subprocess.run(
-        command,
-        env={"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=250,
-    )
-    assert int(done.stdout) <= 2  # dozens otherwise
+    output = output_of("-c", RECEIVED, dumps(P2PPlugin().add_to).hex())
+    assert int(output) <= 2  # dozens otherwise
 
 
 @pytest.fixture

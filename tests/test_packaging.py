@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 import dask_p2p
 from dask_p2p.versioned import DASK_RELEASES
+from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -194,8 +195,7 @@ def test_each_python_is_tested_and_named():
     ],
 )
 def test_constraints(which, expected):
-    command = [sys.executable, str(ROOT / ".ci" / "constraints.py"), which]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
+    said = output_of(ROOT / ".ci" / "constraints.py", which)
     assert said.startswith(expected)
     if which != "2026.7.1":
         names = {re.split("[=<>]", line)[0] for line in said.splitlines()}

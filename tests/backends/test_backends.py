@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
-from tests.support import loaded_anew
+from tests.support import loaded_anew, output_of
 
 
 @pytest.mark.parametrize(
@@ -228,4 +227,4 @@ def test_numpy_blocks_do_not_need_cupy():
         "b = backend_for(numpy.zeros(3)); b.queue().empty((2,), 'f4'); b.warm_up();"
         "assert not {'cupy', 'dask_p2p.backends.kernels.permute'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of("-c", code)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +9,7 @@ from click.testing import CliRunner
 from dask_p2p.cli import _options, p2p
 from dask_p2p.cli import demo as command
 from dask_p2p.cli._options import ClusterSpec, choose_cluster, default_side
+from tests.support import output_of, ran
 
 pytestmark = pytest.mark.programs
 
@@ -152,11 +151,7 @@ def test_more_workers_than_gpus(monkeypatch):
 
 
 def test_the_program_starts_a_cluster_of_its_own():
-    done = subprocess.run(
-        [sys.executable, "-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1"],
-        capture_output=True,
-        text=True,
-    )
+    done = ran("-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert "All 4096 elements are where they belong." in done.stdout
     assert "Dashboard: http" in done.stdout
@@ -164,12 +159,6 @@ def test_the_program_starts_a_cluster_of_its_own():
 
 @pytest.mark.gpu(2)
 def test_on_gpus():
-    arguments = ["--size", "2048", "--workers", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from dask_p2p.cli import p2p; p2p()", "demo", *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 workers, one per GPU" in done.stdout
-    assert [wrong_of(done.stdout, way) for way in ("dask_p2p", "dask tasks")] == ["0", "0"]
+    output = output_of("-m", "dask", "p2p", "demo", "--size", "2048", "--workers", "2")
+    assert "2 workers, one per GPU" in output
+    assert [wrong_of(output, way) for way in ("dask_p2p", "dask tasks")] == ["0", "0"]

@@ -15,7 +15,7 @@ from skimage import data
 
 from dask_p2p.cli import p2p
 from dask_p2p.cli import transpose as command
-from tests.support import tune
+from tests.support import output_of, tune
 from tests.transports.loopback import wait_until
 
 pytestmark = pytest.mark.programs
@@ -162,9 +162,9 @@ def test_help_loads_no_command():
         "heavy = {'zarr', 'dask_p2p.tools.files', 'dask_p2p.cli.transpose'};"
         "print('loaded', heavy & set(sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "transpose  Transpose the array of a file" in result.stdout
-    assert "loaded set()" in result.stdout, result.stdout + result.stderr
+    output = output_of("-c", code)
+    assert "transpose  Transpose the array of a file" in output
+    assert "loaded set()" in output
 
 
 def test_no_such_command():

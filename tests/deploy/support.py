@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -103,8 +104,6 @@ def look(address, workers, *, has_plugin=True, **kwargs):
 
 async def _has_plugin(dask_worker, patience_s):
     """The scheduler gives it to those that have joined."""
-    import asyncio
-
     for _ in range(int(patience_s / 0.02)):
         if PLUGIN_NAME in dask_worker.plugins:
             return True

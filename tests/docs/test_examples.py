@@ -6,8 +6,6 @@ import doctest
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -35,6 +33,7 @@ from tests.docs.pages import (
     blocks_of,
     cells_of,
 )
+from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -249,8 +248,7 @@ PROGRAMS = sorted(
 
 @cache
 def help_of(module):
-    command = [sys.executable, "-m", module, "--help"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return output_of("-m", module, "--help", cwd=ROOT)
 
 
 @pytest.mark.parametrize(("module", "option"), PROGRAMS)

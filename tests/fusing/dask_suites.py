@@ -10,6 +10,8 @@ import dask
 import pytest
 from dask.array.utils import assert_eq
 
+from tests.suites import expect_failures, module_of
+
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
 WARNS = "expects a warning in this process"
 #: Some runs fail: the cluster may still have the keys of the first array.
@@ -51,15 +53,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that cannot pass."""
-    expected = EXPECTED.get(items[0].module.__name__.rpartition(".")[2], {})
-    missing = expected.keys() - {item.originalname for item in items}
-    if missing:
-        raise pytest.UsageError(f"there are no tests {missing} any more")
-    for item in items:
-        if item.originalname in expected:
-            reason = expected[item.originalname]
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=reason != COLLIDES))
+    expect_failures(items, EXPECTED.get(module_of(items[0]), {}), optional={COLLIDES})
 
 
 def pytest_terminal_summary(terminalreporter, config):

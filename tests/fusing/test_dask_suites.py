@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import import_path
+from tests.suites import output_of_suite
 
 pytestmark = pytest.mark.programs
 
@@ -39,14 +36,7 @@ LONG = [
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG)],
 )
 def test_suites_of_dask(tmp_path, suite, passed, gangs):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.fusing.dask_suites"]
-    # Without the options of this project, and of the checkout.
-    command += ["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
-    command += ["-p", "no:xdist", "--pyargs", f"dask.array.tests.{suite}"]
-    env = {**os.environ, "PYTHONPATH": import_path()}
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= passed
-    assert int(re.search(r"(\d+) gangs", done.stdout)[1]) >= gangs
+    modules = ["--pyargs", f"dask.array.tests.{suite}"]
+    output = output_of_suite("tests.fusing.dask_suites", tmp_path, *modules)
+    assert int(re.search(r"(\d+) passed", output)[1]) >= passed
+    assert int(re.search(r"(\d+) gangs", output)[1]) >= gangs

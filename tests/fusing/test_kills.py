@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import dask
 import dask.array as da
-import numpy as np
 import pytest
 from distributed import wait
 
 import dask_p2p
 from tests.fusing.support import smooth
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import die_once, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -27,9 +25,7 @@ def smoothed(x, steps):
 
 def killed_once(block, path):
     """Kill this worker once, when a rank has the block."""
-    if not path.exists():
-        path.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_once(path)
     return block
 
 
@@ -47,29 +43,18 @@ def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, steps):
     nothing_is_left(client)
 
 
-def test_an_output_that_is_lost_is_made_again(client):
-    client.wait_for_workers(2)
-    values = np.arange(64.0).reshape(8, 8)
-    y = client.persist(dask_p2p.fused(dask_p2p.transpose(da.from_array(values, chunks=(2, 8))) + 1))
-    wait(y)
-    for _ in range(2):
-        victim = next(iter(client.who_has(y).values()))[0]
-        client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
-        assert np.array_equal(result_of(client, client.compute(y)), values.T + 1)
-    del y
-    nothing_is_left(client)
-
-
-def test_an_output_of_the_option_that_is_lost_is_made_again(client):
+@pytest.mark.parametrize("by_option", [False, True])
+def test_an_output_that_is_lost_is_made_again(client, by_option):
     client.wait_for_workers(2)
     x = da.random.default_rng(0).normal(size=(32, 16), chunks=(4, 16))
     y = smoothed(x, 8)
     expected = y.compute()
-    with dask.config.set({"p2p.fuse": "on"}):
-        y = client.persist(y)
+    with dask.config.set({"p2p.fuse": "on" if by_option else "off"}):
+        y = client.persist(y if by_option else dask_p2p.fused(y))
     wait(y)
-    victim = next(iter(client.who_has(y).values()))[0]
-    client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
-    assert result_of(client, client.compute(y)).tobytes() == expected.tobytes()
+    for _ in range(2):
+        victim = next(iter(client.who_has(y).values()))[0]
+        client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
+        assert result_of(client, client.compute(y)).tobytes() == expected.tobytes()
     del y
     nothing_is_left(client)

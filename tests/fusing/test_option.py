@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 
 import dask
 import dask.array as da
@@ -27,7 +25,7 @@ from tests.fusing.programs import (
 )
 from tests.fusing.support import generated, smooth
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, import_path
+from tests.support import BOUND_S, output_of
 
 CLUSTER = {"n_workers": 2}
 
@@ -432,14 +430,7 @@ def test_the_option_counts_in_any_order_of_imports(imports):
         "assert isinstance(vars(dask.array.Array)['__dask_optimize__'], Optimization)\n"
         "import sys; assert 'distributed' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{imports}\n{check}"],
-        env={"PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of("-c", f"{imports}\n{check}")
 
 
 @pytest.mark.parametrize(
@@ -452,11 +443,4 @@ def test_the_option_counts_in_any_order_of_imports(imports):
 )
 def test_the_option_of_expressions_counts_in_any_order_of_imports(imports):
     check = "assert hasattr(distributed.Client._graph_to_futures, '__wrapped__')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{imports}\n{check}"],
-        env={"PYTHONPATH": import_path(), "DASK_ARRAY__QUERY_PLANNING": "True"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of("-c", f"{imports}\n{check}", DASK_ARRAY__QUERY_PLANNING="True")

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import dask
 import dask.array as da
 import numpy as np
@@ -12,6 +9,7 @@ import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.graph.libraries import check_one_library, functions_of, library_of
 from tests.graph.random_programs import check_program
+from tests.support import output_of
 
 VALUES = np.arange(60.0).reshape(6, 10)
 
@@ -73,7 +71,7 @@ with dask_p2p.install():
         y.compute(scheduler="sync")
 assert "dask_array" not in sys.modules
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    output_of("-W", "error", "-c", program)
 
 
 @pytest.mark.parametrize("installed", [False, True])

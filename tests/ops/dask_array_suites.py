@@ -6,9 +6,8 @@ this package. Tests that look at the expressions or tasks of Dask's own way are 
 
 from __future__ import annotations
 
-import pytest
-
 import dask_p2p
+from tests.suites import expect_failures, module_of
 
 FAN = "counts the blocks that one task reads, which takes regions here"
 OWN = "looks for expressions or tasks of its own way"
@@ -52,13 +51,6 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    suites = {item.module.__name__.rpartition(".")[2] for item in items}
-    found = {(item.module.__name__.rpartition(".")[2], item.originalname): item for item in items}
-    for suite, exceptions in EXCEPTIONS.items():
-        missing = [name for name in exceptions if (suite, name) not in found]
-        if suite in suites and missing:
-            raise pytest.UsageError(f"there are no tests {missing} any more")
-    for item in items:
-        exceptions = EXCEPTIONS.get(item.module.__name__.rpartition(".")[2], {})
-        if (reason := exceptions.get(item.originalname)) is not None:
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    for suite, reasons in EXCEPTIONS.items():
+        if of_suite := [item for item in items if module_of(item) == suite]:
+            expect_failures(of_suite, reasons)

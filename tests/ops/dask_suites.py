@@ -11,14 +11,14 @@ import sys
 from functools import wraps
 
 import dask
-import pytest
 
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.ops.arguments import is_dask_array
+from tests.suites import expect_failures, module_of
 
 #: A checkout of dask/distributed: neither its wheel nor its source distribution has the tests.
-DISTRIBUTED_SOURCE = os.environ.get("DISTRIBUTED_SOURCE")
+DISTRIBUTED_SOURCE = os.environ.get("DISTRIBUTED_SOURCE") or None
 
 OWN_NAMES = "looks for tasks of the name that Dask's own way gives them"
 
@@ -144,15 +144,5 @@ def prepare_distributed():
 
 
 def pytest_collection_modifyitems(items):
-    suite = items[0].module.__name__.rpartition(".")[2]
-    exceptions = DASK[suite] if DISTRIBUTED_SOURCE is None else DISTRIBUTED
-    missing = exceptions.keys() - {
-        name for item in items for name in (item.name, item.originalname)
-    }
-    if missing:
-        raise pytest.UsageError(f"there are no tests {missing} any more")
-    for item in items:
-        name = item.name if item.name in exceptions else item.originalname
-        if name in exceptions:
-            reason, is_run = exceptions[name], item.name not in WAITING
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True, run=is_run))
+    reasons = DASK[module_of(items[0])] if DISTRIBUTED_SOURCE is None else DISTRIBUTED
+    expect_failures(items, reasons, waiting=WAITING)

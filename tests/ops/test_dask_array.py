@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import import_path
+from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -51,14 +48,6 @@ DIFFERENT = {
 @pytest.mark.skipif(find_spec("dask_array") is None, reason="needs it: pip install dask-array")
 def test_the_operations_of_arrays_of_dask_array():
     left_out = [each for name in DIFFERENT for each in ("--deselect", f"tests/{name}")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-p", "tests.xarray.dask_arrays", *left_out, *TESTED],
-        env={**os.environ, "PYTHONPATH": import_path()},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 750
+    arguments = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    arguments += ["-p", "tests.xarray.dask_arrays", *left_out, *TESTED]
+    assert int(re.search(r"(\d+) passed", output_of(*arguments, cwd=ROOT))[1]) >= 750

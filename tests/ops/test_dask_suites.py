@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
 from tests.ops.dask_suites import DISTRIBUTED, DISTRIBUTED_SOURCE
-from tests.support import import_path
+from tests.suites import output_of_suite
 
 pytestmark = pytest.mark.programs
 
@@ -40,16 +38,9 @@ OF_DASK_ARRAY = {
 
 def passed_and_failed(folder, *arguments, source=None, plugin="dask_suites"):
     """Numbers of tests that passed, and that failed as they were expected to."""
-    env = {**os.environ, "PYTHONPATH": import_path()}
-    env.pop("DISTRIBUTED_SOURCE", None)
-    if source is not None:
-        env["DISTRIBUTED_SOURCE"] = source
-    command = [sys.executable, "-m", "pytest", "-q", "-p", f"tests.ops.{plugin}", *arguments]
-    # Without the options of this project, and of the checkout.
-    command += ["-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed, failed = (re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "xfailed"))
+    given = f"tests.ops.{plugin}", folder, *arguments
+    output = output_of_suite(*given, DISTRIBUTED_SOURCE=source or "")
+    passed, failed = (re.search(rf"(\d+) {word}", output) for word in ("passed", "xfailed"))
     return int(passed[1]), int(failed[1]) if failed else 0
 
 

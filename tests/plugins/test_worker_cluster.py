@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
 
@@ -26,7 +25,7 @@ from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
-from tests.support import in_process, indexed, own_client, persisted, tls_client, used
+from tests.support import in_process, indexed, output_of, own_client, persisted, tls_client, used
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
@@ -360,10 +359,7 @@ def test_many_at_once_on_single_threads(client):
 @pytest.mark.cluster
 def test_memory_of_a_worker_stays_near_its_blocks():
     program = os.path.join(os.path.dirname(__file__), "memory_probe.py")
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=True, timeout=250
-    )
-    blocks_mib, worst_mib, estimated_mib = map(float, done.stdout.split()[-3:])
+    blocks_mib, worst_mib, estimated_mib = map(float, output_of(program).split()[-3:])
     # By comm 16 MiB more. One block that is kept for too long would be 66 MiB.
     assert worst_mib <= blocks_mib + 48
     assert worst_mib <= estimated_mib <= worst_mib + 64

@@ -15,7 +15,7 @@ from distributed import wait
 
 from dask_p2p import iterate, spmd
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, result_of
+from tests.support import BOUND_S, die_once, result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
@@ -37,9 +37,8 @@ def stepping(ctx, x, steps, folder, kill):
         total = ctx.allreduce(x.sum())
         x += total / (step + 1e6)
         time.sleep(0.02)
-        if (ctx.rank, step) == kill and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (ctx.rank, step) == kill:
+            die_once(folder / "killed")
     return x
 
 
@@ -48,9 +47,8 @@ def circling(ctx, x, steps, folder, kill):
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for step in range(steps):
         time.sleep(0.02)
-        if (ctx.rank, step) == kill and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (ctx.rank, step) == kill:
+            die_once(folder / "killed")
         sent = ctx.isend(x, right, tag=step)
         received = ctx.recv(left, tag=step)
         sent.wait()
@@ -204,9 +202,8 @@ def dying_often(ctx, x, folder):
     s = ctx.state(x=x)
     for step in ctx.steps(20, s, every=1):
         s.x += ctx.allreduce(1.0)
-        if ctx.rank == 1 and step in (3, 6, 9, 12, 15) and not (folder / str(step)).exists():
-            (folder / str(step)).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.rank == 1 and step in (3, 6, 9, 12, 15):
+            die_once(folder / str(step))
     return s.x
 
 
@@ -224,9 +221,8 @@ def counting(ctx, x, path):
         x += ctx.allreduce(1.0)
         if step == 4:
             ctx.checkpoint(step + 1, x)
-        if step == 6 and ctx.rank == 0 and not path.exists():
-            path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 6 and ctx.rank == 0:
+            die_once(path)
     return x
 
 
@@ -243,9 +239,8 @@ def copied_first(ctx, x, folder):
     for step in ctx.steps(20, ctx.state(x=x), every=5):
         note(folder / f"{ctx.rank}.log", step)
         y += ctx.allreduce(1.0)
-        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 17 and ctx.rank == 0:
+            die_once(folder / "killed")
     return y
 
 
@@ -254,18 +249,33 @@ def saving_nothing(ctx, x, folder):
     for step in ctx.steps(20, every=5):
         note(folder / f"{ctx.rank}.log", step)
         x += ctx.allreduce(1.0)
-        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 17 and ctx.rank == 0:
+            die_once(folder / "killed")
     return x
 
 
-@pytest.mark.parametrize("function", [copied_first, saving_nothing])
-def test_ranks_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function):
+def carrying_the_time(ctx, x, folder):
+    """Has the time in a variable, and not in its state; kills a worker once."""
+    s, time, dt = ctx.state(x=x), 0.0, 0.5
+    for step in ctx.steps(20, s, every=5):
+        note(folder / f"{ctx.rank}.log", step)
+        total = ctx.allreduce(1.0)
+        s.x = s.x + total * time
+        time += dt
+        if step == 17 and ctx.rank == 0:
+            die_once(folder / "killed")
+    return s.x
+
+
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [(copied_first, 60.0), (saving_nothing, 60.0), (carrying_the_time, 3 * 95.0)],
+)
+def test_ranks_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function, value):
     """Not after steps whose values are lost."""
     three_workers(client)
     y = spmd(function, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
-    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 60.0))
+    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, value))
     for of_rank in attempts(tmp_path):
         assert of_rank[-1] == [*range(20)]
         assert len(of_rank) > 1
@@ -279,9 +289,8 @@ def decaying(u, before, positions, out, folder):
     out.imag = step + 1
     note(folder / f"{positions[0]}.log", step)
     time.sleep(0.002)
-    if step == 35 and positions[0] == 3 and not (folder / "killed").exists():
-        (folder / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 35 and positions[0] == 3:
+        die_once(folder / "killed")
 
 
 def test_a_stencil_goes_on_from_the_last_checkpoint(client, tmp_path):
@@ -343,9 +352,8 @@ def counting_steps(folder):
 
     def step(u, at):
         steps.append(at.step)
-        if at.rank == 1 and at.step == 10 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if at.rank == 1 and at.step == 10:
+            die_once(folder / "killed")
         return (u[:-2] + u[2:]) / 2 + len(steps)
 
     return step
@@ -361,29 +369,4 @@ def test_functions_that_keep_values_start_again(client, tmp_path):
     assert np.array_equal(result_of(client, client.compute(y)), wanted)
     assert (tmp_path / "killed").exists()
     del y
-    nothing_is_left(client)
-
-
-def carrying_the_time(ctx, x, folder):
-    """Has the time in a variable, and not in its state; kills a worker once."""
-    s, time, dt = ctx.state(x=x), 0.0, 0.5
-    for step in ctx.steps(20, s, every=5):
-        note(folder / f"{ctx.rank}.log", step)
-        total = ctx.allreduce(1.0)
-        s.x = s.x + total * time
-        time += dt
-        if step == 17 and ctx.rank == 0 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return s.x
-
-
-def test_ranks_whose_loops_carry_other_values_begin_at_the_start(client, tmp_path):
-    """A checkpoint does not have them."""
-    three_workers(client)
-    y = spmd(carrying_the_time, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
-    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 3 * 95.0))
-    for of_rank in attempts(tmp_path):
-        assert of_rank[-1] == [*range(20)]
-        assert len(of_rank) > 1
     nothing_is_left(client)

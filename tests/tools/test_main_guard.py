@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import BOUND_S, import_path
+from tests.support import ran
 
 pytestmark = pytest.mark.programs
 
@@ -55,19 +51,6 @@ def guarded(script):
     *before, last = script.rstrip().split("\n\n")
     below = "\n".join("    " + line for line in last.splitlines())
     return "\n\n".join(before) + f'\n\nif __name__ == "__main__":\n{below}\n'
-
-
-def ran(*arguments, **options):
-    env = {**os.environ, "PYTHONPATH": import_path()}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=BOUND_S,
-        **options,
-    )
 
 
 def written(folder, text, name="first.py"):
@@ -146,7 +129,7 @@ def test_a_program_that_fails_when_it_is_imported(tmp_path):
 
 
 def test_a_program_from_a_pipe():
-    refused(ran(input=guarded(CONTEXTS)), "Save it in a file, and run that.")
+    refused(ran(stdin=guarded(CONTEXTS)), "Save it in a file, and run that.")
 
 
 def test_another_process_that_imports_the_program(tmp_path):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import dask
@@ -11,7 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.errors import P2PWarning
-from tests.support import import_path, indexed, persisted, used
+from tests.support import indexed, output_of, persisted, used
 
 pytestmark = pytest.mark.skipif(
     find_spec("dask_array") is None, reason="needs it: pip install dask-array"
@@ -210,8 +208,7 @@ with dask_p2p.install() as used:
 assert used.counts == {"fft": 1}
 assert y.compute(scheduler="sync")[0, 0] == 64
 """
-    command = [sys.executable, "-W", "error", "-c", program]
-    subprocess.run(command, check=True, timeout=120, env={"PYTHONPATH": import_path()})
+    output_of("-W", "error", "-c", program)
 
 
 def test_options_of_dask_hold(client, x):

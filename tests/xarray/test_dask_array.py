@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import import_path
+from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -19,18 +16,10 @@ FOLDER = Path(__file__).parent
 @pytest.mark.skipif(find_spec("dask_array") is None, reason="needs it: pip install dask-array")
 def test_the_accessor_of_arrays_of_dask_array():
     """All tests of this folder, where `dask_array` is the chunk manager of xarray."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-p", "tests.xarray.dask_arrays", str(FOLDER)],
-        env={**os.environ, "PYTHONPATH": import_path()},
-        cwd=FOLDER.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 350
-    assert not re.search(r"\d+ (failed|skipped)", done.stdout), done.stdout
+    arguments = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    output = output_of(*arguments, "-p", "tests.xarray.dask_arrays", FOLDER, cwd=FOLDER.parents[1])
+    assert int(re.search(r"(\d+) passed", output)[1]) >= 350
+    assert not re.search(r"\d+ (failed|skipped)", output), output
 
 
 @pytest.mark.skipif(find_spec("dask_array") is None, reason="needs it: pip install dask-array")
@@ -43,4 +32,4 @@ for b in (a.p2p.transpose("y", "x"), a.p2p.fft("x"), a.p2p.chunk(x=3)):
     assert type(b.data) is dask_array.Array, type(b.data)
 assert a.p2p.transpose("y", "x").isel(y=slice(3)).data.compute().shape == (3, 6)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    output_of("-W", "error", "-c", program)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from types import SimpleNamespace
 
 import dask
@@ -16,7 +14,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.gang import progress
 from tests.sections.iterate.test_coupled import U, array
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import die_once, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -105,9 +103,8 @@ def test_a_record_reads_a_number(client):
 
 def test_a_killed_worker_keeps_numbers(client, tmp_path):
     def step(u, t, at, folder):
-        if at.step == 150 and at.rank == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if at.step == 150 and at.rank == 1:
+            die_once(folder / "killed")
         return {"u": u + t, "t": t + 1}
 
     fields = {"u": array(np.zeros((24, 20))), "t": 0.0}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
-import signal
 import sys
 import threading
 from itertools import accumulate
@@ -22,7 +20,7 @@ from dask_p2p.sections.iterate.output.specs import part_of_slice
 from tests.sections.iterate.output.test_stores import A, B, fields, states
 from tests.sections.iterate.test_coupled import array, inner, react
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import die_once, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -166,9 +164,8 @@ def test_a_killed_worker_between_frame_and_record(client, tmp_path):
     """A checkpoint in memory follows a frame; the run that resumes there finds the frame."""
 
     def kills(u, v, at, folder):
-        if at.step == 6 and at.rank == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if at.step == 6 and at.rank == 1:
+            die_once(folder / "killed")
         return react(u, v)
 
     options = {"save": Save(tmp_path / "frames", 2), "ranks": 2, "folder": tmp_path}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import dask
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from dask_p2p import Record, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import die_once, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -101,9 +98,8 @@ def test_until_reads_the_newest_records(client, ranks):
 
 def test_a_killed_worker_leaves_no_gap(client, tmp_path):
     def step(u, at, folder):
-        if at.step == 150 and at.rank == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if at.step == 150 and at.rank == 1:
+            die_once(folder / "killed")
         return u + 1
 
     record = {"mass": Record(lambda u: u.max(), op="max"), "late": Record(roughly, every=60)}
