@@ -1,7 +1,6 @@
 """The CUDA kernels on a GPU equal the NumPy kernel bit for bit, and write nothing else."""
 
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -197,29 +196,6 @@ def test_a_launch_can_be_captured_in_a_graph():
         graph.launch(stream=stream)
     stream.synchronize()
     assert (dst == src.T).all()
-
-
-def test_threads_compile_once(monkeypatch):
-    from dask_p2p.backends.kernels import permute as module
-
-    loads = []
-    real = cupy.RawModule
-    for source in module._KERNELS.values():
-        monkeypatch.setattr(source, "_loaded", {})
-    monkeypatch.setattr(cupy, "RawModule", lambda **given: loads.append(1) or real(**given))
-    src = cupy.arange(64 * 64).reshape(64, 64)
-    targets = [cupy.empty_like(src) for _ in range(8)]
-    cupy.cuda.Device().synchronize()
-    threads = [
-        threading.Thread(target=module.permute_into, args=(dst, src, (1, 0))) for dst in targets
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    cupy.cuda.Device().synchronize()
-    assert loads == [1]
-    assert all((dst == src.T).all() for dst in targets)
 
 
 def test_a_second_gpu():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dask
 import pytest
+from distributed import Client, LocalCluster
 
 from dask_p2p.cli._options import own_cluster, worker_count
 from dask_p2p.errors import P2PError
@@ -34,8 +35,6 @@ def test_processes_of_an_own_cluster_log_nothing(capfd):
 
 
 def test_a_scheduler_without_workers(monkeypatch):
-    from distributed import Client, LocalCluster
-
     tune(monkeypatch, workers_wait_s=0.2)
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,

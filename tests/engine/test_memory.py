@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import pickle
 import weakref
@@ -211,8 +212,6 @@ def test_an_answer_that_there_is_no_memory_for():
     class Host:
         async def call(self, address, op, **kwargs):
             raise MemoryError("no 1.00 GiB")
-
-    import asyncio
 
     with pytest.raises(MemoryError, match="no 1"):
         asyncio.run(ask(Host(), "holder", "op", 1.0, "block"))

@@ -7,6 +7,7 @@ goes on.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from distributed import futures_of, wait
 
 import dask_p2p
@@ -96,34 +97,23 @@ def test_a_block_of_the_readers_own_that_moved(client, gate):
     finish(client, gate, rows)
 
 
-def test_a_block_that_moved(client, gate):
+@pytest.mark.parametrize("replicated", ["before", "later", "never"])
+def test_a_block_that_its_holder_drops(client, gate, replicated):
+    """It has another holder then, or Dask computes it again."""
     reader, holder, _, other = addresses(client)
     x = slabs(client)
     assert holders(client, x, 1) == {holder}
+    if replicated == "before":
+        replicate(client, x, 1, [holder, other])
     y = start(client, gate, x, reader)
-    replicate(client, x, 1, [holder, other])
+    if replicated == "later":
+        replicate(client, x, 1, [holder, other])
     drop(client, holder, x, 1)
     finish(client, gate, y)
-    assert other in read_from(client, reader)
-
-
-def test_one_of_two_replicas_is_dropped(client, gate):
-    reader, holder, _, other = addresses(client)
-    x = slabs(client)
-    replicate(client, x, 1, [holder, other])
-    y = start(client, gate, x, reader)
-    drop(client, holder, x, 1)
-    finish(client, gate, y)
-    assert other in read_from(client, reader)
-    assert holder not in read_from(client, reader)
-
-
-def test_a_block_that_is_nowhere_any_more(client, gate):
-    reader, holder, *_ = addresses(client)
-    x = slabs(client)
-    y = start(client, gate, x, reader)
-    drop(client, holder, x, 1)
-    finish(client, gate, y)
+    if replicated != "never":
+        assert other in read_from(client, reader)
+    if replicated == "before":
+        assert holder not in read_from(client, reader)
 
 
 def test_rebalance(gate):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -142,8 +143,6 @@ def test_another_process_that_ends():
 
 @pytest.mark.parametrize("there", ["nothing", "a part"])
 def test_memory_that_is_not_there(there):
-    import mmap
-
     page_bytes = mmap.PAGESIZE
     view = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
     address = 8 if there == "nothing" else view.ctypes.data + page_bytes - 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import tracemalloc
 
 import pytest
 
@@ -82,8 +83,6 @@ def some_stages(i, count):
 @pytest.mark.parametrize("stages", [0, 999])
 def test_a_full_store_takes_at_most_thirty_megabytes(stages):
     """One of an eighth of the size: an eighth of that."""
-    import tracemalloc
-
     store, tasks = RecordStore(RecordStore().size // 8), 5_000 // (1 + stages)
     tracemalloc.start()
     try:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
-from distributed import LocalCluster
+from distributed import LocalCluster, secede
 
 from dask_p2p.plugins.threads import only_waiting
 from tests.transports.loopback import wait_until
@@ -74,8 +74,6 @@ def test_a_task_that_fails_while_it_waits_comes_back_too(client):
 @pytest.mark.cluster
 def test_a_thread_that_has_left_the_pool_just_waits(client):
     def left():
-        from distributed import secede
-
         secede()
         with only_waiting():
             return "done"

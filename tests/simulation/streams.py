@@ -58,6 +58,7 @@ class Recorder:
         self.lock = threading.RLock()
         self._null, self._per_thread = self.stream("null"), threading.local()
         self.pinned = {}  # sizes by address, of the host
+        self.can_pin = True
         self.live_bytes = self.most_bytes = 0
         self.limit_bytes = _MEMORY_BYTES
         self.pageable_copies = 0
@@ -249,6 +250,8 @@ class Recorder:
         return np.ndarray(shape, "u1", raw, 0, strides)
 
     def pin(self, pointer, size_bytes, flags):
+        if not self.can_pin:
+            raise RuntimeError("cudaErrorMemoryAllocation")
         taken = self.pinned.items()
         if any(pointer < at + size and at < pointer + size_bytes for at, size in taken):
             raise RuntimeError("cudaErrorHostMemoryAlreadyRegistered")

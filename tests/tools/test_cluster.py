@@ -6,6 +6,7 @@ import sys
 import types
 
 import dask.array as da
+import distributed
 import pytest
 from distributed import Client
 from distributed.core import Status
@@ -112,8 +113,6 @@ def test_an_asynchronous_cluster():
 
 
 def test_overrides_win(monkeypatch, two_gpus):
-    import distributed
-
     monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
     chosen = dask_p2p.local_cluster(gpus=False)
     assert chosen["n_workers"] == 4

@@ -9,16 +9,10 @@ from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, SilentError, TransferError, UnreachableError
 from dask_p2p.transports import silence
 from dask_p2p.transports.silence import SilenceLog, is_given_up
+from tests.clock import Clock
 
 OPTIONS = replace(options(), request_timeout_s=30.0, attempts=4)
 UNREACHABLE, SILENT = UnreachableError("no answer"), SilentError("no message")
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture

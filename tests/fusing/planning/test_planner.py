@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from unittest import mock
 
@@ -7,6 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.task_spec import DataNode
+from distributed.protocol.pickle import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,9 +103,6 @@ def test_a_chain_of_halos_has_one_exchange_each(count):
 
 def test_equal_plans_are_sent_once():
     """A program has a few hundred bytes for each task."""
-    import pickle
-
-    from distributed.protocol.pickle import dumps
 
     sizes = []
     for count in (10, 110):

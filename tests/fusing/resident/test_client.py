@@ -105,8 +105,7 @@ def test_workers_in_this_process(chunks):
     options = {"processes": False, "threads_per_worker": 2, "dashboard_address": None}
     with LocalCluster(n_workers=2, **options) as cluster, Client(cluster):
         u = da.ones((4, 3), chunks=chunks).persist()
-        step = dask_p2p.compile(lambda u: u * 2, u)
-        with step.resident(u) as run:
+        with dask_p2p.compile(lambda u: u * 2, u).resident(u) as run:
             made = run(u)
             found = run.fetch(made)
             np.testing.assert_array_equal(found, np.full((4, 3), 2.0))
@@ -121,8 +120,7 @@ def overwritten(block):
 
 def test_functions_that_overwrite_an_array_of_a_handle(client):
     u = da.ones((4, 3), chunks=(2, 3)).persist()
-    step = dask_p2p.compile(lambda u: u * 2, u)
-    with step.resident(u) as run:
+    with dask_p2p.compile(lambda u: u * 2, u).resident(u) as run:
         made = run(u)
         field = run.array(made)
         assert not field.map_blocks(overwritten, dtype=float).compute().any()
@@ -132,8 +130,7 @@ def test_functions_that_overwrite_an_array_of_a_handle(client):
 
 def test_a_loop_as_one_writes_it(client):
     u = x = array()
-    step = dask_p2p.compile(heat, u)
-    with step.resident(u) as run:
+    with dask_p2p.compile(heat, u).resident(u) as run:
         for k in range(100):
             u = run(u)
             if k == 49:
@@ -161,8 +158,7 @@ def test_random_functions(client, operations, number):
         return u.rechunk(x.chunks)
 
     x = array(24, 5)
-    step = dask_p2p.compile(function, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(function, x).resident(x) as run:
         got = run.fetch(repeated(run, x, 3))
     assert same_bits(got, repeated(function, x, 3).compute())
 
@@ -172,8 +168,7 @@ def test_several_arguments_and_results(client):
         return u - v.T, (u @ v).sum(axis=0), u.sum(), u
 
     x, y = array(), array(rows=48).rechunk((48, 6))
-    step = dask_p2p.compile(both, x, y)
-    with step.resident(x, y) as run:
+    with dask_p2p.compile(both, x, y).resident(x, y) as run:
         u, columns, total, same = run(x, y)
         u2, *_ = run(u, y)
         u3, *_ = run(same, y)
@@ -312,8 +307,7 @@ def test_a_call_that_fails(client):
         return turned - v, checked.sum(), u + 1
 
     x, v = abs(array()) + 1, array() * 0 + 0.25
-    step = dask_p2p.compile(function, x, v)
-    with step.resident(x, v) as run:
+    with dask_p2p.compile(function, x, v).resident(x, v) as run:
         good, total, more = run(x, v)
         low = run(x, more)[0]  # negative numbers
         bad, bad_total, fine = run(low, v)  # call 3 fails
@@ -346,8 +340,7 @@ def test_a_block_of_the_wrong_shape(client):
         return dask_p2p.transpose(u.map_blocks(of_wrong_shape, meta=u._meta)).rechunk(u.chunks)
 
     x = abs(array())
-    step = dask_p2p.compile(lambda u: (function(u), u - 9), x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: (function(u), u - 9), x).resident(x) as run:
         u, low = run(x)
         bad, _ = run(low)
         with pytest.raises(BlockMismatchError, match="is declared as"):
@@ -416,8 +409,7 @@ def test_few_handles_are_on_the_ranks_at_a_time(client, tmp_path):
             path.write_text(str(count))
         return block + 1
 
-    step = dask_p2p.compile(lambda u: u.map_blocks(counted, meta=u._meta), x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: u.map_blocks(counted, meta=u._meta), x).resident(x) as run:
         u = repeated(run, x, 300)
         assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 300).compute())
     assert not path.exists(), path.read_text()
@@ -425,8 +417,7 @@ def test_few_handles_are_on_the_ranks_at_a_time(client, tmp_path):
 
 def test_handles_that_do_not_fit(client):
     x = array()
-    step = dask_p2p.compile(lambda u: u + 1, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: u + 1, x).resident(x) as run:
         u = first = run(x)
         run.fetch(u)
         streams = run._streams

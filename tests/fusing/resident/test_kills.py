@@ -30,15 +30,18 @@ def workers_of(client):
     return list(client.scheduler_info(n_workers=-1)["workers"])
 
 
+@pytest.fixture(autouse=True)
+def _two_workers(client):
+    workers_of(client)
+
+
 # After the first kill one worker may have all ranks, and so all states.
 @pytest.mark.parametrize(("keep", "kills"), [(20, (60,)), (10_000, (30, 60))])
 def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
     tune(monkeypatch, kept_commands=keep)
-    workers_of(client)
     x = client.persist(array())
     wait(x)
-    step = dask_p2p.compile(lambda u: (heat(u), u.sum()), x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: (heat(u), u.sum()), x).resident(x) as run:
         u = x
         for k in range(90):
             u, total = run(u)
@@ -60,7 +63,6 @@ def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
 
 
 def test_a_worker_is_killed_during_a_call(client, tmp_path):
-    workers_of(client)
     x = client.persist(array())
     wait(x)
 
@@ -70,8 +72,7 @@ def test_a_worker_is_killed_during_a_call(client, tmp_path):
         return heat(u.map_blocks(killed_if, v, path=tmp_path / "killed", meta=u._meta)), v
 
     flags = da.zeros(x.shape, chunks=x.chunks)
-    step = dask_p2p.compile(function, x, flags)
-    with step.resident(x, flags) as run:
+    with dask_p2p.compile(function, x, flags).resident(x, flags) as run:
         u, _ = run(x, flags)
         earlier = u
         for k in range(8):
@@ -94,10 +95,8 @@ def killed_if(block, flags, path):
 def test_all_workers_are_killed(client, monkeypatch, keep):
     """All calls are repeated, since no checkpoint is left."""
     tune(monkeypatch, kept_commands=keep)
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = run(x)
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)
@@ -111,10 +110,8 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
 
 def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
     tune(monkeypatch, kept_commands=5, logged_commands=10)
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = run(x)
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)
@@ -130,10 +127,8 @@ def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
 
 
 def test_one_rank_begins_again(client):
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x, ranks=1)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x, ranks=1).resident(x) as run:
         u = repeated(run, x, 10)
         run.fetch(u)
         kill(client, *workers_of(client))
@@ -158,7 +153,6 @@ if __name__ == "__main__":
 
 
 def test_a_client_is_killed(client, tmp_path):
-    workers_of(client)
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     with subprocess.Popen(

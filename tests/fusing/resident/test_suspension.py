@@ -24,7 +24,8 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "resources": {"GPU": 1}}
 
 
 @pytest.fixture(autouse=True)
-def ends_soon():
+def ends_soon(client):
+    workers_of(client)
     with dask.config.set({"p2p.sections.resident-end": "200 ms"}):
         yield
 
@@ -41,10 +42,8 @@ def ends(client, *runs):
 
 
 def test_a_gang_goes_on_after_its_end(client):
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(lambda u: (heat(u), u.sum()), x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: (heat(u), u.sum()), x).resident(x) as run:
         u, first = run(x)
         for calls in range(1, 4):
             ends(client, run)
@@ -76,7 +75,6 @@ def with_units(block):
 
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_resources_are_those_of_the_first_ranks(client, ranks):
-    workers_of(client)
     x = array()
     step = dask_p2p.compile(lambda u: heat(u.map_blocks(with_units, meta=u._meta)), x, ranks=ranks)
     with dask.annotate(resources={"GPU": 1}):
@@ -96,7 +94,6 @@ def test_resources_are_those_of_the_first_ranks(client, ranks):
 def test_calls_while_a_gang_ends(client, monkeypatch):
     """At any time of the end: each pause has another length."""
     tune(monkeypatch, suspend_pause_s=1e-3)
-    workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
     with dask.config.set({"p2p.sections.resident-end": "1 ms"}), step.resident(x) as run:
@@ -116,7 +113,6 @@ def test_calls_while_a_gang_ends(client, monkeypatch):
 
 
 def test_two_gangs(client):
-    workers_of(client)
     x = array()
     step = dask_p2p.compile(heat, x)
     with step.resident(x) as first, step.resident(x) as second:
@@ -135,10 +131,8 @@ def test_two_gangs(client):
 @pytest.mark.parametrize("are_all", [False, True])
 def test_workers_are_killed_after_the_end(client, are_all):
     """A copy of the handles is left, or the client repeats all calls."""
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = repeated(run, x, 10)
         values = run.fetch(u)
         ends(client, run)
@@ -153,10 +147,8 @@ def test_workers_are_killed_after_the_end(client, are_all):
 
 
 def test_a_worker_is_killed_after_the_gang_has_gone_on(client):
-    workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = repeated(run, x, 10)
         ends(client, run)
         u = repeated(run, u, 10)
@@ -171,8 +163,7 @@ def test_all_workers_retire_after_the_end(client):
     """Dask moves the handles, as all data."""
     before = workers_of(client)
     x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(heat, x).resident(x) as run:
         u = repeated(run, x, 10)
         values = run.fetch(u)
         ends(client, run)
@@ -187,10 +178,8 @@ def test_all_workers_retire_after_the_end(client):
 
 
 def test_a_failed_call_stays_failed(client):
-    workers_of(client)
     x = abs(array()) + 1
-    step = dask_p2p.compile(lambda u: u.map_blocks(positive, meta=u._meta) - 9, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: u.map_blocks(positive, meta=u._meta) - 9, x).resident(x) as run:
         low = run(x)
         bad = run(low)
         ends(client, run)
@@ -204,11 +193,9 @@ def test_a_failed_call_stays_failed(client):
 
 
 def test_other_work_has_the_workers(client):
-    workers_of(client)
     x = client.persist(array())
     wait(x)
-    step = dask_p2p.compile(lambda u: u @ u.T, x)
-    with step.resident(x) as run:
+    with dask_p2p.compile(lambda u: u @ u.T, x).resident(x) as run:
         u = run(x)
         ends(client, run)
         others = [client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)]
@@ -217,7 +204,6 @@ def test_other_work_has_the_workers(client):
 
 
 def test_a_client_that_is_closed_after_the_end(cluster, client):
-    workers_of(client)
     with Client(cluster, set_as_default=False) as other, other.as_current():
         x = da.ones((8, 4), chunks=(4, 4))
         run = dask_p2p.compile(lambda u: u + 1, x).resident(x)

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import time
+import tracemalloc
 from contextlib import contextmanager
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -172,8 +173,6 @@ def test_a_theme_is_one_of_two(client):
 @pytest.mark.timeout(900)
 def test_a_thousand_runs_leave_the_scheduler_flat(client):
     """With a page open, once it and the worker keep as many records as they ever will."""
-    import tracemalloc
-
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
     x = client.persist(da.ones((8, 6), chunks=(4, 6)))
 

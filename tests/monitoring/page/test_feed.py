@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tracemalloc
 
 import pytest
 
@@ -167,8 +168,6 @@ def test_tasks_under_way_are_dropped_while_no_page_is_open():
 
 
 def test_hundreds_of_runs_leave_the_memory_flat():
-    import tracemalloc
-
     stages = tuple(Stage(f"tcp://10.0.0.{h}:4000", "comm", 10**6, 0.1, 0.2) for h in range(3))
 
     def do(workers, runs):

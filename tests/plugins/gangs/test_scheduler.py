@@ -206,23 +206,22 @@ def test_workers_forget_states_with_the_gang(end):
     running(main)
 
 
+SAVED = [(0,)], [(0, 5)], [(2, [5])], [(0, [-1])], [(0, ["5"])], {0: [5]}, [5]
+
+
 @pytest.mark.parametrize(
-    "saved", [[(0,)], [(0, 5)], [(2, [5])], [(0, [-1])], [(0, ["5"])], {0: [5]}, [5]]
+    ("changes", "words"),
+    [
+        *(({"saved": saved}, "expected") for saved in SAVED),
+        ({"is_resident": 1}, "is_resident: expected a Boolean"),
+    ],
+    ids=str,
 )
-def test_states_that_no_rank_has_are_refused(saved):
+def test_wrong_join_requests_are_refused(changes, words):
     async def main(scheduler, gangs):
-        answer = await gangs.join(**JOINING | {"saved": saved})
+        answer = await gangs.join(**JOINING | changes)
         assert answer["status"] == "error"
-        assert "expected" in answer["message"]
-
-    running(main)
-
-
-def test_a_resident_gang_that_is_none_is_refused():
-    async def main(scheduler, gangs):
-        answer = await gangs.join(**JOINING | {"is_resident": 1})
-        assert answer["status"] == "error"
-        assert "is_resident: expected a Boolean" in answer["message"]
+        assert words in answer["message"]
 
     running(main)
 

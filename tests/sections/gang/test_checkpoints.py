@@ -16,6 +16,7 @@ from dask_p2p.sections.gang.checkpoints import (
     replica_ranks,
 )
 from dask_p2p.sections.wire.connection import AttemptEndedError
+from tests.clock import Clock
 from tests.sections.wire.support import Gang
 from tests.support import BOUND_S
 
@@ -166,17 +167,10 @@ def test_checkpoints_are_due_after_steps():
     assert due(Period(None), 20) == []
 
 
-class Clock:
-    now_s = 0.0
-
-    def monotonic(self):
-        return self.now_s
-
-
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 4.0, 50.0])
 def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
     """Not much later than asked for; and time is seldom compared."""
-    clock = Clock()
+    clock = Clock(0.0)
     monkeypatch.setattr(module, "time", clock)
     looks = []
     period, found = Period("30 s"), []

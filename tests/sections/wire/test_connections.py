@@ -407,21 +407,17 @@ def test_connections_leave_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-def test_clusters_that_must_encrypt_and_cannot_have_no_connections_between_hosts(hosts):
-    with Gang(2, Reach()) as gang:
+@pytest.mark.parametrize("can_encrypt", ["no rank", "one rank"])
+def test_ranks_that_must_encrypt_and_cannot_have_no_connections_between_hosts(hosts, can_encrypt):
+    if can_encrypt == "no rank":
+        gang, words = Gang(2, Reach()), "none here and none"
+    else:
+        gang, words = Gang(2, tls(), first=TCP), "tcp here and tls"
+    with gang:
         futures = gang.begin(
             lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
         )
-        with pytest.raises(SectionError, match="got none here and none on worker"):
-            futures[0].result(BOUND_S)
-
-
-def test_a_rank_that_encrypts_has_no_plain_connections(hosts):
-    with Gang(2, tls(), first=TCP) as gang:
-        futures = gang.begin(
-            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
-        )
-        with pytest.raises(SectionError, match="got tcp here and tls on worker"):
+        with pytest.raises(SectionError, match=f"got {words} on worker"):
             futures[0].result(BOUND_S)
 
 

@@ -11,6 +11,7 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import strangers as module
 from dask_p2p.sections.wire.strangers import MOST_STRANGERS, Strangers
+from tests.clock import Clock
 
 
 class Listener:
@@ -27,13 +28,6 @@ class Listener:
         if isinstance(result, OSError):
             raise result
         return result, ""
-
-
-class Clock:
-    now_s = 100.0
-
-    def monotonic(self):
-        return self.now_s
 
 
 @pytest.fixture

@@ -39,16 +39,6 @@ def test_boxes_and_modes(client, axes, mode):
     assert used(client, y) == {"cma"}
 
 
-def test_blocks_of_any_memory_layout(client):
-    x = np.arange(90 * 80.0).reshape(90, 80)
-    a = da.from_array(x, chunks=(30, 80))
-    for view in (np.asfortranarray, lambda block: block[:, ::-1].copy()[:, ::-1]):
-        b = persisted(client, a.map_blocks(view, dtype=float))
-        y = persisted(client, dask_p2p.transpose(b))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert used(client, y) == {"cma"}
-
-
 def test_objects_go_another_way_without_a_warning(client):
     check_objects(client)
 

@@ -206,35 +206,29 @@ class TestUcx(PackedConformance):
             wait_until(lambda side=side: usage(side)["messages"] == 0)
             assert 512 <= side.buffers["numpy"].idle_bytes <= 3 * 512
 
-    def test_a_reader_that_is_not_there(self, setup, loop, block):
-        key, _ = block
-        request = {
-            "blocks": [(key, (6, 10))],
-            "parts": [(0, ((0, 6), (0, 10)))],
-            "dtype": "float64 <f8",
-            "item_bytes": 8,
-            "where": ([1], "nobody", 0),
-            "wait_s": 60.0,
-        }
-        reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
-        assert reply["status"] == "error"
-        assert "nobody" in reply["message"]
-        assert usage(setup.serving)["messages"] == 0
-
-    @pytest.mark.parametrize("tags", [[], [1] * 65], ids=len)
-    def test_a_row_of_no_messages_or_of_too_many(self, setup, loop, block, tags):
+    @pytest.mark.parametrize(
+        ("tags", "reader", "words"),
+        [
+            ([1], "nobody", "nobody"),
+            ([], "reader", "expected 1 to 64 tags"),
+            ([1] * 65, "reader", "expected 1 to 64 tags"),
+        ],
+        ids=str,
+    )
+    def test_requests_that_cannot_be_answered(self, setup, loop, block, tags, reader, words):
         key, _ = block
         request = {
             "blocks": [(key, (6, 10))],
             "parts": [(0, ((0, 1), (0, 10)))] * len(tags),
             "dtype": "float64 <f8",
             "item_bytes": 8,
-            "where": (tags, "reader", 0),
+            "where": (tags, reader, 0),
             "wait_s": 60.0,
         }
         reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
         assert reply["status"] == "error"
-        assert "expected 1 to 64 tags" in reply["message"]
+        assert words in reply["message"]
+        assert usage(setup.serving)["messages"] == 0
 
     @pytest.mark.parametrize("address", [None, "text", b"", bytes(2**17)], ids=lambda a: str(a)[:9])
     def test_a_reader_that_tells_no_address(self, setup, block, address):

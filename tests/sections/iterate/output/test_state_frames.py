@@ -137,24 +137,6 @@ def grow(ctx, x, path, last=6, stop=None):
     return s.x
 
 
-def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
-    """The first frame is written when the third step has been made, and not by its thread."""
-
-    def run(ctx, x, path):
-        s = ctx.state(x=x)
-        for step in ctx.steps(6, s, save=Save(path, 2)):
-            if step == 2:
-                late_writes.may_write.set()
-            s.x = s.x + 1
-        return s.x
-
-    lazy = spmd(run, da.from_array(U), path=str(tmp_path / "frames"), ranks=1)
-    dask.compute(lazy, scheduler="sync")
-    check(tmp_path / "frames", 2, 4, 6)
-    assert len({*late_writes.threads}) == 1
-    assert late_writes.threads[0] not in threading.enumerate()
-
-
 def check(path, *steps):
     """Check the frames that `grow` writes."""
     group = zarr.open(path, mode="r")
