@@ -47,7 +47,7 @@ class _PlannedCopies(NamedTuple):
     large: Sequence[Piece]  # those that are worth launches of their own
 
 
-class _Pending(NamedTuple):
+class _PendingCopies(NamedTuple):
     """Copies that are to be enqueued."""
 
     copies: _PlannedCopies
@@ -56,7 +56,7 @@ class _Pending(NamedTuple):
     arrays: tuple[Array, Array]  # which keep their memory
 
 
-class _Launch(NamedTuple):
+class _RegionLaunch(NamedTuple):
     grid: tuple[int, int]
     batch: Any  # the kernel's argument
 
@@ -68,9 +68,11 @@ class RegionBatch:
     """
 
     def __init__(self) -> None:
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingCopies] = []
         self._copies = KeptResults[_PlannedCopies]()  # a plan takes longer than its launch
-        self._launches: dict[Any, tuple[Any, Sequence[_Launch]]] = {}  # by copies and addresses
+        self._launches: dict[
+            Any, tuple[Any, Sequence[_RegionLaunch]]
+        ] = {}  # by copies and addresses
         self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
 
     def copy_pieces(
@@ -83,7 +85,7 @@ class RegionBatch:
         layout = dst.strides, src.strides, tuple(axes), item_bytes, (into | of) & _ALIGNMENT
         copies = self._copies.of(pieces, layout, lambda: _copies(pieces, *layout))
         if len(copies.packed):
-            self._pending.append(_Pending(copies, into, of, (dst, src)))
+            self._pending.append(_PendingCopies(copies, into, of, (dst, src)))
         return copies.large
 
     def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
@@ -113,11 +115,11 @@ class RegionBatch:
             copy(grid, (THREADS,), (batch,), 0, stream=stream)
 
 
-def _launches(pending: Sequence[_Pending]) -> list[_Launch]:
+def _launches(pending: Sequence[_PendingCopies]) -> list[_RegionLaunch]:
     regions = np.concatenate([moved(copies.packed, into, of) for copies, into, of, _ in pending])
     words = max(copies.words for copies, *_ in pending)
     parts = [regions[n : n + MAX_REGIONS] for n in range(0, len(regions), MAX_REGIONS)]
-    return [_Launch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
+    return [_RegionLaunch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
 
 
 def _copies(
