@@ -19,7 +19,6 @@ from dask_p2p.geometry import (
     split_evenly,
     taper_last,
 )
-from tests.plans.support import chunks_of
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
@@ -58,13 +57,6 @@ def test_a_layout_counts_elements_in_an_array_of_elements():
     first, second = Layout([(2, 2), (3,)]).views(memory, memory.dtype)
     assert first.tolist() == [[0, 1], [2, 3]]
     assert second.tolist() == [4, 5, 6]
-
-
-@st.composite
-def two_cuts(draw):
-    """Return two chunkings of one axis, with empty blocks."""
-    length = draw(st.integers(0, 40))
-    return chunks_of(draw, length, 7), chunks_of(draw, length, 7)
 
 
 boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)

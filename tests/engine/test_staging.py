@@ -235,10 +235,6 @@ class Filling(Transport):
         pass
 
 
-def _result(future, timeout_s, into):
-    return future.result(timeout_s)
-
-
 class FillingReading(Reading):
     """Like those of ucx, it keeps what came until it is closed, if there was an error."""
 

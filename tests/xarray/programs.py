@@ -98,8 +98,3 @@ SECTIONS = {
     "time levels": lambda a: a.p2p.iterate(wave, [{"t": 1}, 0], 4, fields=[a * 0.9])[0],
     "coupled": lambda a: as_dataset(a).p2p.iterate(react, {"t": 1}, 5, fields={"u": "u", "v": "v"}),
 }
-#: Programs of xarray's own methods, with this package in the place of Dask.
-INSTALLED = {
-    "chunk": lambda a: a.chunk(t=-1, x=2),
-    "transpose and chunk": lambda a: a.transpose("x", "t").chunk(x=2, t=-1),
-}

@@ -27,11 +27,6 @@ from dask_p2p.types import Array
 
 ALGORITHMS = ("crc32", "mixed64")
 
-_WORD_BYTES = 8
-_STEP = 0x9E3779B97F4A7C15  # odd, so that all positions differ
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, and odd factor
-_LAST_SHIFT = 31
-
 
 def checksum(array: Array, algorithm: str | None = None, start: int = 0) -> int:
     """Return the checksum of an array's bytes, below 2**64. This may block: call it from a thread.

@@ -133,7 +133,7 @@ class Reads:
         connections: Connections,
         is_allowed: bool,  # whether this rank reads others' memory, and offers its own
     ) -> None:
-        self._connections, (self._rank, self._size) = connections, connections.rank_and_size
+        self._connections, (self._rank, _) = connections, connections.rank_and_size
         self._is_allowed = is_allowed and process_memory.is_supported()
         self._pids: list[int] = []  # by rank, after the probe; 0: this rank cannot read it
         self._readers: Any = None  # by holder and reader: whether the reader can read

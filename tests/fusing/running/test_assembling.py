@@ -15,7 +15,7 @@ from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
 from tests.fusing.running.test_runner import large
 from tests.fusing.support import check_blocks, run_programs
 
-ROWS, COLUMNS = ((2,) * 6, (12,)), ((12,), (2,) * 6)
+ROWS = (2,) * 6, (12,)
 PLANS = {
     "transpose": redistribution(ROWS, (1, 0), ROWS),
     "rechunk": redistribution(ROWS, (0, 1), ((5, 7), (4, 8))),

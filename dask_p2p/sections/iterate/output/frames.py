@@ -43,7 +43,7 @@ class Frames:
     def __init__(
         self, spec: FramesSpec, ctx: Context, local: LocalFields, scalars: Scalars, steps: int
     ) -> None:
-        self.spec, self._ctx, self._local, self._scalars = spec, ctx, local, scalars
+        self.spec, self._ctx, self._scalars = spec, ctx, scalars
         self._folder, self._count = Folder(spec.path), steps // spec.every
         self._first = next(iter(local.fields.values()))  # computed fields have its shape
         self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}

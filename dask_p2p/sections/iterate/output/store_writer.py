@@ -45,7 +45,7 @@ class Stores:
         series: Series,
         steps: int,  # of the run
     ) -> None:
-        self._ctx, self._steps, self._names = ctx, steps, specs.names
+        self._steps, self._names = steps, specs.names
         self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]
         self._written = BackgroundFrames(ctx, self._frames)
         self._files: CheckpointFiles | None = None
