@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from distributed import Client
@@ -24,15 +22,12 @@ def test_what_is_no_open_client(function, cluster):
             function(other)
 
 
-def test_an_asynchronous_client_that_is_closed(cluster):
-    async def main():
-        async with Client(cluster.scheduler_address, asynchronous=True) as client:
-            assert await dask_p2p.register(client) is None
-        for function in TAKE_A_CLIENT:
-            with pytest.raises(InputError, match="the client is closed"):
-                function(client)
-
-    asyncio.run(main())
+async def test_an_asynchronous_client_that_is_closed(cluster):
+    async with Client(cluster.scheduler_address, asynchronous=True) as client:
+        assert await dask_p2p.register(client) is None
+    for function in TAKE_A_CLIENT:
+        with pytest.raises(InputError, match="the client is closed"):
+            function(client)
 
 
 def test_numbers():

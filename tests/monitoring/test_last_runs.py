@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
@@ -247,19 +246,16 @@ def test_without_a_client():
         dask_p2p.last_runs()
 
 
-def test_async_clients_and_clusters_without_the_plugin():
+async def test_async_clients_and_clusters_without_the_plugin():
 
-    async def main():
-        async with in_process() as (_, client):
-            assert await dask_p2p.last_runs(client) == ()
-            await dask_p2p.register(client)
-            assert await dask_p2p.last_runs(client) == ()
-            y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
-            await client.compute(y)
-            (run,) = await dask_p2p.last_runs(client)
-            assert (run.shape, run.attempts) == ((6, 8), 4)
-
-    asyncio.run(main())
+    async with in_process() as (_, client):
+        assert await dask_p2p.last_runs(client) == ()
+        await dask_p2p.register(client)
+        assert await dask_p2p.last_runs(client) == ()
+        y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
+        await client.compute(y)
+        (run,) = await dask_p2p.last_runs(client)
+        assert (run.shape, run.attempts) == ((6, 8), 4)
 
 
 def test_a_scheduler_that_refuses_is_an_error(client):

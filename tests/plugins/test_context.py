@@ -50,47 +50,41 @@ def deaf_context(data=()):
     return asyncio.run(make())
 
 
-def test_calls_to_a_worker_that_leaves_end_at_once():
-    async def main():
-        worker = DeafWorker()
-        context = DaskWorkerContext(worker, options())
-        waiting = asyncio.ensure_future(context.call("a", "op"))
-        other = asyncio.ensure_future(context.call("b", "op"))
-        await asyncio.sleep(0.01)
-        context.on_worker_left("a")
-        done, _ = await asyncio.wait([waiting], timeout=60)
-        assert done == {waiting}
-        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-            await waiting
-        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-            await asyncio.wait_for(context.call("a", "op"), 60)
-        assert worker.called == ["a", "b"], "it was not even tried"
-        context.on_workers_named(["a"])
-        again = asyncio.ensure_future(context.call("a", "op"))
-        await asyncio.sleep(0.01)
-        assert worker.called == ["a", "b", "a"]
-        for task in (again, other):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        context.close()
-
-    asyncio.run(main())
+async def test_calls_to_a_worker_that_leaves_end_at_once():
+    worker = DeafWorker()
+    context = DaskWorkerContext(worker, options())
+    waiting = asyncio.ensure_future(context.call("a", "op"))
+    other = asyncio.ensure_future(context.call("b", "op"))
+    await asyncio.sleep(0.01)
+    context.on_worker_left("a")
+    done, _ = await asyncio.wait([waiting], timeout=60)
+    assert done == {waiting}
+    with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+        await waiting
+    with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+        await asyncio.wait_for(context.call("a", "op"), 60)
+    assert worker.called == ["a", "b"], "it was not even tried"
+    context.on_workers_named(["a"])
+    again = asyncio.ensure_future(context.call("a", "op"))
+    await asyncio.sleep(0.01)
+    assert worker.called == ["a", "b", "a"]
+    for task in (again, other):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    context.close()
 
 
-def test_what_blocks_does_not_block_the_event_loop():
-    async def main():
-        context = DaskWorkerContext(DeafWorker(), options())
-        event = threading.Event()
-        context.loop.call_later(0.05, event.set)
-        assert await context.offload(event.wait, 10), "the loop could not set it"
-        threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
-        context.close()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-
-    asyncio.run(main())
+async def test_what_blocks_does_not_block_the_event_loop():
+    context = DaskWorkerContext(DeafWorker(), options())
+    event = threading.Event()
+    context.loop.call_later(0.05, event.set)
+    assert await context.offload(event.wait, 10), "the loop could not set it"
+    threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
+    context.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -155,23 +149,20 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     assert context.failed == {}
 
 
-def test_nothing_is_kept_of_calls_that_ended():
-    async def main():
-        context = DaskWorkerContext(DeafWorker(), options())
-        for address in ("a", "b"):
-            call = asyncio.ensure_future(context.call(address, "op"))
-            await asyncio.sleep(0.01)
-            assert usage_of_worker(context)["calls"] == 1
-            if address == "a":
-                context.on_worker_left(address)
-            else:
-                call.cancel()
-            await asyncio.wait([call])
-            assert not call.cancelled() or address == "b"
-        assert usage_of_worker(context)["calls"] == 0
-        context.close()
-
-    asyncio.run(main())
+async def test_nothing_is_kept_of_calls_that_ended():
+    context = DaskWorkerContext(DeafWorker(), options())
+    for address in ("a", "b"):
+        call = asyncio.ensure_future(context.call(address, "op"))
+        await asyncio.sleep(0.01)
+        assert usage_of_worker(context)["calls"] == 1
+        if address == "a":
+            context.on_worker_left(address)
+        else:
+            call.cancel()
+        await asyncio.wait([call])
+        assert not call.cancelled() or address == "b"
+    assert usage_of_worker(context)["calls"] == 0
+    context.close()
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,6 @@ def taken(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
-def on_loop(test):
-    return lambda: asyncio.run(test())
-
-
-@on_loop
 async def test_an_output_that_is_gone_makes_room_for_the_next():
     memory = OutputMemory(Worker(), retain_s=60)
     first = taken(memory)
@@ -78,7 +73,6 @@ class Clock:
             due[1]()
 
 
-@on_loop
 async def test_it_is_given_back_when_none_has_come_for_a_while():
     worker = Worker()
     worker.loop.asyncio_loop = clock = Clock()
@@ -106,17 +100,13 @@ async def test_it_is_given_back_when_none_has_come_for_a_while():
         (64 * MIB, 0, 0, 0),
     ],
 )
-def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_s, kept):
-    async def main():
-        memory = OutputMemory(Worker(limit_bytes, used_bytes), retain_s)
-        outputs = [taken(memory) for _ in range(6)]
-        outputs.clear()
-        assert memory.idle_bytes == kept * MIB
-
-    asyncio.run(main())
+async def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_s, kept):
+    memory = OutputMemory(Worker(limit_bytes, used_bytes), retain_s)
+    outputs = [taken(memory) for _ in range(6)]
+    outputs.clear()
+    assert memory.idle_bytes == kept * MIB
 
 
-@on_loop
 async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     memory = OutputMemory(Worker(), retain_s=60)
     assert taken(memory, (100, 10)).flags.owndata
@@ -129,68 +119,56 @@ async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     assert memory.idle_bytes == 4 * MIB
 
 
-def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
-    async def main():
-        memory = PinnedOutputs(Worker(), 60, None)
-        first = taken(memory)
-        where = first.ctypes.data
-        assert is_pinned(first[::2])
-        assert memory.pinned_bytes == MIB
-        del first
-        assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
-        again = taken(memory, (MIB // 4, 1), "f4")
-        assert again.ctypes.data == where
-        assert len(gpu.pinned) == 1
-        odd = taken(memory, (5 * MIB // 16,))
-        assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"
-        memory.close()
-        del again, odd
-        assert (memory.pinned_bytes, gpu.pinned) == (0, {})
-
-    asyncio.run(main())
+async def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
+    memory = PinnedOutputs(Worker(), 60, None)
+    first = taken(memory)
+    where = first.ctypes.data
+    assert is_pinned(first[::2])
+    assert memory.pinned_bytes == MIB
+    del first
+    assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
+    again = taken(memory, (MIB // 4, 1), "f4")
+    assert again.ctypes.data == where
+    assert len(gpu.pinned) == 1
+    odd = taken(memory, (5 * MIB // 16,))
+    assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"
+    memory.close()
+    del again, odd
+    assert (memory.pinned_bytes, gpu.pinned) == (0, {})
 
 
-def test_what_is_small_or_large_is_not_pinned(gpu):
-    async def main():
-        memory = PinnedOutputs(Worker(), 60, None)
-        for shape in ((100,), (16 * MIB // 8 + 1,)):
-            assert not is_pinned(taken(memory, shape))
-        assert not is_pinned(taken(PinnedOutputs(Worker(None), 60, None)))
-        assert gpu.pinned == {}
-
-    asyncio.run(main())
+async def test_what_is_small_or_large_is_not_pinned(gpu):
+    memory = PinnedOutputs(Worker(), 60, None)
+    for shape in ((100,), (16 * MIB // 8 + 1,)):
+        assert not is_pinned(taken(memory, shape))
+    assert not is_pinned(taken(PinnedOutputs(Worker(None), 60, None)))
+    assert gpu.pinned == {}
 
 
-def test_no_more_is_pinned_than_half_of_the_limit(gpu):
-    async def main():
-        memory = PinnedOutputs(worker := Worker(16 * MIB), 60, None)
-        outputs = [taken(memory) for _ in range(10)]
-        assert [is_pinned(output) for output in outputs] == 8 * [True] + 2 * [False]
-        assert memory.pinned_bytes == 8 * MIB
-        worker.used_bytes = 9 * MIB  # of 16: it gives back what comes back
-        del outputs[:3]
-        assert (memory.idle_bytes, len(gpu.pinned)) == (0, 5)
-        worker.used_bytes = 0
-        outputs.append(taken(memory))
-        assert is_pinned(outputs[-1])
-
-    asyncio.run(main())
+async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
+    memory = PinnedOutputs(worker := Worker(16 * MIB), 60, None)
+    outputs = [taken(memory) for _ in range(10)]
+    assert [is_pinned(output) for output in outputs] == 8 * [True] + 2 * [False]
+    assert memory.pinned_bytes == 8 * MIB
+    worker.used_bytes = 9 * MIB  # of 16: it gives back what comes back
+    del outputs[:3]
+    assert (memory.idle_bytes, len(gpu.pinned)) == (0, 5)
+    worker.used_bytes = 0
+    outputs.append(taken(memory))
+    assert is_pinned(outputs[-1])
 
 
-def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, monkeypatch):
+async def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, monkeypatch):
     def refused(*args):
         raise RuntimeError("cudaErrorMemoryAllocation")
 
-    async def main():
-        said = []
-        monkeypatch.setattr(gpu, "pin", refused)
-        memory = PinnedOutputs(Worker(), 60, said.append)
-        outputs = [taken(memory) for _ in range(3)]
-        assert not any(map(is_pinned, outputs))
-        (text,) = said
-        assert text.startswith("dask_p2p: worker tcp://a: host memory cannot be pinned (Runtime")
-
-    asyncio.run(main())
+    said = []
+    monkeypatch.setattr(gpu, "pin", refused)
+    memory = PinnedOutputs(Worker(), 60, said.append)
+    outputs = [taken(memory) for _ in range(3)]
+    assert not any(map(is_pinned, outputs))
+    (text,) = said
+    assert text.startswith("dask_p2p: worker tcp://a: host memory cannot be pinned (Runtime")
 
 
 def test_an_output_may_outlive_its_worker():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -232,56 +231,47 @@ def place(ctx, x):
     return np.full_like(x, int(get_worker().name))
 
 
-def test_the_ranks_of_a_gang_are_spread():
+async def test_the_ranks_of_a_gang_are_spread():
     """Though one worker has all blocks, and Dask would place all ranks there."""
 
-    async def main():
-        async with in_process(3, threads_per_worker=2) as (cluster, client):
-            await dask_p2p.register(client)
-            holder = cluster.workers[0].address
-            x = client.persist(da.ones((12, 2), chunks=(1, 2)), workers=[holder])
+    async with in_process(3, threads_per_worker=2) as (cluster, client):
+        await dask_p2p.register(client)
+        holder = cluster.workers[0].address
+        x = client.persist(da.ones((12, 2), chunks=(1, 2)), workers=[holder])
+        await wait(x)
+        for ranks in (3, 6):
+            y = await client.compute(dask_p2p.spmd(place, x, ranks=ranks))
+            assert Counter(y[:, 0]) == {0: 4, 1: 4, 2: 4}
+
+
+async def test_ranks_go_where_their_blocks_are():
+    async with in_process(3, threads_per_worker=2) as (cluster, client):
+        await dask_p2p.register(client)
+        for shift, order in enumerate(([2, 0, 1], [0, 2, 1], [1, 2, 0])):
+            holders = [cluster.workers[number].address for number in order]
+            with dask.annotate(workers=lambda key, holders=holders: holders[key[1]]):
+                x = da.full((3, 2), shift, chunks=(1, 2))
+            x = client.persist(x, optimize_graph=False)
             await wait(x)
-            for ranks in (3, 6):
-                y = await client.compute(dask_p2p.spmd(place, x, ranks=ranks))
-                assert Counter(y[:, 0]) == {0: 4, 1: 4, 2: 4}
-
-    asyncio.run(main())
+            y = await client.compute(dask_p2p.spmd(place, x, ranks=3))
+            assert y[:, 0].tolist() == order
 
 
-def test_ranks_go_where_their_blocks_are():
-    async def main():
-        async with in_process(3, threads_per_worker=2) as (cluster, client):
-            await dask_p2p.register(client)
-            for shift, order in enumerate(([2, 0, 1], [0, 2, 1], [1, 2, 0])):
-                holders = [cluster.workers[number].address for number in order]
-                with dask.annotate(workers=lambda key, holders=holders: holders[key[1]]):
-                    x = da.full((3, 2), shift, chunks=(1, 2))
-                x = client.persist(x, optimize_graph=False)
-                await wait(x)
-                y = await client.compute(dask_p2p.spmd(place, x, ranks=3))
-                assert y[:, 0].tolist() == order
-
-    asyncio.run(main())
-
-
-def test_blocks_of_ranks_are_handed_out_where_they_are():
+async def test_blocks_of_ranks_are_handed_out_where_they_are():
     """However small they are, and nothing is sent for it, though all wait for one another."""
 
-    async def main():
-        async with in_process(3, threads_per_worker=1) as (cluster, client):
-            await dask_p2p.register(client)
-            x = da.ones((12, 2), chunks=(1, 2))
-            for _ in range(3):
-                y = client.persist(dask_p2p.spmd(place, x, ranks=3))
-                await wait(y)
-                blocks = await client.gather(client.compute([*y.blocks.ravel()]))
-                made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
-                holders = await client.who_has(y)
-                assert [holders[key] for key in sorted(holders)] == [[each] for each in made_on]
-                ranks = {key for key in cluster.scheduler.tasks if "ranks" in str(key)}
-                for worker in cluster.workers.values():
-                    sent = {key for each in worker.transfer_outgoing_log for key in each["keys"]}
-                    assert not ranks & sent
-                del y, blocks
-
-    asyncio.run(main())
+    async with in_process(3, threads_per_worker=1) as (cluster, client):
+        await dask_p2p.register(client)
+        x = da.ones((12, 2), chunks=(1, 2))
+        for _ in range(3):
+            y = client.persist(dask_p2p.spmd(place, x, ranks=3))
+            await wait(y)
+            blocks = await client.gather(client.compute([*y.blocks.ravel()]))
+            made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
+            holders = await client.who_has(y)
+            assert [holders[key] for key in sorted(holders)] == [[each] for each in made_on]
+            ranks = {key for key in cluster.scheduler.tasks if "ranks" in str(key)}
+            for worker in cluster.workers.values():
+                sent = {key for each in worker.transfer_outgoing_log for key in each["keys"]}
+                assert not ranks & sent
+            del y, blocks

@@ -99,64 +99,58 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     assert sent[0]["run_spec"].dependencies == set(), "both are given as references"
 
 
-def test_a_block_that_dask_spills_is_free_at_once():
+async def test_a_block_that_dask_spills_is_free_at_once():
     """Though it was published: Dask looks at its memory right after, and would spill the next."""
 
-    async def main():
-        async with in_process(1, memory_limit="1 GB") as (cluster, _):
-            (worker,) = cluster.workers.values()
-            await worker.plugin_add(P2PPlugin(), catch_errors=False)
-            context = worker.plugins[PLUGIN_NAME].context
-            directory = context.router.transports["cma"].directory
-            key = ("x", 0)
-            worker.data[key] = np.ones((4, 4))
-            reference = weakref.ref(worker.data[key])
-            context.publish({key: worker.data[key]}, "numpy", options())
-            assert key in directory.published
-            worker.data.evict()
-            assert key not in directory.published
-            assert reference() is None
-            await worker.plugin_remove(name=PLUGIN_NAME)
-            assert worker.data.fast_to_slow_callbacks == []
-
-    asyncio.run(main())
+    async with in_process(1, memory_limit="1 GB") as (cluster, _):
+        (worker,) = cluster.workers.values()
+        await worker.plugin_add(P2PPlugin(), catch_errors=False)
+        context = worker.plugins[PLUGIN_NAME].context
+        directory = context.router.transports["cma"].directory
+        key = ("x", 0)
+        worker.data[key] = np.ones((4, 4))
+        reference = weakref.ref(worker.data[key])
+        context.publish({key: worker.data[key]}, "numpy", options())
+        assert key in directory.published
+        worker.data.evict()
+        assert key not in directory.published
+        assert reference() is None
+        await worker.plugin_remove(name=PLUGIN_NAME)
+        assert worker.data.fast_to_slow_callbacks == []
 
 
-def test_an_error_of_the_plugin_keeps_nothing_from_dask():
+async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
     """Neither that a worker left, nor the rest of the plugin's end."""
 
-    async def main():
-        async with in_process(1) as (cluster, client):
-            (worker,) = cluster.workers.values()
-            told = []
-            worker.stream_handlers["remove-worker"] = lambda **message: told.append(message)
-            await dask_p2p.register(client)
-            context = worker.plugins[PLUGIN_NAME].context
+    async with in_process(1) as (cluster, client):
+        (worker,) = cluster.workers.values()
+        told = []
+        worker.stream_handlers["remove-worker"] = lambda **message: told.append(message)
+        await dask_p2p.register(client)
+        context = worker.plugins[PLUGIN_NAME].context
 
-            def fail(*args):
-                raise RuntimeError("trouble")
+        def fail(*args):
+            raise RuntimeError("trouble")
 
-            async def fail_to_close():
-                fail()
+        async def fail_to_close():
+            fail()
 
-            context.router.on_worker_left = fail
-            message = {"worker": "tcp://gone", "stimulus_id": "test"}
-            with pytest.raises(RuntimeError, match="trouble"):
-                worker.stream_handlers["remove-worker"](**message)
-            assert told == [message]
-            with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-                await context.call("tcp://gone", "identity")
-            transports = context.router.transports
-            closed = [transport for transport in transports.values() if transport.name != "ucx"]
-            transports["ucx"].close = fail_to_close
-            reply = await worker.plugin_remove(name=PLUGIN_NAME)
-            assert reply["exception_text"] == "RuntimeError('trouble')"
-            assert all(transport.is_closed for transport in closed)
-            with pytest.raises(RuntimeError, match="after shutdown"):
-                await context.offload(int)
-            assert not [op for op in worker.handlers if op.startswith("p2p_")]
-
-    asyncio.run(main())
+        context.router.on_worker_left = fail
+        message = {"worker": "tcp://gone", "stimulus_id": "test"}
+        with pytest.raises(RuntimeError, match="trouble"):
+            worker.stream_handlers["remove-worker"](**message)
+        assert told == [message]
+        with pytest.raises(ConnectionAbortedError, match="left the cluster"):
+            await context.call("tcp://gone", "identity")
+        transports = context.router.transports
+        closed = [transport for transport in transports.values() if transport.name != "ucx"]
+        transports["ucx"].close = fail_to_close
+        reply = await worker.plugin_remove(name=PLUGIN_NAME)
+        assert reply["exception_text"] == "RuntimeError('trouble')"
+        assert all(transport.is_closed for transport in closed)
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await context.offload(int)
+        assert not [op for op in worker.handlers if op.startswith("p2p_")]
 
 
 def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
@@ -192,7 +186,7 @@ def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
     asyncio.run(main())
 
 
-def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkeypatch):
+async def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkeypatch):
     """Another thread would import CuPy at the same time: both would find it half made."""
     threads = {}
     warm = threading.Event()
@@ -213,12 +207,9 @@ def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkey
 
     monkeypatch.setattr(worker_module, "worker_backend", OnDevice)
 
-    async def main():
-        async with in_process(1) as (cluster, _):
-            (worker,) = cluster.workers.values()
-            await worker.plugin_add(P2PPlugin(), catch_errors=False)
-            assert await asyncio.to_thread(warm.wait, 10)
-            assert threads["import"] == threading.get_ident() != threads["kernels"]
-            await true_later(lambda: worker.metrics[DEVICE_METRIC](worker) == 32)
-
-    asyncio.run(main())
+    async with in_process(1) as (cluster, _):
+        (worker,) = cluster.workers.values()
+        await worker.plugin_add(P2PPlugin(), catch_errors=False)
+        assert await asyncio.to_thread(warm.wait, 10)
+        assert threads["import"] == threading.get_ident() != threads["kernels"]
+        await true_later(lambda: worker.metrics[DEVICE_METRIC](worker) == 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -172,19 +171,16 @@ def test_wrong_blocks_are_named_not_retried(client):
     assert time.monotonic() - start < 120
 
 
-def test_async_client_awaits():
-    async def main():
-        async with in_process(2) as (_, client):
-            await dask_p2p.register(client)
-            x = indexed((8, 6))
-            y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
-            np.testing.assert_array_equal(await client.compute(y), x.T)
-            seen = await client.run(
-                lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].context.records)
-            )
-            assert sum(seen.values()) == 4
-
-    asyncio.run(main())
+async def test_async_client_awaits():
+    async with in_process(2) as (_, client):
+        await dask_p2p.register(client)
+        x = indexed((8, 6))
+        y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
+        np.testing.assert_array_equal(await client.compute(y), x.T)
+        seen = await client.run(
+            lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].context.records)
+        )
+        assert sum(seen.values()) == 4
 
 
 def test_preload_on_workers_and_on_schedulers():

@@ -537,7 +537,7 @@ def test_an_installation_of_another_thread_goes_on(x):
     assert not is_installed()
 
 
-def test_an_installation_of_another_task_goes_on():
+async def test_an_installation_of_another_task_goes_on():
     async def use(has_begun, may_end, error=None):
         with dask_p2p.install():
             has_begun.set()
@@ -546,25 +546,22 @@ def test_an_installation_of_another_task_goes_on():
             if error is not None:
                 raise error
 
-    async def run():
-        events = [asyncio.Event() for _ in range(6)]
-        first = asyncio.ensure_future(use(events[0], events[1], KeyError()))
-        await events[0].wait()
-        second = asyncio.ensure_future(use(events[2], events[3]))
-        third = asyncio.ensure_future(use(events[4], events[5]))
-        await asyncio.gather(events[2].wait(), events[4].wait())
-        events[1].set()
-        with pytest.raises(KeyError):
-            await first
-        third.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await third
-        assert is_installed()
-        events[3].set()
-        await second
-        assert not is_installed()
-
-    asyncio.run(run())
+    events = [asyncio.Event() for _ in range(6)]
+    first = asyncio.ensure_future(use(events[0], events[1], KeyError()))
+    await events[0].wait()
+    second = asyncio.ensure_future(use(events[2], events[3]))
+    third = asyncio.ensure_future(use(events[4], events[5]))
+    await asyncio.gather(events[2].wait(), events[4].wait())
+    events[1].set()
+    with pytest.raises(KeyError):
+        await first
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
+    assert is_installed()
+    events[3].set()
+    await second
+    assert not is_installed()
 
 
 def test_a_lasting_installation_of_a_library():

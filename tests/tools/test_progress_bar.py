@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import re
 import threading
@@ -90,13 +89,10 @@ def test_wrong_arguments_are_refused(client):
         progress(client.submit(abs, -3), client=3)
 
 
-def test_an_asynchronous_client_is_refused(cluster):
-    async def ask():
-        async with Client(cluster.scheduler_address, asynchronous=True) as client:
-            with pytest.raises(InputError, match="synchronous client"):
-                progress(client.submit(abs, -3), client=client)
-
-    asyncio.run(ask())
+async def test_an_asynchronous_client_is_refused(cluster):
+    async with Client(cluster.scheduler_address, asynchronous=True) as client:
+        with pytest.raises(InputError, match="synchronous client"):
+            progress(client.submit(abs, -3), client=client)
 
 
 def test_it_ends_with_a_cancelled_run(client):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -143,10 +142,7 @@ def test_wrong_arguments_are_refused(client):
         stalled(client, after="soon")
 
 
-def test_an_asynchronous_client_is_refused(cluster):
-    async def ask():
-        async with Client(cluster.scheduler_address, asynchronous=True) as client:
-            with pytest.raises(InputError, match="synchronous client"):
-                stalled(client)
-
-    asyncio.run(ask())
+async def test_an_asynchronous_client_is_refused(cluster):
+    async with Client(cluster.scheduler_address, asynchronous=True) as client:
+        with pytest.raises(InputError, match="synchronous client"):
+            stalled(client)

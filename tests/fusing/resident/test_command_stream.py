@@ -27,41 +27,35 @@ class Comm:
         self.is_open = False
 
 
-def test_messages_of_many_threads_in_few_batches():
-    async def main():
-        comm = Comm()
-        stream = CommandStream(comm)
+async def test_messages_of_many_threads_in_few_batches():
+    comm = Comm()
+    stream = CommandStream(comm)
 
-        def send(thread):
-            for number in range(500):
-                stream.send((thread, number))
+    def send(thread):
+        for number in range(500):
+            stream.send((thread, number))
 
-        comm.is_free.clear()
-        threads = [threading.Thread(target=send, args=[n]) for n in range(4)]
-        for each in threads:
-            each.start()
-        await asyncio.to_thread(lambda: [each.join() for each in threads])
-        comm.is_free.set()
-        await true_later(lambda: sum(map(len, comm.batches)) == 2000)
-        sent = [message for batch in comm.batches for message in batch]
-        for thread in range(4):
-            assert [n for t, n in sent if t == thread] == list(range(500))
-        assert len(comm.batches) < 50
-        stream.close()
-
-    asyncio.run(main())
+    comm.is_free.clear()
+    threads = [threading.Thread(target=send, args=[n]) for n in range(4)]
+    for each in threads:
+        each.start()
+    await asyncio.to_thread(lambda: [each.join() for each in threads])
+    comm.is_free.set()
+    await true_later(lambda: sum(map(len, comm.batches)) == 2000)
+    sent = [message for batch in comm.batches for message in batch]
+    for thread in range(4):
+        assert [n for t, n in sent if t == thread] == list(range(500))
+    assert len(comm.batches) < 50
+    stream.close()
 
 
 @pytest.mark.parametrize("error", [OSError("lost"), TypeError("cannot be sent")])
-def test_a_stream_that_cannot_write_ends(error):
-    async def main():
-        comm = Comm()
-        comm.error = error
-        stream = CommandStream(comm)
-        stream.send("message")
-        await true_later(lambda: not comm.is_open)
-        if not isinstance(error, OSError):
-            with pytest.raises(TypeError):
-                await stream._writing
-
-    asyncio.run(main())
+async def test_a_stream_that_cannot_write_ends(error):
+    comm = Comm()
+    comm.error = error
+    stream = CommandStream(comm)
+    stream.send("message")
+    await true_later(lambda: not comm.is_open)
+    if not isinstance(error, OSError):
+        with pytest.raises(TypeError):
+            await stream._writing

@@ -228,11 +228,8 @@ def test_with_another_dask_there_is_a_warning(log):
     assert "no page /p2p on the dashboard: 'types.SimpleNamespace' object" in log.messages[0]
 
 
-def test_a_cluster_without_a_dashboard_works():
-    async def main():
-        async with in_process(1, scheduler_kwargs=NO_DASHBOARD) as (_, client):
-            await dask_p2p.register(client)
-            y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
-            assert (await client.compute(y)).shape == (6, 8)
-
-    asyncio.run(main())
+async def test_a_cluster_without_a_dashboard_works():
+    async with in_process(1, scheduler_kwargs=NO_DASHBOARD) as (_, client):
+        await dask_p2p.register(client)
+        y = dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6)))
+        assert (await client.compute(y)).shape == (6, 8)

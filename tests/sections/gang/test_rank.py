@@ -86,17 +86,14 @@ def test_ranks_run_on_workers_without_the_plugin():
 
 
 @pytest.mark.cluster
-def test_ranks_run_for_an_asynchronous_client():
+async def test_ranks_run_for_an_asynchronous_client():
     with dask.config.set({"p2p.transports.order": ["cma", "ucx", "comm"]}):
         y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
 
-    async def main():
-        async with Client(n_workers=2, asynchronous=True, dashboard_address=":0") as client:
-            assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
-            z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
-            assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
-
-    asyncio.run(main())
+    async with Client(n_workers=2, asynchronous=True, dashboard_address=":0") as client:
+        assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
+        z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
+        assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
 
 
 here = {}  # values for functions that are pickled by their names

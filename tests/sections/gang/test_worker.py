@@ -30,18 +30,15 @@ def endless(ctx, x):
         ctx.barrier()
 
 
-def test_no_thread_outlives_its_worker():
-    async def main():
-        async with in_process(2) as (cluster, client):
-            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
-            future = client.compute(y)
-            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
-            for worker in list(cluster.workers.values()):
-                await worker.close(nanny=False)
-            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 0)
-            assert not future.done()
-
-    asyncio.run(main())
+async def test_no_thread_outlives_its_worker():
+    async with in_process(2) as (cluster, client):
+        y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
+        future = client.compute(y)
+        await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
+        for worker in list(cluster.workers.values()):
+            await worker.close(nanny=False)
+        await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 0)
+        assert not future.done()
 
 
 def test_ranks_pause_before_they_come_again(monkeypatch):
@@ -103,43 +100,37 @@ def protocol(dask_worker):
     return ranks_of(dask_worker).reach.protocol
 
 
-def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
+async def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
     """An asynchronous client registers in the background, perhaps after the ranks have begun."""
     monkeypatch.setattr("dask_p2p.sections.api.spmd.register_if_possible", lambda: None)
 
-    async def main():
-        async with in_process(2) as (cluster, client):
-            servers = [cluster.scheduler, *cluster.workers.values()]
-            assert not any(PLUGIN_NAME in server.plugins for server in servers)
-            y = spmd(lambda ctx, x: x + ctx.allreduce(1), da.ones((4, 2), chunks=(1, 2)), ranks=4)
-            assert (await client.compute(y) == 5).all()
-            for server in servers:
-                assert [name for name in server.plugins if "p2p" in name] == [PLUGIN_NAME]
-            contexts = [server.plugins[PLUGIN_NAME].context for server in servers[1:]]
-            made = [record for context in contexts for record in context.records.since(0)[1]]
-            assert len(made) == 4, "each rank is recorded"
-
-    asyncio.run(main())
+    async with in_process(2) as (cluster, client):
+        servers = [cluster.scheduler, *cluster.workers.values()]
+        assert not any(PLUGIN_NAME in server.plugins for server in servers)
+        y = spmd(lambda ctx, x: x + ctx.allreduce(1), da.ones((4, 2), chunks=(1, 2)), ranks=4)
+        assert (await client.compute(y) == 5).all()
+        for server in servers:
+            assert [name for name in server.plugins if "p2p" in name] == [PLUGIN_NAME]
+        contexts = [server.plugins[PLUGIN_NAME].context for server in servers[1:]]
+        made = [record for context in contexts for record in context.records.since(0)[1]]
+        assert len(made) == 4, "each rank is recorded"
 
 
-def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
+async def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
     """Otherwise they would never be dropped."""
 
-    async def main():
-        async with in_process(1) as (cluster, _):
-            ranks, recorded = await part_on(cluster.workers[0], WorkerRanks), asyncio.Event()
+    async with in_process(1) as (cluster, _):
+        ranks, recorded = await part_on(cluster.workers[0], WorkerRanks), asyncio.Event()
 
-            async def call(op, **kwargs):
-                await asyncio.sleep(0.1)
-                recorded.set()
+        async def call(op, **kwargs):
+            await asyncio.sleep(0.1)
+            recorded.set()
 
-            with ranks.rank_attempt("x", 0, 2) as own:
-                monkeypatch.setattr(own, "_call", call)
-                own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
-                await asyncio.sleep(0.02)  # the call has begun
-            await asyncio.wait_for(recorded.wait(), 60)
-
-    asyncio.run(main())
+        with ranks.rank_attempt("x", 0, 2) as own:
+            monkeypatch.setattr(own, "_call", call)
+            own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
+            await asyncio.sleep(0.02)  # the call has begun
+        await asyncio.wait_for(recorded.wait(), 60)
 
 
 def test_dask_takes_fewer_samples_while_there_are_ranks():
