@@ -28,7 +28,7 @@ def kept_plans(most_pieces: int) -> KeptResults[_Planned]:
     return KeptResults(most_pieces, size=lambda planned: len(planned[0].pieces))
 
 
-#: The plans of this process, 20 MB. Those of 1,000 slabs have a million pieces. The plans of 32
+#: The plans of this process, 20 MB. The plans of 1,000 slabs have a million pieces. The plans of 32
 #: blocks of 32 pieces take a rank 3.5 ms. Layers of an iteration have equal plans, and so have the
 #: programs of a loop: a process reads equal plans once.
 _PLANS = kept_plans(2**14)
