@@ -1,11 +1,15 @@
-"""Numbers that are summed over ranks: functions whose values do not add up are refused.
+"""Numbers that are combined over ranks: functions whose values depend on the number of ranks.
 
-A mean, a largest value or a norm of each local block would be summed as well, and the result depend
-on the number of ranks. Values for halves of a block show such functions::
+A mean, a largest value or a norm of each local block would be summed, and a sum over a halo counts
+elements of neighbours again. Values for halves of a block show such functions::
 
-    sum        f(a, b) = f(a) + f(b)
-    mean, max  min(f(a), f(b)) <= f(a, b) <= max(f(a), f(b))
-    norm       f(a, b)**2 = f(a)**2 + f(b)**2
+    sum            f(a, b) = f(a) + f(b)
+    mean, max      min(f(a), f(b)) <= f(a, b) <= max(f(a), f(b))
+    norm           f(a, b)**2 = f(a)**2 + f(b)**2
+    sum with halo  f(a, b) != f(a) + f(b)
+
+Means, extremes and norms are refused. A warning names the others, and so it does for the other
+operations, such as the largest mean of all ranks.
 """
 
 from __future__ import annotations
@@ -13,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, cut_box
+from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.geometry import Box, box_size, cut_box
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.functions.binding import AT, UNNAMED, VALUES, Binding
 from dask_p2p.sections.iterate.functions.replayable import is_replayable
 from dask_p2p.sections.iterate.functions.writes import arrays_in
-from dask_p2p.sections.iterate.output.series import SeriesSpec
+from dask_p2p.sections.iterate.output.series import OPS, SeriesSpec
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration
@@ -31,19 +35,23 @@ if TYPE_CHECKING:
 _DIFFERENCE = 1e-4  # largest one of equal values, relative to them
 _SMALL = 1e-2  # smallest value of a part that counts, relative to that of the other part
 _ROUNDING = 1e-9  # values below, relative to the fields, may be rounding errors of a sum
+_NOISE = 32  # rounding errors of a sum, in units of the last place of each element
 _LEAST_PARTS = 2  # pairs of parts that decide
 _MOST_CALLS = 8  # that are compared: a field of zeros shows nothing
-
+_MOST_NUMBERS = 64  # of an array, such as a histogram
 
 #: Arguments of a function by name, for a box of the local block.
 Values: TypeAlias = Callable[[Binding, Box], Mapping[str, Any]]
+#: How values for parts of a block combine to that of the block; None: unknown.
+Verdict: TypeAlias = Literal["combined", "mean", "other"] | None
 
 
 @dataclass(frozen=True)
-class Summed:
-    """A function that returns numbers which are summed over ranks."""
+class Combined:
+    """A function that returns numbers which are combined over ranks."""
 
     name: str  # in errors
+    op: str  # that combines them
     remedy: str
     function: Callable[..., Any]
     binding: Binding
@@ -59,43 +67,66 @@ class SumChecks:
     """The functions of one rank whose numbers have to add up."""
 
     def __init__(self, of: Iteration, ctx: Context) -> None:
-        summed = (*map(_of_record, of.series), *_of_until(of)) if of.compares_parts(ctx) else ()
-        self._left = [each for each in summed if each is not None and each.is_known]
+        given = (*map(_of_record, of.series), *_of_until(of)) if of.compares_parts(ctx) else ()
+        self._left = [each for each in given if each is not None and each.is_known]
         self._calls = 0
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     def __call__(self, whole: Box, values: Values) -> None:
-        """Refuse functions whose numbers for parts of the local block do not add up."""
+        """Refuse functions whose numbers for parts of the local block do not add up.
+
+        Warns of other functions whose numbers depend on the number of ranks.
+        """
         self._calls += 1
         for each in [*self._left]:
-            found: set[bool | None] = {None}
+            found: set[Verdict] = {None}
             with suppress(Exception):  # of functions of whole blocks
-                found = _adds_up(each, whole, values)
-            if False in found:
+                found = _verdicts(each, whole, values)
+            if "mean" in found:
                 raise InputError(
                     f"{each.name}: expected a function whose values for parts of the array add "
-                    f"up, as those of all ranks are summed, got one like a mean, an extreme or a "
-                    f"norm. {each.remedy}"
+                    f"up, as those of all ranks are summed, got one like a mean, an extreme, a "
+                    f"norm or a sum over a halo. {each.remedy}"
                 )
-            if None not in found or self._calls == _MOST_CALLS:
+            if "other" in found:
+                _warn(each)
+            if "other" in found or None not in found or self._calls == _MOST_CALLS:
                 self._left.remove(each)
 
 
-def _of_record(spec: SeriesSpec) -> Summed | None:
+def _warn(of: Combined) -> None:
+    """Warn in the client and in this worker."""
+    from distributed import warn
+
+    warn(
+        f"{of.name}: the {of.op} of the values for halves of a local block differs from the value "
+        f"for the whole block, so the result depends on the number of ranks. A halo has elements "
+        f"of neighbours, which count twice: leave it out, u[1:-1].sum(). Record sums and extremes "
+        f"of elements, and compute means and norms from them.",
+        P2PWarning,
+    )
+
+
+def _of_record(spec: SeriesSpec) -> Combined | None:
     record, binding = spec.record, spec.binding
-    if record.op != "sum" or record.shape != () or spec.is_same:
+    if spec.is_same:
         return None
 
     def numbers(values: Mapping[str, Any]) -> Sequence[Any]:
-        return (binding.bound(record.function, values)(),)
+        found = np.ravel(binding.bound(record.function, values)())
+        return [*found[:: max(1, len(found) // _MOST_NUMBERS)]]
 
-    remedy = "Record sums, lambda u: (u**2).sum(), or give another op, Record(function, op='max')."
-    return Summed(f"record[{spec.name!r}]", remedy, record.function, binding, numbers)
+    remedy = (
+        "Record sums without the halo, lambda u: (u[1:-1]**2).sum(), or give another op, "
+        "Record(function, op='max')."
+    )
+    name = f"record[{spec.name!r}]"
+    return Combined(name, record.op, remedy, record.function, binding, numbers)
 
 
-def _of_until(of: Iteration) -> list[Summed]:
+def _of_until(of: Iteration) -> list[Combined]:
     """Return the function of the only field, if it returns numbers for `until`."""
     if of.until is None or of.series:
         return []
@@ -113,51 +144,81 @@ def _of_until(of: Iteration) -> list[Summed]:
         "Return sums, (change**2).sum(). Or give the field by name, and record the number: "
         "record={'change': Record(function, op='max')}."
     )
-    return [Summed("until", remedy, phase.function, phase.binding, numbers)]
+    return [Combined("until", "sum", remedy, phase.function, phase.binding, numbers)]
 
 
-def _adds_up(of: Summed, whole: Box, values: Values) -> set[bool | None]:
-    """Return whether each number adds up."""
+def _verdicts(of: Combined, whole: Box, values: Values) -> set[Verdict]:
+    """Return the verdict on each number of a function."""
 
     def numbers(box: Box) -> Sequence[Any]:
         return of.numbers(values(of.binding, box))
 
-    scale = largest(arrays_in(values(of.binding, whole).values(), np.ndarray))
-    parts = [zip(numbers(first), numbers(second), strict=True) for first, second in halves(whole)]
+    arrays = [*arrays_in(values(of.binding, whole).values(), np.ndarray)]
+    scale = largest(arrays)
+    noise = _NOISE * _precision(arrays) * box_size(whole) * scale
+    cuts = halves(whole, _peak(arrays, whole))
+    parts = [zip(numbers(first), numbers(second), strict=True) for first, second in cuts]
     pairs = zip(*parts, strict=True)
-    return {adds_up(one, own, scale) for one, own in zip(numbers(whole), pairs, strict=True)}
+    of_whole = zip(numbers(whole), pairs, strict=True)
+    return {verdict(one, own, scale, noise, of.op) for one, own in of_whole}
 
 
-def halves(box: Box) -> Iterator[tuple[Box, Box]]:
-    """Yield two parts of a box, at several positions along each axis."""
+def halves(box: Box, peak: Sequence[int] = ()) -> Iterator[tuple[Box, Box]]:
+    """Yield two parts of a box, at several positions along each axis, and at a given point."""
     for axis, (start, stop) in enumerate(box):
         length = stop - start
-        for at in sorted({length // 2, length // 3} - {0}):
+        for at in sorted({length // 2, length // 3, *peak[axis : axis + 1]} - {0, length}):
             yield cut_box(box, axis, at)
 
 
-def adds_up(whole: Any, parts: Sequence[tuple[Any, Any]], scale: float) -> bool | None:
-    """Return whether values for parts of a block add up to that of the block; None: unknown.
+def _peak(arrays: Iterable[Any], whole: Box) -> list[int]:
+    """Return the position of a field's largest element: a field may be zero elsewhere."""
+    for each in arrays:
+        if each.ndim == len(whole) and each.size and each.dtype.kind in "biufc":
+            index = np.unravel_index(np.argmax(abs(each)), each.shape)
+            along = zip(index, each.shape, whole, strict=True)
+            return [int(n) * (stop - start) // size for n, size, (start, stop) in along]
+    return []
 
-    `scale` is the largest value of the fields.
-    """
+
+def verdict(
+    whole: Any,  # value of a block
+    parts: Sequence[tuple[Any, Any]],  # values of pairs of its parts
+    scale: float,  # largest value of the fields
+    noise: float = 0.0,  # largest rounding error of a sum
+    op: str = "sum",
+) -> Verdict:
+    """Return how values for parts of a block combine to that of the block."""
     values = np.array([(whole, *pair) for pair in parts], complex)
     if not len(values) or not np.isfinite(values).all() or values.imag.any():
         return None
-    most, least = abs(values).max(axis=1), abs(values[:, 1:]).min(axis=1)
-    is_known = (most > _ROUNDING * scale) & (least > _SMALL * most)
+    most = abs(values).max(axis=1)
+    if op == "sum":
+        is_known = (most > _ROUNDING * scale) & (abs(values[:, 1:]).min(axis=1) > _SMALL * most)
+    else:
+        is_known = (values != values[:, :1]).any(axis=1)
+        noise = 0.0
     if is_known.sum() < _LEAST_PARTS:
         return None
     (all_, a, b), most = values.real[is_known].T, most[is_known]
-    is_sum = abs(all_ - a - b) <= _DIFFERENCE * most
+    difference = abs(all_ - OPS[op](a, b))
+    is_combined = difference <= _DIFFERENCE * most
     is_between = (np.minimum(a, b) <= all_) & (all_ <= np.maximum(a, b))
     is_norm = abs(all_**2 - a**2 - b**2) <= _DIFFERENCE * most**2
-    if (~is_sum & (is_between | is_norm)).all():
-        return False
-    return True if is_sum.all() else None
+    if op == "sum" and (~is_combined & (is_between | is_norm)).all():
+        return "mean"
+    if is_combined.all():
+        return "combined"
+    return "other" if (difference > np.maximum(_DIFFERENCE * most, noise)).any() else None
 
 
 def largest(arrays: Iterable[Any]) -> float:
     """Return the largest value of some NumPy arrays of numbers."""
     sizes = (abs(each).max() for each in arrays if each.size and each.dtype.kind in "iufc")
     return float(max(sizes, default=0))
+
+
+def _precision(arrays: Iterable[Any]) -> float:
+    """Return the relative precision of some NumPy arrays."""
+    each = (np.finfo(array.dtype).eps for array in arrays if array.dtype.kind in "fc")
+    return float(max(each, default=np.finfo(float).eps))

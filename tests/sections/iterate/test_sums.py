@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, Whole, iterate
-from dask_p2p.errors import InputError
-from dask_p2p.sections.iterate.sums import adds_up, halves
+from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.sections.iterate.sums import halves, verdict
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 X = np.random.default_rng(0).normal(size=(24, 18)) + 1
@@ -27,6 +27,10 @@ def recorded(function, x=X, ranks=3, constants=None, **options):
     record = {"m": Record(function, **options)}
     made = iterate(lambda u, t: {"u": own(u), "t": t + 1}, fields, 1, 2, record=record, **more)
     return dask.compute(made["m"])[0]
+
+
+def warned(recwarn):
+    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +99,75 @@ def test_other_values_are_summed(client, function, wanted):
     assert wanted is None or found == pytest.approx([wanted] * 2)
 
 
-def test_sums_near_zero(client):
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (lambda u: u.sum(), {}),
+        (lambda u: (u**2).sum(), {}),
+        (lambda u: np.histogram(u, 4, (-9, 9))[0], {"shape": (4,), "dtype": int}),
+        (lambda u: u.size, {"dtype": int}),
+        (lambda u: ((u[1:] - u[:-1]) ** 2).sum(), {}),
+        (lambda u: own(u).mean(), {"op": "max"}),
+        (lambda u: np.linalg.norm(own(u)), {"op": "max"}),
+        (lambda u: own(u).sum(), {"op": "min"}),
+        (lambda u: (1 + u / 100).prod(), {"op": "prod"}),
+    ],
+)
+def test_values_that_depend_on_the_number_of_ranks_are_named(client, function, options):
+    with pytest.warns(P2PWarning, match=r"record\['m'\]: the .* depends on the number of ranks"):
+        found = recorded(function, **options)
+    assert not np.allclose(found, recorded(function, ranks=1, **options))
+
+
+def test_halos_of_a_single_pulse_are_named(client):
+    rows, columns = np.ogrid[:24, :18]
+    x = np.exp(-((rows - 5.0) ** 2 + (columns - 4.0) ** 2) / 2)
+    with pytest.warns(P2PWarning, match="leave it out"):
+        recorded(lambda u: u.sum(), x, ranks=2)
+
+
+def test_a_halo_of_one_element_is_refused(client):
+    x = np.pad([[1.0]], ((5, 18), (4, 13)))
+    with pytest.raises(InputError, match="a sum over a halo"):
+        recorded(lambda u: u.sum(), x, ranks=2)
+
+
+def test_numbers_for_until_with_halos_are_named(client):
+    def step(u):
+        return u[1:-1] * 0.5, (u**2).sum()
+
+    x = da.from_array(X, chunks=(8, 18))
+    with pytest.warns(P2PWarning, match="until: the sum .* depends on the number of ranks"):
+        iterate(step, x, {0: 1}, 4, ranks=3, until=lambda total: total < 0).compute()
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (lambda u: own(u).sum(), {}),
+        (lambda u: np.histogram(own(u), 4, (-9, 9))[0], {"shape": (4,), "dtype": int}),
+        (lambda u: ((u[2:] - u[1:-1])[:, 1:-1] ** 2).sum(), {}),
+        (lambda u: u.max(), {"op": "max"}),
+        (lambda u: abs(np.diff(u)).max(), {"op": "max"}),
+        (lambda u: own(u).min(), {"op": "min"}),
+        (lambda u: (1 + own(u) / 100).prod(), {"op": "prod"}),
+        (lambda u: 1.0, {"op": "max"}),
+    ],
+)
+def test_values_of_elements_are_recorded_without_a_word(client, recwarn, function, options):
+    for x in (X, X.astype("f4"), np.cumsum(X).reshape(X.shape), np.zeros_like(X)):
+        one = recorded(function, x, ranks=1, **options)
+        assert np.allclose(one, recorded(function, x, **options), rtol=1e-3, atol=1e-6)
+    assert not warned(recwarn)
+
+
+def test_sums_near_zero(client, recwarn):
     """Rounding errors are no means."""
     waves = np.sin(np.arange(18) * 2 * np.pi / 18) * np.ones((24, 1))
     for dtype in ("f8", "f4"):
         assert abs(recorded(lambda u: own(u).sum(), waves.astype(dtype))).max() < 1e-3
     assert not recorded(lambda u: own(u).max(), X * 0).any()
+    assert not warned(recwarn)
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "max"])
@@ -116,22 +183,46 @@ def test_halves_cover_a_box():
         (((0, 2), (2, 3)), ((2, 6), (2, 3))),
         (((0, 3), (2, 3)), ((3, 6), (2, 3))),
     ]
+    assert [first for first, _ in halves(((0, 6), (2, 3)), (4, 0))][-1] == ((0, 4), (2, 3))
 
 
 @pytest.mark.parametrize(
     ("whole", "parts", "found"),
     [
-        (3, [(1, 2), (2.5, 0.5)], True),
-        (1.5, [(1, 2), (1.4, 1.6)], False),
-        (5, [(3, 4), (4, 3)], False),
-        (2, [(2, 2), (2, 2)], False),
+        (3, [(1, 2), (2.5, 0.5)], "combined"),
+        (1.5, [(1, 2), (1.4, 1.6)], "mean"),
+        (5, [(3, 4), (4, 3)], "mean"),
+        (2, [(2, 2), (2, 2)], "mean"),
+        (3, [(1, 2.5), (2.5, 1)], "other"),
+        (3, [(1, 2), (2, 1.1)], "other"),
+        (3, [(1, 2), (1, 1)], "other"),
         (0, [(0, 0), (0, 0)], None),
         (1e-12, [(-1e-12, 2e-12), (1e-12, 1e-12)], None),
         (np.nan, [(1, 2), (1, 2)], None),
         (2, [(2, 1e-9), (1e-9, 2)], None),
-        (3, [(1, 2), (1, 1)], None),
         (3, [], None),
     ],
 )
 def test_values_of_parts(whole, parts, found):
-    assert adds_up(whole, parts, 1.0) is found
+    assert verdict(whole, parts, 1.0) == found
+
+
+def test_rounding_errors_of_parts():
+    parts = [(1, 2.5), (2.5, 1)]
+    assert verdict(3, parts, 1.0, noise=1.0) is None
+    assert verdict(3, parts, 1.0, noise=0.1) == "other"
+
+
+@pytest.mark.parametrize(
+    ("op", "whole", "parts", "found"),
+    [
+        ("max", 2, [(1, 2), (2, 0)], "combined"),
+        ("max", 1.5, [(1, 2), (2, 1)], "other"),
+        ("max", 2, [(2, 2), (2, 2)], None),
+        ("min", 1, [(1, 2), (2, 1)], "combined"),
+        ("prod", 6, [(2, 3), (6, 1)], "combined"),
+        ("prod", 6, [(2, 3), (6, 2)], "other"),
+    ],
+)
+def test_values_of_parts_by_other_operations(op, whole, parts, found):
+    assert verdict(whole, parts, 1.0, 0.0, op) == found

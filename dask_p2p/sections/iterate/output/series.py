@@ -21,7 +21,8 @@ from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
 STEPS = "steps"
-_OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+#: Operations that combine the numbers of all ranks.
+OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _BATCH = 64  # values of a rank that one message combines
 
 
@@ -33,13 +34,15 @@ class Record:
     ----------
     function : callable
         Returns the number of one local block. Its parameters are names of fields, constants and
-        keywords, and `at`, as for the function of a step. Fields have their halos.
+        keywords, and `at`, as for the function of a step. Fields have their halos, whose elements
+        are those of other ranks: leave them out of sums.
     every : int, optional
         Number of steps between records, by default 1.
     op : {"sum", "prod", "min", "max"}, optional
         The operation that combines the numbers of all ranks, by default "sum". A value that all
         ranks have, such as a time, counts once. Means, extremes and norms do not add up: they are
-        refused with "sum", as far as the function's code shows that it has no state.
+        refused with "sum", as far as the function's code shows that it has no state. A warning
+        names other functions whose values depend on the number of ranks.
     shape : tuple of int, optional
         Shape of the value, by default that of a number.
     dtype : dtype, optional
@@ -88,7 +91,7 @@ def checked_series(
     if not isinstance(record, Mapping):
         raise InputError(
             f"record: expected a mapping of functions by name, got {type(record).__name__}. Give "
-            f"{{'mass': lambda u: u.sum()}}."
+            f"{{'mass': lambda u: u[1:-1].sum()}}."
         )
     found = []
     for name, given in record.items():
@@ -98,13 +101,13 @@ def checked_series(
                 f"record: expected names that no field has, nor {STEPS!r}, got {name!r}. Rename it."
             )
         own = given if isinstance(given, Record) else Record(given)
-        check_function(own.function, "fields", "record={'mass': lambda u: u.sum()}")
+        check_function(own.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
         checked_count("steps between records", every=own.every)
         binding = bound_by_name(own.function, names)
-        if own.op not in _OPS or VALUES[OUT] in binding.names:
+        if own.op not in OPS or VALUES[OUT] in binding.names:
             raise InputError(
                 f"record: expected a function without a parameter {OUT}, and op out of "
-                f"{', '.join(_OPS)}, got {name!r} with op={own.op!r}. Change it."
+                f"{', '.join(OPS)}, got {name!r} with op={own.op!r}. Change it."
             )
         is_same = binding.names.isdisjoint((*divided, VALUES[AT]))
         found.append(SeriesSpec(name, own, binding, is_same))
