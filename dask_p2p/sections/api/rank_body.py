@@ -19,6 +19,7 @@ from dask_p2p.engine.task import current_worker
 from dask_p2p.geometry import Box, Index, box_slices
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.estimate import SectionEstimate, check_memory
+from dask_p2p.sections.api.global_random import warned_of_global_random
 from dask_p2p.sections.api.outputs import Outputs
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
@@ -118,7 +119,9 @@ class RankBody:
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
-            return self.outputs.blocks(ctx, self.ranks, function(ctx, local_blocks))
+            with warned_of_global_random(ctx.shares_process):
+                returned = function(ctx, local_blocks)
+            return self.outputs.blocks(ctx, self.ranks, returned)
 
     def estimate(self) -> SectionEstimate:
         """Return the estimate of the rank that needs most memory."""

@@ -46,6 +46,11 @@ class Places(Communicator):
         """Number of this rank among the ranks of its host, from 0."""
         return self._places[1]
 
+    @property
+    def shares_process(self) -> bool:
+        """True if other ranks run in threads of this rank's process."""
+        return self._connections.has_company
+
     @cached_property
     def _places(self) -> tuple[tuple[int, ...], int]:
         names = self._connections.hosts

@@ -67,8 +67,10 @@ class Connections(PointToPoint):
         self._setup.start(rank, peers)
         self.hosts = [host_of(peer.endpoint) for peer in peers]
         has_cores = self.hosts.count(self.hosts[rank]) <= len(os.sched_getaffinity(0))
+        #: True if other ranks run in this process.
+        self.has_company = self._setup.has_company
         # Ranks of one process share Python's lock, and a rank that polls does not release it.
-        self._spin_s = tuning.current.spin_s if has_cores and not self._setup.has_company else 0.0
+        self._spin_s = tuning.current.spin_s if has_cores and not self.has_company else 0.0
 
     def reserve_files(self) -> None:
         """Raise the limit of open files so that each connection fits, or raise `SectionError`."""

@@ -11,7 +11,7 @@ from dask_p2p.sections.wire.connections import Connections
 class OneRank(Connections):
     """The connections of a rank without other ranks. It has no endpoint and no state."""
 
-    is_alone = True
+    is_alone, has_company = True, False
     rank_and_size = 0, 1
     hosts = [""]  # noqa: RUF012
 
