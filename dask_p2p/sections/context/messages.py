@@ -21,7 +21,7 @@ from dask_p2p.sections.context.transfers import (
     wrong_message,
 )
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.small_values import decoded_small, small_header
+from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_header
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.messages.format import (
@@ -55,6 +55,7 @@ class Messaging:
         self.communicator = 0  # number of this communicator, the same on its ranks
         self._to_itself = deque[tuple[int, Any]]()  # tags and values
         self._from_itself = deque[FromItself]()  # receives that have no message yet
+        self._last_out = LastOut()
 
     def send(self, value: Any, dest: int | None, tag: int = 0) -> None:
         """Send a value to another rank, which receives it by `recv`.
@@ -259,7 +260,11 @@ class Messaging:
         if found != tag or communicator != self.communicator:
             is_other = communicator != self.communicator
             raise wrong_message(tag, found, source, self.rank, is_other)
+        if out is not None and self._last_out.fill(out, description, data):
+            return out
         value = decoded_small(description, data, out, self.device)
+        if out is not None and value is out:
+            self._last_out.set(out, description)
         return value if out is None or value is out else copied_into(out, value)
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:

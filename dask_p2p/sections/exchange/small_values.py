@@ -56,21 +56,54 @@ def small_header(value: Any, tag: int, communicator: int) -> bytes | None:
     kind = type(value)
     if (number := _NUMBERS.get(kind)) is not None:
         return number.header(value, tag, communicator)
-    if kind is not np.ndarray or not value.flags.c_contiguous:
+    if kind is not np.ndarray:
         return None
-    start = _array_start(value.dtype, value.shape, tag, communicator)
-    return None if start is None else (start + value.tobytes()).ljust(HEADER.size, b"\0")
+    around = _around(value.dtype, value.shape, tag, communicator)
+    if around is None:
+        return None
+    try:
+        return b"".join((around[0], value, around[1]))
+    except TypeError:  # in another order of memory
+        return None
 
 
 @lru_cache(1024)
-def _array_start(dtype: DType, shape: tuple[int, ...], tag: int, communicator: int) -> bytes | None:
-    """Return the start of the header, before the elements; None if they do not fit in it."""
-    if dtype.kind not in _KINDS or prod(shape) * dtype.itemsize > MOST_INLINE_BYTES:
+def _around(
+    dtype: DType, shape: tuple[int, ...], tag: int, communicator: int
+) -> tuple[bytes, bytes] | None:
+    """Return a header's bytes before and after the elements; None if they do not fit in it."""
+    size_bytes = prod(shape) * dtype.itemsize
+    if dtype.kind not in _KINDS or size_bytes > MOST_INLINE_BYTES:
         return None
-    description, (data,) = encoded(np.empty(shape, dtype), HOST)
-    if len(description) + len(data) > MOST_INLINE_BYTES:
+    description, _ = encoded(np.empty(shape, dtype), HOST)
+    if len(description) + size_bytes > MOST_INLINE_BYTES:
         return None
-    return inline_start(tag, communicator, description)
+    start = inline_start(tag, communicator, description)
+    return start, bytes(HEADER.size - len(start) - size_bytes)
+
+
+class LastOut:
+    """The array that the last message filled: a loop of messages mostly fills it again.
+
+    It is one that has its own memory, as a view would keep the memory of a large array.
+    """
+
+    def __init__(self) -> None:
+        self._out: Any = None
+        self._description, self._memory, self._length = b"", memoryview(bytearray()), 0
+
+    def fill(self, out: Any, description: bytes, data: bytes) -> bool:
+        """Fill the array if it is `out`, and was filled with such a value; return whether."""
+        if out is not self._out or description != self._description:
+            return False
+        self._memory[:] = data[: self._length]
+        return True
+
+    def set(self, out: Any, description: bytes) -> None:
+        """Take an array, which was filled with a value of this description."""
+        if out.base is None and out.flags.c_contiguous and out.size:
+            self._out, self._description = out, description
+            self._memory, self._length = memoryview(out.reshape(-1).view(np.uint8)), out.nbytes
 
 
 def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> Any:

@@ -232,6 +232,11 @@ def test_messages_are_received_into_memory(path, count):
         columns = np.zeros((2, count), int).T
         assert ctx.sendrecv(value, right, left, out=columns) is columns
         assert (columns == left).all()
+        for number in range(4):
+            value[:] = 10 * ctx.rank + number
+            assert ctx.sendrecv(value[:3], right, left, out=out[:3]) is not out
+            assert ctx.sendrecv(value, right, left, out=out) is out
+            assert (out == 10 * left + number).all()
         return True
 
     assert all(run_gang(grid(3), received))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.exchange.small_values import decoded_small, small_header
+from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_header
 from dask_p2p.sections.exchange.values import encoded
 from dask_p2p.sections.wire.messages.format import (
     HEADER,
@@ -63,3 +63,34 @@ def test_memory_for_an_array():
     found = decoded_small(description, data, other, HOST)
     assert found.tolist() == [0, 1, 2]
     assert not other.any(), "it has another dtype"
+
+
+@pytest.mark.parametrize("dtype", ["f8", ">f8", "f2", "c16", "?", "i1", ">u4", "g"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_the_last_memory_is_filled_again(dtype, shape):
+    values = [np.full(shape, number, dtype) for number in (1, 0, 1)]
+    out, other, last = np.zeros(shape, dtype), np.zeros(shape, dtype), LastOut()
+    description, data = small(values[0])
+    assert not last.fill(out, description, data)
+    last.set(out, description)
+    for value in values:
+        description, data = small(value)
+        assert last.fill(out, description, data)
+        assert (out == value).all()
+        assert not last.fill(other, description, data)
+        assert not last.fill(out, small(np.zeros((*shape, 2), dtype))[0], data)
+    assert not other.any()
+
+
+def test_views_and_other_orders_are_not_kept():
+    last = LastOut()
+    for out in (np.zeros(9)[:3], np.zeros((2, 2), order="F"), np.zeros(0)):
+        description, data = small(np.zeros(out.shape))
+        last.set(out, description)
+        assert not last.fill(out, description, data)
+
+
+def test_arrays_in_another_order_of_memory_are_not_small():
+    assert small(np.arange(4.0).reshape(2, 2).T) is None
+    assert small(np.arange(4.0).reshape(2, 2, order="F")) is None
+    assert small(np.arange(8.0)[::-1]) is None
