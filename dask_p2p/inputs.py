@@ -1,8 +1,8 @@
-"""Checks of users' arguments: clients, numbers and flags."""
+"""Checks of users' arguments: clients, numbers, flags, choices and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 from operator import index
 from typing import Any
@@ -55,6 +55,31 @@ def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise InputError(f"{name}: expected {expected}, got {value!r}.")
+
+
+def checked_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Return a parameter that is one of some texts. Raises `InputError` for any other value."""
+    if isinstance(value, str) and value in choices:
+        return value
+    raise InputError(
+        f"{name}: expected one of {', '.join(choices)}, got {value!r:.80}. Name one of these."
+    )
+
+
+def checked_dtype(name: str, given: Any) -> Any:
+    """Return a dtype with elements. Raises `InputError` for any other value."""
+    import numpy as np
+
+    try:
+        dtype = np.dtype(given)
+    except (TypeError, ValueError):
+        dtype = np.dtype("V0")
+    if dtype.kind == "V" and not dtype.itemsize:
+        raise InputError(
+            f"{name}: expected a dtype, got {given!r:.80}. Give a type such as float, or a text "
+            f"such as 'float32'."
+        )
+    return dtype
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

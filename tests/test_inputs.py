@@ -6,7 +6,7 @@ from distributed import Client
 
 import dask_p2p
 from dask_p2p.errors import InputError
-from dask_p2p.inputs import checked_count
+from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 
 TAKE_A_CLIENT = (dask_p2p.check, dask_p2p.last_runs, dask_p2p.register)
 
@@ -44,3 +44,18 @@ def test_numbers_that_may_be_zero():
     for wrong in (-1, False, None):
         with pytest.raises(InputError, match=rf"at least 0, got n={wrong!r}"):
             checked_count("things", 0, n=wrong)
+
+
+def test_choices():
+    assert checked_choice("op", "sum", {"sum": 1, "max": 2}) == "sum"
+    for wrong in ("mean", None, 1, ["sum"], {"sum": 1}, np.zeros(2), np.array(["sum", "max"])):
+        with pytest.raises(InputError, match=r"op: expected one of sum, max, got .* Name one"):
+            checked_choice("op", wrong, ("sum", "max"))
+
+
+def test_dtypes():
+    assert checked_dtype("dtype", "f4") == np.float32
+    assert checked_dtype("dtype", [("a", "i4"), ("b", "f8")]).names == ("a", "b")
+    for wrong in ("x", 3, 1.5, True, [], {}, (), [1], (1, 2, 3), {"a": 1}, np.zeros(2), object()):
+        with pytest.raises(InputError, match=r"dtype: expected a dtype, got .* Give a type such"):
+            checked_dtype("dtype", wrong)

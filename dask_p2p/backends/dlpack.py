@@ -25,7 +25,7 @@ _REFUSALS = (BufferError, TypeError, ValueError, RuntimeError)
 
 def checked_library(given: Any) -> str | None:
     """Return the argument `as_library`; raise `InputError` for an unknown library."""
-    if given is None or given in LIBRARIES:
+    if given is None or (isinstance(given, str) and given in LIBRARIES):
         name: str | None = given
         return name
     raise InputError(

@@ -175,6 +175,10 @@ def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
 
     Raises `InputError` if the number is invalid here.
     """
+    try:
+        ranks = ranks if ranks is None else checked_count("ranks", ranks=ranks)
+    except InputError as exc:
+        raise InputError(f"{exc} Leave ranks= out for the default.") from None
     is_in_gang = is_within_gang()
     if ranks != 1 and not is_in_gang and gang_may_wait_for_this_thread():
         raise InputError(
@@ -184,10 +188,6 @@ def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
         )
     if ranks is None:
         ranks = 1 if is_in_gang else _default_ranks(size_bytes)
-    try:
-        ranks = checked_count("ranks", ranks=ranks)
-    except InputError as exc:
-        raise InputError(f"{exc} Leave ranks= out for the default.") from None
     if ranks > 1 and is_in_gang:
         raise InputError(
             f"ranks: expected 1 in the function of another section, got {ranks}: the inner "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p import inputs
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Index, box_slices
 from dask_p2p.graph.libraries import is_dask_array
@@ -250,13 +251,13 @@ class Same(_OfExample):
 
 
 def checked_dtype(dtype: Any) -> DType:
-    """Return a dtype. Raises `InputError` if its elements are Python objects."""
-    try:
-        found: DType = np.dtype(dtype)
-    except TypeError:
-        found = np.dtype(object)
+    """Return a dtype. Raises `InputError` for others, and if its elements are Python objects."""
+    found: DType = inputs.checked_dtype("dtype", dtype)
     if found.hasobject:
-        raise InputError(f"dtype: expected one without Python objects, got {dtype!r}.")
+        raise InputError(
+            f"dtype: expected one without Python objects, got {dtype!r:.80}. Give a dtype of "
+            f"numbers."
+        )
     return found
 
 

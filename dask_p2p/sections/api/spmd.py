@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import numpy as np
-
 from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
-from dask_p2p.inputs import checked_count
+from dask_p2p.inputs import checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.arguments import (
@@ -279,13 +277,14 @@ def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
         later = outputs - len(arrays)
         return [*(x.dtype for x in arrays), *[arrays[0].dtype] * later][:outputs]
     if not isinstance(dtype, (tuple, list)) or any(isinstance(each, tuple) for each in dtype):
-        return [np.dtype(dtype)] * outputs  # a list of tuples is one dtype, with fields
+        # A list of tuples is one dtype, with fields.
+        return [checked_dtype("dtype", dtype)] * outputs
     if len(dtype) != outputs:
         raise InputError(
             f"dtype: expected one for all outputs, or a tuple with one for each of {outputs}, got "
             f"{len(dtype)}: {dtype!r}. Give one dtype for each output."
         )
-    return [np.dtype(each) for each in dtype]
+    return [checked_dtype("dtype", each) for each in dtype]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_shape
+from dask_p2p.inputs import checked_choice
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.types import Array
 
@@ -138,14 +139,18 @@ def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Ar
 
     Raises `InputError` if a point lies outside, or the weights are unknown.
     """
-    if weights not in ("linear", "nearest"):
-        raise InputError(f"weights: expected 'linear' or 'nearest', got {weights!r}. Give one.")
+    checked_choice("weights", weights, ("linear", "nearest"))
     check_plain("points", xy)
-    found = np.asarray(getattr(xy, "get", lambda: xy)(), float)
+    on_host = xy.get() if hasattr(xy, "get") and hasattr(xy, "dtype") else xy
+    try:
+        found = np.asarray(on_host, float)
+        got = f"one of shape {found.shape}"
+    except (TypeError, ValueError):
+        found, got = np.empty(0), f"{xy!r:.80}"
     if found.ndim != 2 or len(found) != len(shape):
         raise InputError(
             f"points: expected indices along each axis in an array of shape ({len(shape)}, n), got "
-            f"one of shape {found.shape}. Give numpy.array([[y0, y1], [x0, x1]])."
+            f"{got}. Give numpy.array([[y0, y1], [x0, x1]])."
         )
     last = np.array(shape)[:, None] - 1
     outside = ~((found >= 0) & (found <= last)).all(axis=0)

@@ -208,5 +208,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     except TypeError:
         lengths = (-1,)
     if min(lengths, default=0) < 0:
-        raise InputError(f"shape: expected lengths of axes, at least 0, got {shape!r}.")
+        raise InputError(
+            f"shape: expected lengths of axes, at least 0, got {shape!r:.80}. Give a tuple, (3, 4)."
+        )
     return lengths

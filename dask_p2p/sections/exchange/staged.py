@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dask_p2p.errors import InputError
+from dask_p2p.inputs import checked_choice
 from dask_p2p.plans.orders import ORDERS, partners
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
@@ -13,9 +13,7 @@ from dask_p2p.sections.wire.connections import Connections
 
 def checked_order(exchange: Any) -> str:
     """Return an order of messages. Raises `InputError` if it does not exist."""
-    if exchange not in ORDERS:
-        raise InputError(f"exchange: expected one of {', '.join(ORDERS)}, got {exchange!r}.")
-    return str(exchange)
+    return checked_choice("exchange", exchange, ORDERS)
 
 
 def begin_in_order(

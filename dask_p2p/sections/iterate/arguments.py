@@ -245,12 +245,12 @@ def checked_capture(given: Any, library: str | None, arguments: Arguments) -> bo
     """Return the argument `capture` of `iterate`, for functions of a library's arrays."""
     if isinstance(given, str) and given == AUTO:
         return AUTO
-    if given and library is not None:
+    capture = checked_flag("capture", given, "True, False or 'auto'")
+    if capture and library is not None:
         raise InputError(
             f"capture: expected a function of CuPy arrays, got as_library={library!r}. Leave out "
             f"one of them."
         )
-    capture = checked_flag("capture", given, "True, False or 'auto'")
     if capture and arguments.scalars:
         raise InputError(
             f"capture: expected fields that are arrays, as all replayed steps have the same "

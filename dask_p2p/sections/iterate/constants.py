@@ -67,7 +67,7 @@ def named_constants(
 
     NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
     """
-    if not isinstance(constants, Mapping) and constants != ():
+    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
         raise InputError(
             f"constants: expected a mapping of names, as the fields have, got "
             f"{type(constants).__name__}. Give {{'name': value}}."

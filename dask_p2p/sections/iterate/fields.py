@@ -11,6 +11,7 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Index
+from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
@@ -174,7 +175,7 @@ def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
         name=name,
         depths=tuple(checked_depths(field.depth, shapes)),
         boundary=checked_boundaries(field.boundary, shapes, levels[0].dtype, in_section=True)[0],
-        corners=bool(field.corners),
+        corners=True if field.corners is None else checked_flag("corners", field.corners),
         dtype=levels[0].dtype,
         is_list=is_list,
     )
@@ -185,7 +186,7 @@ def checked_levels(given: Any, dtype: DTypeLike | None) -> list[DaskArray]:
     """Return the time levels of a field, converted to their common dtype."""
     levels = list(given) if isinstance(given, (list, tuple)) else [given]
     check_decompositions(levels)
-    kind = np.dtype(levels[0].dtype if dtype is None else dtype)
+    kind: DType = levels[0].dtype if dtype is None else checked_dtype("dtype", dtype)
     if kind.hasobject:
         raise UnsupportedArrayError(
             f"expected fields without Python objects, which ranks cannot exchange, got {kind}. "

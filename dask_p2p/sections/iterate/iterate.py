@@ -316,7 +316,7 @@ def iterate(
     stores = save, checkpoint
     arguments = checked_arguments(func, field, constants, kwargs, until, record, stores)
     first = arguments.arrays[0]
-    if overlap != "auto":
+    if not isinstance(overlap, str) or overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
     arguments = arguments.in_library(library := checked_library(as_library))
     capture = checked_capture(capture, library, arguments)

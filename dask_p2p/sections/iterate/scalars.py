@@ -10,6 +10,7 @@ import numpy as np
 
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.inputs import checked_dtype
 from dask_p2p.sections.context.context import Context
 from dask_p2p.types import Array, DTypeLike
 
@@ -32,12 +33,13 @@ def scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
     """Return the spec of a number; its dtype is that of `value` by default."""
     check_plain(name, value)
     own = np.asarray(value)
-    if own.dtype.kind not in "biufc" or not np.can_cast(own.dtype, dtype or own.dtype, "same_kind"):
+    dtype = own.dtype if dtype is None else checked_dtype("dtype", dtype)
+    if own.dtype.kind not in "biufc" or not np.can_cast(own.dtype, dtype, "same_kind"):
         raise InputError(
-            f"expected a number that becomes {np.dtype(dtype or float)} as the field {name!r}, got "
+            f"expected a number that becomes {dtype} as the field {name!r}, got "
             f"{value!r}. Give another dtype, dask_p2p.Field({value!r}, dtype=...)."
         )
-    return ScalarSpec(name, own.astype(dtype or own.dtype)[()])
+    return ScalarSpec(name, own.astype(dtype)[()])
 
 
 class Scalars:

@@ -207,5 +207,5 @@ def test_weights_of_the_nearest_element(client, ranks):
 
 
 def test_unknown_weights():
-    with pytest.raises(InputError, match="weights: expected 'linear' or 'nearest', got 'sinc'"):
+    with pytest.raises(InputError, match="weights: expected one of linear, nearest, got 'sinc'"):
         checked_points(XY, SHAPE, "sinc")

@@ -41,6 +41,11 @@ def checked_coords(
     names: Collection[str],  # of the fields
 ) -> dict[str, Coordinate]:
     """Return coordinates by the name of their axis. Raises `InputError` for other values."""
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"coords: expected a mapping of arrays by the names of axes, got "
+            f"{type(given).__name__}. Give {{'y': latitudes}}."
+        )
     found, lengths = {}, {FRAME: None, **axes}
     for name, values in dict(given).items():
         check_plain(f"coords[{name!r}]", values)

@@ -11,9 +11,10 @@ import numpy as np
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.inputs import checked_count
+from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.repartition import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions.binding import AT, OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.functions.writes import Reader
@@ -103,11 +104,14 @@ def checked_series(
         own = given if isinstance(given, Record) else Record(given)
         check_function(own.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
         checked_count("steps between records", every=own.every)
+        shape, dtype = checked_shape(own.shape), checked_dtype("dtype of a record", own.dtype)
+        own = replace(own, shape=shape, dtype=dtype)
         binding = bound_by_name(own.function, names)
-        if own.op not in OPS or VALUES[OUT] in binding.names:
+        checked_choice("op of a record", own.op, OPS)
+        if VALUES[OUT] in binding.names:
             raise InputError(
-                f"record: expected a function without a parameter {OUT}, and op out of "
-                f"{', '.join(OPS)}, got {name!r} with op={own.op!r}. Change it."
+                f"record: expected a function without a parameter {OUT}, got {name!r}. Return the "
+                f"number."
             )
         is_same = binding.names.isdisjoint((*divided, VALUES[AT]))
         found.append(SeriesSpec(name, own, binding, is_same))

@@ -98,6 +98,12 @@ def checked_frames(
     save: Save, names: Sequence[str], known: Collection[str], chunks: Chunks
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
+    is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
+    if save.fields is not None and not is_list:
+        raise InputError(
+            f"save: expected a list of names of fields, {[*names]}, got "
+            f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
+        )
     own = tuple(names if save.fields is None else save.fields)
     computed = _checked_computed(save.compute, names, known)
     if not (own or computed) or not {*own} <= {*names}:

@@ -125,7 +125,7 @@ def checked_stores(
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
     without Zarr, or without a package for a URL.
     """
-    saves = [save] if isinstance(save, Save) else list(save)
+    saves = list(save) if isinstance(save, (list, tuple)) else [save]
     if not saves and checkpoint is None:
         return NO_STORES
     with needs("zarr", "zarr"):
