@@ -43,12 +43,17 @@ _BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_BYTES, _TOP_PAD: 2**1
 _IDLE_S = 1.0
 _MOST_GROWTH_BYTES = 2**28
 _MEMORY = Path("/proc/self/statm")
+# `malloc_trim` leaves out the free end of a heap, except for that of the first thread.
+# glibc returns it when as many bytes as these are freed in the heap, by any thread.
+_GUARD_BYTES = 2**16
+_HEAP_BYTES = 2**26  # a heap begins at a multiple of its largest size
 
 _lock = threading.Lock()
 _keeping = 0  # contexts of `temporaries_kept` that are open
 _begun = 0  # contexts so far
 _bytes_before = 0  # memory of the process before the first context
 _timer: threading.Timer | None = None  # until free memory returns to the system
+_guards: dict[int, int] = {}  # addresses, by heap: one in each where a context has ended
 
 
 @cache
@@ -60,6 +65,7 @@ def _glibc() -> Any:
     for each in _ENVIRONMENT.read_bytes().split(b"\0"):
         size_text = each.removeprefix(_VARIABLE)
         if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_BYTES):
+            library.malloc.restype = ctypes.c_void_p
             return library
     return None
 
@@ -109,12 +115,17 @@ def _begin(glibc: Any) -> None:
 
 def _end(glibc: Any) -> None:
     global _keeping
+    guard = glibc.malloc(_GUARD_BYTES) or 0
     with _lock:
+        if _guards.setdefault(guard // _HEAP_BYTES, guard) != guard:
+            glibc.free(ctypes.c_void_p(guard))
         _keeping -= 1
         if _keeping:
             return
         if _resident_bytes() - _bytes_before > _MOST_GROWTH_BYTES:
-            glibc.malloc_trim(0)
+            _set(glibc, _BEFORE)
+            _trim(glibc)
+            _set(glibc, _KEPT)
         if _timer is None:
             _wait(glibc)
 
@@ -135,7 +146,14 @@ def _return_unused(glibc: Any, begun: int) -> None:
             _wait(glibc)
             return
         _set(glibc, _BEFORE)
-        glibc.malloc_trim(0)
+        _trim(glibc)
+
+
+def _trim(glibc: Any) -> None:
+    """Return the free memory of all threads, once the limits are low."""
+    while _guards:
+        glibc.free(ctypes.c_void_p(_guards.popitem()[1]))
+    glibc.malloc_trim(0)
 
 
 def _set(glibc: Any, values: Mapping[int, int]) -> None:

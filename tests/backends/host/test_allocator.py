@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import dask.array as da
@@ -80,8 +81,12 @@ def test_dask_s_own_threshold_gives_buffers_back():
 def called(monkeypatch, tmp_path):
     """Calls of a C library whose process was started with the environment in `environ`."""
     found = []
+    guards = count(1)
     libc = SimpleNamespace(
-        mallopt=lambda *args: found.append(args), malloc_trim=lambda pad: found.append("trim")
+        mallopt=lambda *args: found.append(args),
+        malloc=lambda size_bytes: next(guards),
+        free=lambda address: None,
+        malloc_trim=lambda pad: found.append("trim"),
     )
     monkeypatch.setattr(allocator, "_resident_bytes", lambda: 0)
     monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: libc)
@@ -155,6 +160,9 @@ def timers(monkeypatch):
 KEPT, BEFORE = [(-3, 2**25), (-1, 2**30), (-2, 2**26)], [(-3, 2**17), (-1, 2**20), (-2, 2**17)]
 
 
+TRIMMED = [*BEFORE, "trim", *KEPT]
+
+
 def test_limits_are_restored_some_time_after_the_last_context(called, tmp_path, timers):
     started_with(tmp_path, LOW)
     with allocator.temporaries_kept():
@@ -181,8 +189,8 @@ def test_much_memory_returns_immediately(called, tmp_path, timers, monkeypatch):
     with allocator.temporaries_kept():
         monkeypatch.setattr(allocator, "_resident_bytes", lambda: 2**30)
     with allocator.temporaries_kept():
-        assert called == [*KEPT, "trim"]
-    assert called == [*KEPT, "trim", "trim"], "the growth counts since the first context"
+        assert called == [*KEPT, *TRIMMED]
+    assert called == [*KEPT, *TRIMMED, *TRIMMED], "the growth counts since the first context"
     timers[0].end()
     timers[1].end()
 
@@ -234,6 +242,44 @@ def test_temporaries_of_a_rank_reuse_their_pages():
     """And return them afterwards."""
     (pages,) = temporaries(allocator.__file__)
     assert pages < 2000
+
+
+# The memory of the process over its start, once nothing is kept. The thread's heap has a free end.
+OUTPUTS = """
+import resource, runpy, sys, threading, time
+import numpy as np
+
+def rss():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+def work():
+    with allocator["temporaries_kept"]():
+        for _ in range(3):
+            y = [np.ones(2**18) for _ in range(20)]
+            del y
+    ended.set()
+    is_over.wait()  # glibc gives the heap of a thread that is over to the next one
+
+allocator = runpy.run_path(sys.argv[1])
+ended, is_over = threading.Event(), threading.Event()
+before = rss()
+thread = threading.Thread(target=work)
+thread.start()
+ended.wait()
+while allocator["temporaries_kept"].__wrapped__.__globals__["_timer"] is not None:
+    time.sleep(0.05)
+print(rss() - before)
+is_over.set()
+thread.join()
+"""
+
+
+def test_the_end_of_a_heap_returns_to_the_system():
+    env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", OUTPUTS, allocator.__file__]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    assert int(done.stdout) < 8 * 2**20
 
 
 def test_other_temporaries_get_new_pages():
