@@ -16,7 +16,7 @@ from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.planning.program import AssembleStep, Program
-from dask_p2p.fusing.planning.sizes import peak_bytes
+from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key, Kind
 
@@ -151,7 +151,8 @@ def _check_memory(
     limit_bytes, place = cluster.memory_bytes, "a worker"
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
-    peak = max((peak_bytes(each, sizes_bytes) for each in programs), default=0)
+    elements = SourceElements() if kind == "numpy" else None
+    peak = max((peak_bytes(each, sizes_bytes, elements) for each in programs), default=0)
     of_worker = peak * -(-len(programs) // max(1, cluster.workers))
     if limit_bytes and of_worker > _MOST_MEMORY * limit_bytes:
         raise FuseError(
@@ -164,7 +165,7 @@ def _check_memory(
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
     made = [
         sum(
-            sizes_bytes.get(step.block.key if isinstance(step, AssembleStep) else step.key, 1)
+            sizes_bytes.get(_key_of(step), 1)
             for superstep in program.supersteps
             for step in superstep.steps
         )
@@ -180,9 +181,20 @@ def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) 
 
 
 def exchanges_of(programs: Sequence[Program]) -> int:
-    """Return the number of supersteps that begin with an exchange."""
-    together = zip(*(each.supersteps for each in programs), strict=True)
-    return sum(any(each.sends for each in supersteps) for supersteps in together)
+    """Return the number of exchanges; one in parts counts once, since no part needs another."""
+    found, made = 0, set[Key]()  # values since the last exchange began
+    for supersteps in zip(*(each.supersteps for each in programs), strict=True):
+        sends = [items for each in supersteps for items in each.sends.values()]
+        sent = {item.key for items in sends for item in items}
+        if sent and (not found or not sent.isdisjoint(made)):
+            found, made = found + 1, set()
+        made.update(_key_of(step) for each in supersteps for step in each.steps)
+    return found
+
+
+def _key_of(step: Any) -> Key:
+    key: Key = step.block.key if isinstance(step, AssembleStep) else step.key
+    return key
 
 
 def tasks_of_dask(tasks: FusedTasks) -> float:

@@ -49,6 +49,14 @@ def test_a_chain_of_stencils_is_suitable():
     check(stencils(array()))
 
 
+def test_an_exchange_in_parts_counts_once():
+    x = da.ones((2048, 2048), chunks=(128, 2048))
+    programs = programs_of(read_arrays(dask_p2p.transpose(x))[1].tasks, 2)
+    assert sum(bool(each.sends) for each in programs[0].supersteps) > 1
+    assert exchanges_of(programs) == 1
+    assert exchanges_of(programs_of(read_arrays(stencils(array()))[1].tasks, 4)) == 5
+
+
 def test_few_tasks():
     with pytest.raises(FuseError, match="about 8 tasks for 4 ranks and 8 outputs"):
         check(array() + 1)

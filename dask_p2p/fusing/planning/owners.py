@@ -10,14 +10,14 @@ exchange.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from dask.task_spec import DataNode, GraphNode
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.sizes import item_bytes_of, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of, sizes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -34,6 +34,7 @@ def owners_of(
     size: int,
     sizes_bytes: Mapping[Key, int] | None = None,
     pinned: Mapping[Key, int] = {},
+    source_elements: SourceElements | None = None,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
 
@@ -45,11 +46,11 @@ def owners_of(
     if size == 1:
         return owners | dict.fromkeys(tasks.nodes, 0)
     sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
-    elements: dict[Any, Sequence[int]] = {}
+    elements = source_elements or SourceElements()
     shares = _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
-        read_bytes = _read_bytes(node, key, tasks, sizes_bytes, elements)
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
         for each, count in zip(tasks.reads[key], read_bytes, strict=True):
             if each in owners:
                 at[owners[each]] += count
@@ -133,20 +134,3 @@ def _with_most(at: Mapping[int, int], preferred: int) -> int:
     if at.get(preferred, -1) >= enough:
         return preferred
     return next(rank for rank, count in at.items() if count >= enough)
-
-
-def _read_bytes(
-    node: GraphNode,
-    key: Key,
-    tasks: FusedTasks,
-    sizes_bytes: Mapping[Key, int],
-    elements: dict[Any, Sequence[int]],  # filled: elements of each source, by plan and index
-) -> Iterable[int]:
-    """Return the number of bytes that a task reads of each key."""
-    if not isinstance(node, AssembleTask):
-        return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
-    counts = elements.get((node.plan, node.index))
-    if counts is None:
-        counts = elements[node.plan, node.index] = node.plan.source_elements(node.index)
-    item_bytes = item_bytes_of(node)
-    return (count * item_bytes for count in counts)

@@ -21,17 +21,19 @@ from dask_p2p.fusing.planning.program import (
     Superstep,
     WholeValue,
 )
-from dask_p2p.fusing.planning.sizes import item_bytes_of, peak_bytes, sizes_of
-from dask_p2p.fusing.planning.supersteps import late_supersteps_of, supersteps_of
+from dask_p2p.fusing.planning.sizes import SourceElements, item_bytes_of, peak_bytes, sizes_of
+from dask_p2p.fusing.planning.supersteps import divided, late_supersteps_of, supersteps_of
 from dask_p2p.fusing.planning.tasks import FusedTasks
 from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import Key
 
-#: Smallest memory of a rank that is worth a second plan.
-_LARGE_BYTES = 2**25
+#: Smallest memory of a rank that is worth a second plan: with later tasks, and smaller exchanges.
+_LARGE_BYTES, _LARGE_EXCHANGES_BYTES = 2**25, 2**23
 #: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
 _FEW_EXCHANGES = 16
+#: A smaller exchange brings a rank at least so many bytes for each rank, and for a few.
+_EXCHANGED_BYTES, _FEW_RANKS = 2**18, 4
 _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
@@ -44,15 +46,38 @@ def programs_of(
     """Return the program of each rank, by rank; for `sizes_bytes` and `pinned` see `owners_of`."""
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
-    owners = owners_of(tasks, size, sizes_bytes, pinned)
-    programs = _written(tasks, size, owners, supersteps_of(tasks, owners))
+    elements = SourceElements()
+    owners = owners_of(tasks, size, sizes_bytes, pinned, elements)
+    supersteps = supersteps_of(tasks, owners)
+    programs = _written(tasks, size, owners, supersteps)
     if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
         return programs
-    most_bytes = _most_bytes(programs, sizes_bytes)
-    if most_bytes < _LARGE_BYTES:
-        return programs
-    late = _written(tasks, size, owners, late_supersteps_of(tasks, owners))
-    return late if _most_bytes(late, sizes_bytes) < _WORTHWHILE * most_bytes else programs
+    # Ranks on GPUs read regions in place, so they need no smaller exchanges.
+    copied = None if any(map(_is_on_gpu, tasks.nodes.values())) else elements
+    best_bytes = _most_bytes(programs, sizes_bytes, copied)
+
+    def late() -> dict[Key, int]:
+        return late_supersteps_of(tasks, owners)
+
+    def smaller() -> dict[Key, int]:
+        most_bytes = _EXCHANGED_BYTES * max(_FEW_RANKS, size)
+        return divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
+
+    others = [(late, _LARGE_BYTES)]
+    if copied is not None:
+        others.append((smaller, _LARGE_EXCHANGES_BYTES))
+    for plan, least_bytes in others:
+        if best_bytes < least_bytes or (other := plan()) == supersteps:
+            continue
+        written = _written(tasks, size, owners, other)
+        most_bytes = _most_bytes(written, sizes_bytes, copied)
+        if most_bytes < _WORTHWHILE * best_bytes:
+            programs, supersteps, best_bytes = written, other, most_bytes
+    return programs
+
+
+def _is_on_gpu(node: Any) -> bool:
+    return isinstance(node, AssembleTask) and node.output.kind != "numpy"
 
 
 def _written(
@@ -68,8 +93,10 @@ def _written(
     return writer.programs()
 
 
-def _most_bytes(programs: Iterable[Program], sizes_bytes: Mapping[Key, int]) -> int:
-    return max(peak_bytes(each, sizes_bytes) for each in programs)
+def _most_bytes(
+    programs: Iterable[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements | None
+) -> int:
+    return max(peak_bytes(each, sizes_bytes, elements) for each in programs)
 
 
 class _Writer:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from dask.task_spec import DataNode, GraphNode, Task
 
+from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.program import AssembleStep, Program, Superstep, WholeValue
+from dask_p2p.fusing.planning.program import AssembleStep, Program, Regions, Superstep, WholeValue
 from dask_p2p.fusing.planning.tasks import FusedTasks
-from dask_p2p.geometry import block_shape
+from dask_p2p.geometry import Index, block_shape
+from dask_p2p.plans import Plan
 from dask_p2p.types import Key
 
 _ITEM_BYTES = 8  # of arrays whose dtype is unknown
@@ -47,8 +49,41 @@ def item_bytes_of(node: AssembleTask) -> int:
     return _ITEM_BYTES if node.output.dtype is None else int(node.output.dtype.itemsize)
 
 
-def peak_bytes(program: Program, sizes_bytes: Mapping[Key, int]) -> int:
-    """Return the most bytes that a rank has at the same time, by the sizes of its values."""
+class SourceElements:
+    """The number of elements that assembled blocks read of each source, computed once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Sequence[int]] = {}
+
+    def of(self, plan: Plan, index: Index) -> Sequence[int]:
+        """Return the elements of each source of a block."""
+        found = self._found.get((plan, index))
+        if found is None:
+            found = self._found[plan, index] = plan.source_elements(index)
+        return found
+
+
+def read_bytes_of(
+    node: GraphNode,
+    key: Key,
+    tasks: FusedTasks,
+    sizes_bytes: Mapping[Key, int],
+    elements: SourceElements,
+) -> Iterable[int]:
+    """Return the number of bytes that a task reads of each key."""
+    if not isinstance(node, AssembleTask):
+        return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
+    item_bytes = item_bytes_of(node)
+    return (count * item_bytes for count in elements.of(node.plan, node.index))
+
+
+def peak_bytes(
+    program: Program, sizes_bytes: Mapping[Key, int], elements: SourceElements | None = None
+) -> int:
+    """Return the most bytes that a rank has at the same time, by the sizes of its values.
+
+    With `elements` they include the regions in messages, as for blocks in host memory.
+    """
     uses = dict(program.uses)
     live = sum(sizes_bytes.get(key, 1) for key in (*program.inputs, *program.literals))
     peak = live
@@ -59,7 +94,8 @@ def peak_bytes(program: Program, sizes_bytes: Mapping[Key, int]) -> int:
 
     for superstep in program.supersteps:
         live += sum(sizes_bytes.get(key, 1) for key in _received(superstep))
-        peak = max(peak, live)
+        copied_bytes = 0 if elements is None else _copied_bytes(program, superstep, elements)
+        peak = max(peak, live + copied_bytes)
         live -= sum(used(item.key) for items in superstep.sends.values() for item in items)
         begun = {
             item.block.key
@@ -84,6 +120,20 @@ def _received(superstep: Superstep) -> set[Key]:
         for items in superstep.receives.values()
         for item in items
     }
+
+
+def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElements) -> int:
+    """Return the bytes of regions that an exchange copies into and out of messages."""
+    read_bytes = tuning.current.lent_read_bytes if program.reads_memory else inf
+    total = 0
+    for items in (*superstep.sends.values(), *superstep.receives.values()):
+        for item in items:
+            if isinstance(item, Regions):
+                block = item.block
+                item_bytes = _ITEM_BYTES if block.dtype is None else block.dtype.itemsize
+                size_bytes = elements.of(block.plan, block.position)[item.number] * item_bytes
+                total += size_bytes if size_bytes < read_bytes else 0
+    return total
 
 
 def _created_bytes(node: GraphNode) -> int:

@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -60,6 +62,46 @@ def late_supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key
                 late = superstep - (owners[each] != owners[key])
                 latest[each] = min(late, latest.get(each, late))
     return latest
+
+
+def divided(
+    tasks: FusedTasks,
+    owners: Mapping[Key, int],
+    supersteps: Mapping[Key, int],
+    sizes_bytes: Mapping[Key, int],
+    elements: SourceElements,
+    most_bytes: int,
+) -> dict[Key, int]:
+    """Return supersteps whose exchanges bring a rank about so many bytes of others at most.
+
+    A superstep with more becomes several. Each of them has an exchange, and then the tasks that
+    need nothing of a later one. So blocks that are reduced follow each other, as in Dask's order.
+    """
+    parts: dict[Key, tuple[int, int]] = {}  # superstep, and number of its part, by key
+    present = defaultdict[tuple[int, int], int](int)  # part that is filled, by rank and superstep
+    filled = defaultdict[tuple[int, int], int](int)  # its bytes
+    here = set[tuple[Key, int]]()  # values of other ranks, with their readers
+    for key, node in tasks.nodes.items():
+        if key not in supersteps:
+            continue
+        owner, superstep = owners[key], supersteps[key]
+        at, come_bytes, part = (owner, superstep), 0, 0
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+        for each, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
+            if owners.get(each, owner) == owner:
+                of, number = parts.get(each, (0, 0))
+                part = max(part, number if of == superstep else 0)
+            elif isinstance(node, AssembleTask) or (each, owner) not in here:
+                come_bytes += size_bytes
+                here.add((each, owner))
+        if come_bytes:
+            if filled[at] and filled[at] + come_bytes > most_bytes:
+                present[at], filled[at] = present[at] + 1, 0
+            filled[at] += come_bytes
+            part = max(part, present[at])
+        parts[key] = superstep, part
+    numbers = {each: number for number, each in enumerate(sorted({*parts.values()}))}
+    return {key: numbers[each] for key, each in parts.items()}
 
 
 def _by_layer(tasks: FusedTasks) -> Iterable[Key]:

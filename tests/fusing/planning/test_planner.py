@@ -16,7 +16,7 @@ import dask_p2p
 from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.program import AssembleStep
-from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes, sizes_of
 from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
 
 
@@ -141,3 +141,38 @@ def test_late_tasks_have_the_same_values(arrays, size):
     always = {"_LARGE_BYTES": 0, "_FEW_EXCHANGES": 1000, "_WORTHWHILE": float("inf")}
     with mock.patch.multiple(planner, **always):
         check_blocks(arrays, run_programs(arrays, size))
+
+
+SMALL_EXCHANGES = {"_LARGE_EXCHANGES_BYTES": 0, "_EXCHANGED_BYTES": 1, "_WORTHWHILE": float("inf")}
+
+
+@given(graphs(), st.integers(2, 4))
+def test_small_exchanges_have_the_same_values(arrays, size):
+    with mock.patch.multiple(planner, **SMALL_EXCHANGES):
+        read = read_arrays(*arrays)[1]
+        check(read.tasks, programs_of(read.tasks, size))
+        check_blocks(arrays, run_programs(arrays, size))
+
+
+def transposed(blocks=16, size=1024):
+    """Return a transpose of some MiB, whose input is as large."""
+    return dask_p2p.transpose(da.ones((size, 2 * size), chunks=(size // blocks, 2 * size)))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
+    x = transposed(8 * workers, 2048)
+    tasks = read_arrays((x + 1).sum(axis=0))[1].tasks
+    sizes = sizes_of(tasks)
+    for program in programs_of(tasks, workers, sizes):
+        own_bytes = peak_bytes(program, sizes) - x.nbytes / workers
+        assert own_bytes < x.nbytes / workers / 2
+
+
+def test_regions_in_messages_are_few():
+    x = transposed()
+    tasks = read_arrays(x)[1].tasks
+    sizes, elements = sizes_of(tasks), SourceElements()
+    for program in programs_of(tasks, 2, sizes):
+        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
+        assert copies_bytes <= 2**22

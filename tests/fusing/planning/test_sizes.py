@@ -7,8 +7,9 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes, sizes_of
 from tests.fusing.support import read_arrays, smooth
+from tests.support import tune
 
 
 def read(n):
@@ -69,6 +70,17 @@ def test_the_peak_of_an_exchange():
     sizes = sizes_of(tasks)
     (program,) = programs_of(tasks, 1, sizes)
     assert peak_bytes(program, sizes) >= 8 * 8 * 64 * 8
+
+
+@pytest.mark.parametrize(("lent_read_bytes", "copies"), [(2**20, 2), (1, 0)])
+def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
+    """One is sent and one is received, unless they are large enough to be read in place."""
+    tune(monkeypatch, lent_read_bytes=lent_read_bytes, read_bytes=1)
+    tasks = read_arrays(dask_p2p.transpose(da.ones((64, 64), chunks=(32, 64))))[1].tasks
+    sizes, elements = sizes_of(tasks), SourceElements()
+    for program in programs_of(tasks, 2, sizes):
+        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
+        assert copies_bytes == copies * 32 * 32 * 8
 
 
 def test_reductions_are_smaller_than_their_inputs():
