@@ -9,13 +9,15 @@ processes, and the time from the call that builds the result until all its block
 kinds must return the same bits. "By hand" is a function of `dask_p2p.spmd` that returns about the
 same values.
 
-In addition, programs of at most a few operations run as calls of a resident gang.
+In addition, programs of at most a few operations run as calls of a resident gang. ``--memory``
+replaces these by further runs of each kind, which measure the peaks of workers' memory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from statistics import median
@@ -29,6 +31,7 @@ import numpy as np
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
+from benchmarks.peaks import peak_bytes
 
 __all__ = ["PROGRAMS", "main"]
 
@@ -180,27 +183,40 @@ def _is_equal(got: Any, expected: Any, is_by_hand: bool) -> bool:
     return bool(got.tobytes() == expected.tobytes())
 
 
-def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, Any]:
-    """Return the seconds of each run by kind. The first input warms up, and is checked."""
-    expected = program(inputs[0]).compute()
-    builds: dict[str, tuple[Callable[[Any], Any], str]] = {
+def builds_of(program: Callable[[Any], Any], x: Any) -> dict[str, tuple[Callable[..., Any], str]]:
+    """Return by kind the function that builds the result, and the option `p2p.fuse`."""
+    builds: dict[str, tuple[Callable[..., Any], str]] = {
         LAYERS: (program, "off"),
         FUSED: (lambda x: dask_p2p.fused(program(x)), "off"),
         AUTO: (program, "auto"),
-        COMPILED: (dask_p2p.compile(program, inputs[0]), "off"),
+        COMPILED: (dask_p2p.compile(program, x), "off"),
     }
     if program in BY_HAND:
         builds[HAND] = BY_HAND[program], "off"
+    return builds
+
+
+def peaks(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the most memory of all workers in each run, over its start, by kind."""
+    builds = builds_of(program, inputs[0])
+    found: dict[str, Any] = {kind: [] for kind in builds}
+    for x in inputs[1:]:
+        for kind, (build, option) in builds.items():
+            run = partial(one_run, client, partial(build, x), option, None)
+            found[kind].append(peak_bytes(client, run))
+    return found
+
+
+def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the seconds of each run by kind. The first input warms up, and is checked."""
+    expected = program(inputs[0]).compute()
+    builds = builds_of(program, inputs[0])
     found: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in builds}
     for number, x in enumerate(inputs):
         for kind, (build, option) in builds.items():
-            spent_s, wall_s = one_run(
-                client,
-                lambda: build(x),  # noqa: B023
-                option,
-                None if number else expected,
-                kind == HAND,
-            )
+            checked = None if number else expected
+            run = partial(build, x)
+            spent_s, wall_s = one_run(client, run, option, checked, kind == HAND)
             if number:
                 found[kind]["cpu_s"].append(spent_s)
                 found[kind]["wall_s"].append(wall_s)
@@ -251,6 +267,12 @@ def residents(x: Any, repeats: int, **fields: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _print_memory(name: str, peak_bytes: dict[str, Any]) -> None:
+    layers = median(peak_bytes[LAYERS])
+    kinds = [f"{kind} {median(of) / layers:5.2f} x" for kind, of in peak_bytes.items()]
+    print(f"{name} memory: {layers / 2**20:8.1f} MiB, {', '.join(kinds)}")
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--program", "names", multiple=True, type=click.Choice([*PROGRAMS]), default=[*PROGRAMS]
@@ -259,6 +281,7 @@ def residents(x: Any, repeats: int, **fields: int) -> list[dict[str, Any]]:
 @click.option("--blocks", multiple=True, type=int, default=(1, 8), help="Blocks a worker.")
 @click.option("--kib", "sizes", multiple=True, type=int, default=(64,), help="Size of a block.")
 @click.option("--repeats", default=5, help="Runs of each kind.")
+@click.option("--memory", "has_memory", is_flag=True, help="Measure memory, and no resident gangs.")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
     names: Sequence[str],
@@ -266,6 +289,7 @@ def main(
     blocks: Sequence[int],
     sizes: Sequence[int],
     repeats: int,
+    has_memory: bool,
     path: Path | None,
 ) -> None:
     """Compare ordinary programs by layers with the same programs as one gang."""
@@ -290,8 +314,12 @@ def main(
                         row[f"{figure} layers / {kind}"] = ratio = layers / other
                         times += f", {kind} {other * 1e3:8.1f} ms {ratio:5.2f} x"
                     print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}")
+                if has_memory:
+                    row["peak_bytes"] = memory = peaks(client, PROGRAMS[name], inputs)
+                    _print_memory(f"{kib:>5} KiB x {count} {name:>24}", memory)
                 rows.append(row)
-            resident_rows += residents(inputs[0], repeats, kib=kib, blocks=count)
+            if not has_memory:
+                resident_rows += residents(inputs[0], repeats, kib=kib, blocks=count)
     figures = {"rows": rows, "residents": resident_rows}
     write(path, {**environment(), "workers": workers, "repeats": repeats, **figures})
 

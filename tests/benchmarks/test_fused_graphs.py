@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from benchmarks import fused_graphs
+from benchmarks import fused_graphs, peaks
 from tests.benchmarks.support import results_of
 
 
@@ -30,6 +30,18 @@ def test_what_is_compared_and_written(tmp_path):
     for row in written["residents"]:
         assert row["layers / call"] > 0
         assert {len(of) for of in row["seconds"].values()} == {2}
+
+
+@pytest.mark.cluster
+def test_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(peaks, "_RETAINED_S", 0.0)
+    options = "--workers 2 --blocks 2 --kib 4096 --repeats 1 --memory --program 'x + 1'"
+    written, output = results_of(fused_graphs, tmp_path, options)
+    assert "memory:" in output
+    (row,) = written["rows"]
+    assert [*row["peak_bytes"]] == list(fused_graphs.KINDS)
+    assert max(each for (each,) in row["peak_bytes"].values()) > 2**24, "16 MiB of results"
+    assert not written["residents"]
 
 
 def test_other_values_are_an_error(monkeypatch, client):
