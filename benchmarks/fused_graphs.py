@@ -144,8 +144,8 @@ def slabs(client: Any, workers: int, blocks: int, kib: int, seed: int) -> Any:
 
     count = workers * blocks
     n = max(1, isqrt(count * kib * 2**7) // count) * count
-    values = np.random.default_rng(seed).normal(size=(n, n))
-    x = client.persist(da.from_array(values, chunks=(n // count, n)))
+    made = da.random.default_rng(seed).normal(size=(n, n), chunks=(n // count, n))
+    x = client.persist(made)
     wait(x)
     return x
 

@@ -14,7 +14,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.repartition import checked_shape
+from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions.binding import AT, OUT, VALUES, Binding, bound_by_name
 from dask_p2p.sections.iterate.functions.writes import Reader
