@@ -32,7 +32,6 @@ def test_the_fastest_steps_in_a_row(monkeypatch):
     assert simulated.least_noted() == np.inf
 
 
-@pytest.mark.cluster
 def test_wrong_values_are_found(client, monkeypatch):
     monkeypatch.setattr(solvers, "by_numpy", lambda name, fields, steps: fields)
     with pytest.raises(Exception, match="other values than NumPy's"):

@@ -33,6 +33,8 @@ from tests.sections.support import nothing_is_left
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
+pytestmark = pytest.mark.gpu(2)
+
 POOL_FRACTION = 0.7  # of a GPU's memory: there is no room for two
 BACK_S = BOUND_S  # until the new worker is there, some seconds on a host that is not busy
 STEPS, LONG = 30, 400
@@ -98,7 +100,6 @@ def wait_for_another(client, gone, within_s=BACK_S):
     wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -121,7 +122,6 @@ def test_killed_between_two_kinds_of_work(pool, before, after):
         nothing_is_left(client)
 
 
-@pytest.mark.gpu(2)
 def test_killed_again_and_again(pool):
     with gpu_client(**pool) as client:
         for _ in range(3):
@@ -166,7 +166,6 @@ def slow_heat(u, out, path, ns, reads):
     die_once(path, 0.5)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("ns", "given"),
     [
@@ -205,7 +204,6 @@ def turns_slowly(ctx, x, path):
     return s.x
 
 
-@pytest.mark.gpu(2)
 def test_killed_while_its_memory_is_read(pool, tmp_path):
     path = tmp_path / "died"
     with gpu_client(**pool) as client:
@@ -232,7 +230,6 @@ def waits_on_the_host(ctx, x, path, gate):
     return p.inner
 
 
-@pytest.mark.gpu(2)
 def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
     """It finds out at its next exchange, which may be long after."""
     path = tmp_path / "died"

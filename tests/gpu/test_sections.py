@@ -25,6 +25,8 @@ from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
 from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 
+pytestmark = pytest.mark.gpu(2)
+
 X = np.random.default_rng(0).normal(size=(96, 70))
 UNEVEN = ((13, 40, 7, 36), (33, 37))
 TOLERANCE = {"f": 1e-5, "d": 1e-13}
@@ -132,13 +134,11 @@ def windows_of(ctx, x):
     return x, len(read)
 
 
-@pytest.mark.gpu(2)
 def test_windows_are_read(client, way):
     _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_rank=[0])
     assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
 @pytest.mark.parametrize("char", "fd")
@@ -149,14 +149,12 @@ def test_heat(client, way, char, boundary, overlap):
     nothing_is_left(client)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_corners(client, way, ranks):
     y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, corners=True, ranks=ranks)
     check(y, reference(nine, [X], 1, 50, "periodic")[0])
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_wave_of_two_levels(client, way, capture):
     speed = np.random.default_rng(1).random(X.shape)
@@ -172,7 +170,6 @@ def test_a_wave_of_two_levels(client, way, capture):
     check(before, wanted[1])
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("options", [{}, {"check_every": 5, "capture": True}], ids=str)
 def test_until(client, way, options):
     def halves(u, out):
@@ -188,7 +185,6 @@ def test_until(client, way, options):
 # --- steps that are captured
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
 @pytest.mark.parametrize("char", "fd")
 @pytest.mark.parametrize("steps", [3, 200])
@@ -215,7 +211,6 @@ def heat_of(u):
     return own + 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("late", [0, 1])
 def test_captured_steps_of_a_rank_that_is_late(client, way, late):
     """Memory that a graph allocates is its own, and each GPU waits for the other one."""
@@ -234,7 +229,6 @@ def test_captured_steps_of_a_rank_that_is_late(client, way, late):
     )
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("how", ["reads", "waits", "counts"])
 def test_what_cannot_be_captured(client, way, how):
     steps = []
@@ -263,7 +257,6 @@ def test_what_cannot_be_captured(client, way, how):
     check(y, reference(heat, [X], 1, 50, "periodic")[0])
 
 
-@pytest.mark.gpu(2)
 def test_a_rank_is_killed_while_graphs_run(tmp_path):
     """The other rank's GPU waits for its counter, until the attempt ends."""
 
@@ -298,7 +291,6 @@ def exchanging(ctx, x):
     return again / total, x.max()
 
 
-@pytest.mark.gpu(2)
 def test_spmd_with_all_it_can_do(client, way):
     y, most = spmd(exchanging, on_gpu(X, (24, 70)), partition=(0,), per_rank=[0.0])
     np.testing.assert_allclose(on_host(y), X / X.sum(), rtol=1e-9)
@@ -359,7 +351,6 @@ def by_transforms(char, axes, is_reversed, piece_bytes):
     return found.compute().max(axis=0)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2), (0,), (1, 0)])
 @pytest.mark.parametrize("char", "fFdD")
@@ -371,7 +362,6 @@ def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
     assert max(there, back) < (1e-6 if char in "fF" else 1e-14)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("staging", ["0 B", "384 KiB", "384 MiB"])
 @pytest.mark.parametrize(
     ("axes", "to"),
@@ -402,7 +392,6 @@ def far(client):
     client.run(pretend, False)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("char", "fd")
 def test_halos_by_ucx(client, far, char, overlap):
@@ -411,14 +400,12 @@ def test_halos_by_ucx(client, far, char, overlap):
     assert all(client.run(endpoints_of_ucx).values())
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("axes", "to"), [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 0, 1), (0,))])
 @pytest.mark.parametrize("char", ["f", "D", "b", "e"])
 def test_redistribute_by_ucx(client, far, char, axes, to):
     assert by_turned(char, axes, to) == [[True, False]] * 2
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
 @pytest.mark.parametrize("char", "fFdD")
 def test_transforms_by_ucx(client, far, char, piece_bytes):
@@ -433,7 +420,6 @@ def free_all_blocks():
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("settings", "is_through_host"),
     [
@@ -449,7 +435,6 @@ def test_redistribute_memory_of_other_allocators(settings, is_through_host):
             client.run(free_all_blocks)
 
 
-@pytest.mark.gpu(2)
 def test_memory_that_goes_back_to_the_driver():
     """Memory that others have mapped is freed, and other memory has its address."""
 
@@ -467,7 +452,6 @@ def test_memory_that_goes_back_to_the_driver():
         assert np.array_equal(on_host(spmd(gives_memory_back, on_gpu(x, (1000, 3000)))), x + 10)
 
 
-@pytest.mark.gpu(2)
 def test_late_kernels_and_redistributions(client, way):
     """A local block is not read before it is written, and not overwritten before it is read."""
 
@@ -488,7 +472,6 @@ def test_late_kernels_and_redistributions(client, way):
     assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
 
 
-@pytest.mark.gpu(2)
 def test_late_kernels_and_windows(client, way):
     """The GPU of one rank waits for the other rank, which is late."""
 
@@ -509,7 +492,6 @@ def test_late_kernels_and_windows(client, way):
     check(spmd(late, on_gpu(X, (48, 70))), wanted)
 
 
-@pytest.mark.gpu(2)
 def test_a_function_that_raises(client, way):
     def raises(u, out):
         heat(u, out)
@@ -522,7 +504,6 @@ def test_a_function_that_raises(client, way):
     check(iterate(heat, on_gpu(X, UNEVEN), 1, 5), reference(heat, [X], 1, 5, "periodic")[0])
 
 
-@pytest.mark.gpu(2)
 def test_calls_that_differ(client, way):
     def differs(ctx, x):
         p = ctx.with_halo(x, boundary="periodic")
@@ -550,7 +531,6 @@ def used_bytes(dask_worker):
     return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("of", ["iterate", "redistribute"])
 def test_no_memory_of_the_gpu_is_lost(client, way, of):
     def there_and_back(ctx, x):
@@ -579,7 +559,6 @@ def test_no_memory_of_the_gpu_is_lost(client, way, of):
         assert free_bytes >= before[worker][1] - 2**26
 
 
-@pytest.mark.gpu(2)
 def test_estimate_has_the_memory_of_the_gpu(client):
     found = estimate(iterate(heat, on_gpu(X, UNEVEN), 1, 5))
     assert found.kind == "cupy"
@@ -613,7 +592,6 @@ def turns_and_dies_once(ctx, x, path):
     return s.x
 
 
-@pytest.mark.gpu(2)
 def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
     x = np.random.default_rng(0).integers(0, 1000, (4096, 4096))
     with gpu_client() as client:
@@ -626,7 +604,6 @@ def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
         nothing_is_left(client)
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("steps", [50, 200])
 def test_a_killed_rank(tmp_path, way, steps):
     """All ranks begin again at the last checkpoint, on another worker or on a restarted one.
@@ -647,7 +624,6 @@ def test_a_killed_rank(tmp_path, way, steps):
         nothing_is_left(client)
 
 
-@pytest.mark.gpu(2)
 def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
     """Another rank ends an attempt. The next one continues from the last checkpoint."""
 
@@ -685,7 +661,6 @@ def spills(ctx, x):
     return p.inner
 
 
-@pytest.mark.gpu(2)
 def test_ranks_work_where_blocks_are_spilled():
     settings = {"device_memory_limit": "40 MB", **POOL}
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
@@ -712,7 +687,6 @@ def two_fields(ctx, x, mask):
     return (first - second)[inner] / 2, (first[2:, 2:] == -second[2:, 2:]) & mask, x > 1e9
 
 
-@pytest.mark.gpu(2)
 def test_fields_in_one_halo_array_and_outputs_of_other_dtypes(client, way):
     x, mask = on_gpu(X, (48, 70)), on_gpu(X > 0, (48, 70))
     y, same, none = spmd(two_fields, x, mask, outputs=3, dtype=("f8", bool, bool))
@@ -723,7 +697,6 @@ def test_fields_in_one_halo_array_and_outputs_of_other_dtypes(client, way):
         assert np.array_equal(on_host(found), wanted)
 
 
-@pytest.mark.gpu(2)
 def test_corners_that_are_left_out_show(client, way):
     def corners(ctx, x):
         halo = ctx.update_halo(ctx.with_halo(x, boundary="periodic", corners=False))
@@ -734,7 +707,6 @@ def test_corners_that_are_left_out_show(client, way):
     assert found.compute().tolist() == [4, 4]
 
 
-@pytest.mark.gpu(2)
 def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
     """The array on the GPU is compared with its copy on the host."""
 

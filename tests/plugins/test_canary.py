@@ -61,7 +61,6 @@ def test_the_method_of_the_client_that_sends_graphs():
     assert {"workers", "resources", "retries", "user_priority"} <= {*parameters}
 
 
-@pytest.mark.cluster
 def test_the_scheduler_calls_what_is_replaced(client):
     """It looks them up on itself, at each call; else what takes their place is never called."""
     dask_p2p.register(client)
@@ -87,7 +86,6 @@ def test_the_scheduler_calls_what_is_replaced(client):
     assert called == set(METHODS)
 
 
-@pytest.mark.cluster
 def test_the_message_that_a_worker_gets_for_a_task(client):
     """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.P2PPlugin`."""
     dask_p2p.register(client)
@@ -117,7 +115,6 @@ def test_the_message_that_a_worker_gets_for_a_task(client):
         assert all(type(nbytes) is int for nbytes in message["nbytes"].values())
 
 
-@pytest.mark.cluster
 def test_parts_of_a_worker_that_are_used(client):
     dask_p2p.register(client)
     for worker in client.cluster.workers.values():
@@ -129,7 +126,6 @@ def test_parts_of_a_worker_that_are_used(client):
         assert hasattr(worker.data, "__contains__")
 
 
-@pytest.mark.cluster
 def test_parts_of_the_dashboard_that_are_used(client):
     """See `dask_p2p.monitoring.page.dashboard`; `applications` are those of Dask's own pages."""
     pytest.importorskip("bokeh")
@@ -197,7 +193,6 @@ def pretend(monkeypatch, release):
     monkeypatch.setattr(versioned.metadata, "version", version)
 
 
-@pytest.mark.cluster
 def test_registration_is_refused_outside_of_the_range(monkeypatch):
     """Wherever that release is: here they are all one process."""
     with own_client(1, processes=False) as client:
@@ -274,7 +269,6 @@ def test_the_scheduler_knows_who_submits_a_graph():
     assert {"submitting_task", "keys", "client"} <= {*signature.parameters}
 
 
-@pytest.mark.cluster
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
     """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of gangs."""
     dask_p2p.register(client)
@@ -317,7 +311,6 @@ def read_by_a_rank():
     return task_state.start_time > 0, task.resource_restrictions, worker.scheduler is not None
 
 
-@pytest.mark.cluster
 def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
     """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
     dask_p2p.register(client)
@@ -327,7 +320,6 @@ def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
     assert callable(worker.security.get_listen_args)
 
 
-@pytest.mark.cluster
 def test_the_profiler_of_a_worker():
     """See dask_p2p/plugins/profiling.py: Dask reads the interval at each sample."""
     profiled = dask.config.set({"distributed.worker.profile.enabled": True})

@@ -49,7 +49,6 @@ def note_thread(number):
     Seen.threads.add(threading.current_thread())
 
 
-@pytest.mark.cluster
 def test_the_next_task_begins_and_threads_are_used_again(client):
     assert client.gather(client.map(work, range(TASKS))) == list(range(TASKS))
     assert max(Seen.together) == 1, "one at a time works, whoever waits"
@@ -58,7 +57,6 @@ def test_the_next_task_begins_and_threads_are_used_again(client):
     assert len(Seen.threads) == 2, "tasks that come later find these"
 
 
-@pytest.mark.cluster
 def test_a_task_that_fails_while_it_waits_comes_back_too(client):
     def fails():
         Seen.failed.add(threading.current_thread())
@@ -71,7 +69,6 @@ def test_a_task_that_fails_while_it_waits_comes_back_too(client):
     assert len(Seen.failed) <= 2
 
 
-@pytest.mark.cluster
 def test_a_thread_that_has_left_the_pool_just_waits(client):
     def left():
         secede()

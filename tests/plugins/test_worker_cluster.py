@@ -274,7 +274,6 @@ def smoothed(x):
     return dask_p2p.map_overlap(lambda b: b[1:-1] * 2, x, depth={0: 1}, boundary=0, trim=False), 2
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("transport", ["cma", "comm"])
 @pytest.mark.parametrize(
     "operation", [transposed_blocks, columns, grouped_columns, transformed, smoothed]
@@ -301,7 +300,6 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_an_array_of_three_times_the_clusters_memory(tmp_path):
     """By Dask's default settings: no worker exceeds its limit, or its nanny would restart it."""
@@ -316,7 +314,6 @@ def test_an_array_of_three_times_the_clusters_memory(tmp_path):
         np.testing.assert_array_equal(made[:, column], np.arange(size) + column / size)
 
 
-@pytest.mark.cluster
 def test_the_end_of_a_section_brings_nothing_back():
     """The task that waits for all ranks reads nothing of what they made."""
     with (

@@ -302,7 +302,6 @@ def faults_of_steps(ctx, x):
     return x, float(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
 
 
-@pytest.mark.cluster
 def test_temporaries_of_ranks_on_workers_with_nannies():
     x = da.ones((2, 2**19), chunks=(1, -1))
     with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
@@ -316,7 +315,6 @@ def faults_of_a_block(x):
     return np.full_like(x, pages)
 
 
-@pytest.mark.cluster
 def test_temporaries_of_functions_of_large_blocks():
     x = da.ones((2, 2**19), chunks=(1, -1))
     with LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
