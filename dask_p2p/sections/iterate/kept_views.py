@@ -34,11 +34,17 @@ class KeptViews:
     def __init__(self, local: LocalFields, is_needed: bool) -> None:
         self._local, self._is_needed = local, is_needed
         self._arrays: list[Any] = []  # that a call must not keep
+        self._are_new = True  # whether there may be others
         self._before: list[int] = []  # by array: number of references before the call
+
+    def renew(self) -> None:
+        """Look for the arrays again before the next call: functions receive other views."""
+        self._are_new = True
 
     def __enter__(self) -> None:
         if self._is_needed:
-            self._arrays = [*self._local.overwritten()]
+            if self._are_new:
+                self._arrays, self._are_new = [*self._local.overwritten()], False
             self._before = [*map(getrefcount, self._arrays)]
 
     def __exit__(self, kind: Any, *given: Any) -> None:

@@ -73,12 +73,22 @@ class LocalField:
 
     def parts(self, box: Box) -> list[HaloPart]:
         """Return the part of each level for a box of the local block of the first field."""
-        if any(self._extra):
-            box = tuple(
-                (start, stop + more) for (start, stop), more in zip(box, self._extra, strict=True)
-            )
-        of_levels = zip(self.levels, self.spec.depths, strict=True)
+        box, of_levels = self._extended(box), zip(self.levels, self.spec.depths, strict=True)
         return [level.part(box, depth) for level, depth in of_levels]
+
+    def views(self, box: Box) -> Iterator[Array]:
+        """Yield all views of the memory so far, and of a box as functions will receive it."""
+        box = self._extended(box)
+        for level in (*self.levels, self.spare):
+            for depth in self.spec.depths:
+                level.part(box, depth)  # each memory takes the place of each level in turn
+            yield from level.views
+
+    def _extended(self, box: Box) -> Box:
+        if not any(self._extra):
+            return box
+        pairs = zip(box, self._extra, strict=True)
+        return tuple((start, stop + more) for (start, stop), more in pairs)
 
 
 class StepAt(At):
@@ -160,9 +170,7 @@ class LocalFields:
         whole = next(iter(self.fields.values())).layout.whole
         for field in self.fields.values():
             if not field.spec.is_constant:
-                field.parts(whole)  # exist from here on
-                for level in (*field.levels, field.spare):
-                    yield from level.views
+                yield from field.views(whole)
 
     def restoring(self) -> Callable[[], None]:
         """Return a function that restores the present order of the memory of all fields."""

@@ -252,6 +252,7 @@ class RankLoop:
             return call.apply(box, self._scalars.values)
 
     def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
+        self._kept_views.renew()
         own = self._local.values(binding.names, box, at)
         return {**own, **self._scalars.values, **self._of.kwargs}
 
