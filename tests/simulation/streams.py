@@ -385,6 +385,18 @@ class Array:
     def __int__(self):
         return int(self.get())
 
+    def __bool__(self):
+        return bool(self.get())
+
+    def __float__(self):
+        return float(self.get())
+
+    def __abs__(self):
+        return self.made(np.abs)
+
+    def max(self):
+        return self.made(np.max)
+
     @property
     def data(self):
         return SimpleNamespace(ptr=address_of(self.values), device_id=0, mem=self.owner, array=self)
@@ -648,6 +660,10 @@ def _cupy(recorder):
         zeros=zeros,
         asarray=asarray,
         count_nonzero=lambda array: array.made(np.count_nonzero),
+        nan_to_num=lambda array: array.made(np.nan_to_num),
+        allclose=lambda a, b, *limits, **options: a.made(
+            lambda *given: np.allclose(*given, *limits, **options), b
+        ),
         may_share_memory=lambda a, b: np.may_share_memory(a.values, b.values),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -194,12 +195,16 @@ class Collectives(Messaging):
         return self.device.from_host(own[()], value)
 
     def _checked_root(self, root: Any) -> int:
-        if isinstance(root, bool) or root not in range(self.size):
+        try:
+            number = -1 if isinstance(root, bool) else index(root)
+        except TypeError:
+            number = -1
+        if number not in range(self.size):
             raise InputError(
                 f"root: expected a rank below {self.size}, got {root!r}. Give the ctx.rank that "
                 f"sends or gets the value, such as 0."
             )
-        return int(root)
+        return number
 
     def _numbers(self, value: Any) -> Any:
         check_plain("value", value)

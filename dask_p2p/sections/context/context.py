@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 from weakref import finalize
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
+from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -114,19 +116,25 @@ class Context(Stepping, Transforms):
             If `depth`, `boundary` or `exchange` is invalid, `local` has another shape or a dtype
             that cannot become `dtype`, or the dtype holds Python objects.
         """
+        if not isinstance(grid, (Grid, NoneType)):
+            raise InputError(
+                f"grid: expected a grid of ctx.grid_of(shape), got {type(grid).__name__}. Leave it "
+                f"out for the section's arrays."
+            )
         ranks = self._ranks if grid is None else grid.ranks
+        corners = checked_flag("corners", corners)
         whole = [tuple(map(sum, ranks.chunks))]
         local = None if local is None else self.device.as_array(local)
         own = np.dtype(getattr(local, "dtype", np.float64))
-        kind = own if dtype is None else np.dtype(dtype)
+        kind = own if dtype is None else checked_dtype("dtype", dtype)
         if kind.hasobject:
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, whole)
         (beyond,) = checked_boundaries(boundary, whole, kind, in_section=True)
-        halo = halo_exchange(ranks, self.rank, widths, planned(beyond), bool(corners))
+        halo = halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
-            f"boundary {described(beyond)}, corners {bool(corners)}"
+            f"boundary {described(beyond)}, corners {corners}"
         )
         self._halo_arrays += 1
         order = checked_order(exchange)
@@ -218,6 +226,7 @@ class Context(Stepping, Transforms):
         return self._begin(halo_arrays, copy, in_background=True)
 
     def _begin(self, halo_arrays: Sequence[HaloArray], copy: bool, in_background: bool) -> Pending:
+        copy = checked_flag("copy", copy)
         exchange = self.halo_exchange(halo_arrays)
         for each in halo_arrays:
             if each.first_copy is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Box, block_bounds, box_slices
+from dask_p2p.inputs import checked_dtype
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -52,7 +53,8 @@ class Grid:
 
     def zeros(self, dtype: DTypeLike = float) -> Array:
         """Return a local block of zeros."""
-        return self._ctx.device.zeros(self.ranks.shape(self._ctx.rank), dtype)
+        own = checked_dtype("dtype", dtype)
+        return self._ctx.device.zeros(self.ranks.shape(self._ctx.rank), own)
 
     def pad(self, a: Any, depth: DepthLike, boundary: Any = "none") -> Any:
         """Return local blocks with a halo: `numpy.pad` of the whole array.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import index
 from typing import Any
 
 from dask_p2p.errors import AxesError
@@ -128,9 +129,15 @@ class Places(Communicator):
             If the arrays have no such axis.
         """
         ndim = len(self.grid)
+        try:
+            axis = index(axis)
+        except TypeError:
+            raise AxesError(
+                f"axis: expected an integer, got {axis!r}. Give ctx.along(0)."
+            ) from None
         if axis not in range(-ndim, ndim):
             raise AxesError(f"axis: expected an axis of {ndim} dimensions, got {axis!r}.")
-        axis = int(axis) % ndim
+        axis %= ndim
         own = self._ranks.indices[self.rank]
         line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
         number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count as numbers_from
 from operator import index
 from typing import Any, Protocol
@@ -343,4 +343,4 @@ def _checked_stores(
 
 
 def _listed(save: Any) -> Sequence[Any]:
-    return (save,) if hasattr(save, "of_state") else tuple(save)
+    return tuple(save) if isinstance(save, Iterable) else (save,)

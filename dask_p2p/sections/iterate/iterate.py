@@ -155,7 +155,7 @@ def iterate(
         width `depth`. Fields and constants are read-only: write into `out`, or into a copy. The
         result must depend on the arguments alone, and at each point on its neighbours alone. The
         first two steps check the function, and call it again for that. A warning names a function
-        whose results for halves of a NumPy block differ from those for the whole block, such as
+        whose results for halves of a local block differ from those for the whole block, such as
         ``u - u.mean()``: its results depend on the number of ranks.
     fields : dask.array.Array, mapping of str or sequence
         The initial field, or a mapping of coupled fields by name. A value of the mapping is a Dask

@@ -70,7 +70,7 @@ class Iteration:
 
     def compares_parts(self, ctx: Context) -> bool:
         """Return whether ranks compare results for parts of their local blocks with the whole."""
-        return ctx.size > 1 and ctx.device.has_read_only and not self.is_staggered
+        return ctx.size > 1 and not self.is_staggered
 
     @property
     def outputs(self) -> Outputs:

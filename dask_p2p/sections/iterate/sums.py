@@ -67,7 +67,8 @@ class SumChecks:
     """The functions of one rank whose numbers have to add up."""
 
     def __init__(self, of: Iteration, ctx: Context) -> None:
-        given = (*map(_of_record, of.series), *_of_until(of)) if of.compares_parts(ctx) else ()
+        is_compared = of.compares_parts(ctx) and ctx.device.has_read_only  # NumPy's arrays
+        given = (*map(_of_record, of.series), *_of_until(of)) if is_compared else ()
         self._left = [each for each in given if each is not None and each.is_known]
         self._calls = 0
 

@@ -23,6 +23,7 @@ from dask_p2p.errors import (
     DeviceLostError,
     InputError,
     MemoryLimitError,
+    P2PWarning,
     UnsupportedArrayError,
 )
 from dask_p2p.plans.ranks import RankGrid
@@ -125,7 +126,8 @@ def test_what_is_no_array_of_the_device(gpu, returned):
 
 def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
     """But not for small local blocks: the function is called three times in a step."""
-    # The emulated kernel records its calls. The second step computes the whole block, too.
+    # The emulated kernel records its calls. The second step computes the whole block, too, or the
+    # halves of a block that is too small.
     monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
     calls = []
 
@@ -133,13 +135,34 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
         calls.append(out.shape)
         out[:] = u[1:-1, 1:-1]
 
-    for ranks, least_bytes, count in ((1, 0, 3), (2, LARGE.nbytes, 6), (2, 0, 2 * (1 + 1 + 2 * 3))):
+    counts = (1, 0, 3), (2, LARGE.nbytes, 2 * (3 + 2)), (2, 0, 2 * (1 + 1 + 2 * 3))
+    for ranks, least_bytes, count in counts:
         tune(monkeypatch, gpu_overlap_bytes=least_bytes)
         calls.clear()
         y = iterate(kernel(gpu, counted), array(gpu, LARGE, (12, 30)), 1, 3, ranks=ranks)
         run_section(gpu, y, [LARGE])
         assert len(calls) == count
-    assert set(calls) == {(12, 30), (10, 30), (1, 30)}
+    assert {*calls} == {(12, 30), (10, 30), (1, 30)}
+
+
+def without_mean(u):
+    return u.made(lambda values: values - values.mean())
+
+
+def halved_again(u):
+    return u.made(lambda values: values / 2)
+
+
+def test_results_that_depend_on_the_number_of_ranks_are_named(gpu, recwarn):
+    def made(function, ranks):
+        x = array(gpu, LARGE, (12, 30))
+        return run_section(gpu, iterate(function, x, 1, 4, ranks=ranks), [LARGE])[0]
+
+    with pytest.warns(P2PWarning, match="without_mean returns other values for halves"):
+        assert not np.allclose(made(without_mean, 2), made(without_mean, 1))
+    recwarn.clear()
+    assert np.array_equal(made(halved_again, 2), LARGE / 16)
+    assert not [*recwarn]
 
 
 def test_outputs_are_done_when_they_leave(gpu):

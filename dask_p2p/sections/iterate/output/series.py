@@ -107,7 +107,7 @@ def checked_series(
         shape, dtype = checked_shape(own.shape), checked_dtype("dtype of a record", own.dtype)
         own = replace(own, shape=shape, dtype=dtype)
         binding = bound_by_name(own.function, names)
-        checked_choice("op of a record", own.op, OPS)
+        checked_choice(f"op of the record {name!r}", own.op, OPS)
         if VALUES[OUT] in binding.names:
             raise InputError(
                 f"record: expected a function without a parameter {OUT}, got {name!r}. Return the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def checked_stores(
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
     without Zarr, or without a package for a URL.
     """
-    saves = list(save) if isinstance(save, (list, tuple)) else [save]
+    saves = list(save) if isinstance(save, Iterable) else [save]
     if not saves and checkpoint is None:
         return NO_STORES
     with needs("zarr", "zarr"):

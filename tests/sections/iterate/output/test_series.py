@@ -148,7 +148,10 @@ def test_wrong_arguments_are_refused():
     refused("expected a function", {"r": 3})
     refused("got 'w'", {"r": lambda w: 0})
     refused("without a parameter out", {"r": lambda out: 0})
-    refused("op='mean'", {"r": Record(lambda u: 0, op="mean")})
+    refused(
+        "op of the record 'r': expected one of sum, prod, min, max, got 'mean'",
+        {"r": Record(lambda u: 0, op="mean")},
+    )
     refused("steps between records", {"r": Record(lambda u: 0, every=0)})
     refused("fields by name", {"r": lambda u: 0}, array(U))
     refused("name of a parameter for a record", {"a b": lambda u: 0})
