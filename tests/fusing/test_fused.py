@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from functools import partial
 
 import dask
@@ -151,6 +152,43 @@ def test_an_exception_arrives_as_itself(client):
     assert "In task ('failing-blocks', 3, 0) of a fused graph." in caught.value.__notes__
     del y, caught
     nothing_is_left(client)
+
+
+class LockedError(Exception):
+    def __init__(self):
+        super().__init__("no such value")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("kind", [LockedError, StopIteration])
+def test_an_exception_that_becomes_another_one_keeps_its_notes(client, kind):
+    def failing(block, block_id=None):
+        if block_id == (3, 0):
+            raise kind
+        return block
+
+    _, x = array()
+    y = dask_p2p.fused(x.map_blocks(failing, dtype=float, name="failing-blocks").sum())
+    with pytest.raises(SectionError, match=f"raised {kind.__name__}") as caught:
+        y.compute()
+    assert "In task ('failing-blocks', 3, 0) of a fused graph." in caught.value.__notes__
+
+
+def test_a_value_that_cannot_be_sent_is_named(client):
+    _, x = array()
+    rows = x.map_blocks(rows_of, drop_axis=1, dtype=float, meta=np.empty(0), name="rows")
+    y = da.blockwise(first_rows, "i", rows, "j", x[:, 0], "i", dtype=float)
+    with pytest.raises(TypeError, match="pickle") as caught:
+        dask_p2p.fused(y.map_blocks(np.negative)).compute()
+    assert "In task ('rows', " in caught.value.__notes__[0]
+
+
+def rows_of(block):
+    yield from block
+
+
+def first_rows(rows, block):
+    return block + sum(next(each)[0] for each in rows)
 
 
 def test_an_exit_ends_no_worker(client):

@@ -119,11 +119,12 @@ class Packing:
             if type(value) is FailedValue:
                 self._failed[number] = pickle.dumps(value)
                 continue
-            if isinstance(item, WholeValue):
-                self._add_whole(value)
-                continue
+            key = item.key if isinstance(item, WholeValue) else item.block.key
             try:
-                with in_task(item.block.key):
+                with in_task(key):
+                    if isinstance(item, WholeValue):
+                        self._add_whole(value)
+                        continue
                     source = assembling.source(item.block, item.number, item.key, value)
             except Exception as exc:
                 if self._messages.failed_value is None:

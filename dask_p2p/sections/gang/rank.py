@@ -251,7 +251,7 @@ def _shown_to_users(rank: int) -> Iterator[None]:
             raise
         # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
         # restart a task that raises Reschedule without end.
-        raise SectionError(f"the function raised {_described(exc)} on rank {rank}") from exc
+        raise _named(exc, rank) from exc
 
 
 def _taken_by_dask() -> tuple[type[Exception], ...]:
@@ -294,9 +294,17 @@ def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
         text: bytes = dumps(copy)
         if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
             return text, True
-    named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
+    named = _named(exc, rank)
     named.add_note(note)
     return dumps(named), False
+
+
+def _named(exc: BaseException, rank: int) -> SectionError:
+    """Return the error that takes the place of an exception, with its notes."""
+    named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
+    for note in getattr(exc, "__notes__", ()):
+        named.add_note(str(note))
+    return named
 
 
 def _described(exc: BaseException) -> str:

@@ -348,6 +348,29 @@ def test_a_block_of_the_wrong_shape(client):
         assert same_bits(run.fetch(run(u)[0]), x.compute())
 
 
+def sendable(block):
+    return block[0] if block.min() >= 0 else (each for each in block)
+
+
+def added_up(rows, block):
+    return block + sum(each[0] for each in rows)
+
+
+def test_a_value_that_cannot_be_sent(client):
+    def function(u):
+        rows = u.map_blocks(sendable, drop_axis=1, dtype=float, meta=np.empty(0))
+        return da.blockwise(added_up, "ik", rows, "j", u, "ik", dtype=float, meta=u._meta)
+
+    x = abs(array())
+    step = dask_p2p.compile(lambda u: (function(u), u - 9), x)
+    with step.resident(x) as run:
+        u, low = run(x)
+        bad, _ = run(low)
+        with pytest.raises(TypeError, match="pickle"):
+            run.fetch(bad)
+        assert same_bits(run.fetch(u), function(x).compute())
+
+
 def test_few_calls_are_ahead(client, tmp_path):
     x = array()
     path = tmp_path / "go"
