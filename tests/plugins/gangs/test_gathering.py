@@ -246,7 +246,6 @@ HOW = {
 }
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_lack_units_are_refused_by_name(client, how):
     y = spmd(summed, array(), ranks=3, of=how)
@@ -257,7 +256,6 @@ def test_ranks_that_lack_units_are_refused_by_name(client, how):
     nothing_is_left(client)
 
 
-@pytest.mark.cluster
 def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     def size(ctx, x):
         return np.full_like(x, ctx.size)
@@ -269,7 +267,6 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     assert (spmd(size, array()).compute() == 3).all()
 
 
-@pytest.mark.cluster
 def test_ranks_that_have_no_worker_are_refused_by_name(client):
     nowhere, (gpu, _, other) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
     refused = (
@@ -302,7 +299,6 @@ def free_units(dask_worker):
     return dask_worker.state.available_resources.get("GPU")
 
 
-@pytest.mark.cluster
 def test_a_rank_that_waits_lends_its_units(client):
     """To the inputs of others, and to other gangs. Else all would wait for each other."""
     y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
@@ -322,7 +318,6 @@ def test_a_rank_that_waits_lends_its_units(client):
     assert sorted(free.values(), key=str) == [1, 1, None]
 
 
-@pytest.mark.cluster
 def test_units_that_others_have_are_waited_for(client):
     gpu = addresses(client)[0]
     blocking = client.submit(time.sleep, 2.0, workers=[gpu], resources=GPU, pure=False)
@@ -331,7 +326,6 @@ def test_units_that_others_have_are_waited_for(client):
     assert blocking.done()
 
 
-@pytest.mark.cluster
 def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     busy = addresses(client)[2]
     blocking = client.map(time.sleep, [50.0, 51.0], workers=[busy], pure=False)

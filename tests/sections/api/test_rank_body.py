@@ -99,7 +99,6 @@ def in_process():
         yield client
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_ranks_of_one_process_share_no_objects(in_process, program):
     made = program()
@@ -107,7 +106,6 @@ def test_ranks_of_one_process_share_no_objects(in_process, program):
         np.testing.assert_array_equal(made.compute(), np.ones(made.shape))
 
 
-@pytest.mark.cluster
 def test_ranks_of_one_process_share_no_functions_of_computed_fields(in_process, tmp_path):
     zarr = pytest.importorskip("zarr")
     count = counting()

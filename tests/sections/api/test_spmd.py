@@ -565,7 +565,6 @@ class NoLock:
         raise TypeError("cannot be copied")
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_of_one_process_share_no_arguments(ranks):
     given = {"log": [], "table": {"calls": [], "weights": np.ones(3)}}
@@ -578,7 +577,6 @@ def test_ranks_of_one_process_share_no_arguments(ranks):
     assert given["table"]["weights"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.cluster
 def test_ranks_of_one_process_share_no_arguments_of_iterate():
     def counted(u, log, out, table):
         log.append(1)
@@ -593,7 +591,6 @@ def test_ranks_of_one_process_share_no_arguments_of_iterate():
     assert (log, table) == ([], {"calls": 0})
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_of_one_process_share_no_functions_of_iterate(ranks):
     seen, stops = [], []

@@ -18,7 +18,6 @@ from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.wire.connections import Connections
 from tests.support import tune
 
-pytestmark = pytest.mark.cluster
 #: Workers in this process, which fixtures can change.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
 X = np.random.default_rng(0).normal(size=(24, 5))
