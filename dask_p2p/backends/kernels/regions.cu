@@ -1,7 +1,7 @@
 // Copies of many small strided regions in one launch, each in words of 1, 2, 4, 8 or 16 bytes.
 //
 // The rows of thread blocks of the grid are regions; the threads of a row copy the region's words in
-// the order of the destination. The host plans: see _batch.py, which fills the struct Batch, field by
+// the order of the destination. The host plans: see batch.py, which fills the struct Batch, field by
 // field. The source of a region may be the memory of another GPU, or one item with strides of 0.
 //
 // The file includes no headers, so that NVRTC, nvcc and (for tests) a C++ compiler accept it.

@@ -14,7 +14,7 @@ import numpy as np
 
 from dask_p2p.backends.kept_results import KeptResults
 from dask_p2p.backends.kernels import permute
-from dask_p2p.backends.kernels._batch import (
+from dask_p2p.backends.kernels.batch import (
     MAX_REGIONS,
     THREADS,
     grid_of,

@@ -17,7 +17,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import order_of
-from dask_p2p.backends.kernels._batch import whole_piece
+from dask_p2p.backends.kernels.batch import whole_piece
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.running.graph_runner import GraphRunner

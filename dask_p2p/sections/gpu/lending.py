@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p import tuning
 from dask_p2p.backends.cupy import region_batch
-from dask_p2p.backends.kernels._batch import whole_piece
+from dask_p2p.backends.kernels.batch import whole_piece
 from dask_p2p.geometry import box_size, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces

@@ -3,7 +3,7 @@
 A rank packs a region for each other rank into a slot of its window, records an event, and sends all
 others an empty message. When their messages have arrived, the stream waits for their events, and a
 kernel puts the regions into place. So an exchange takes one message to each rank, and the local
-block may change at once. Regions that are read in place are not copied on the way, but need
+block may change immediately. Regions that are read in place are not copied on the way, but need
 descriptors and acknowledgements::
 
     stream   [packs regions] event  [waits: others have packed] [reads their windows]
@@ -91,7 +91,7 @@ class RegionWindows:
         return self._are_complete
 
     def bring(self, call: ExchangeCall, pieces: Pieces, target: Array) -> None:
-        """Exchange regions on the rank's stream; the local block may change at once."""
+        """Exchange regions on the rank's stream; the local block may change immediately."""
         gpu, connections, own = self._gpu, self._connections, self._own
         assert own is not None, "`can_bring` has opened the windows"
         slot, self._count = self._count % SLOTS, self._count + 1

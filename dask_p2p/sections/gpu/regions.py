@@ -21,7 +21,7 @@ the first piece while the next one is made.
 Acknowledgements are awaited lazily, by the next user of the local block or its memory: see
 `GpuRegions.settle`. Until then the host enqueues more work.
 
-Regions that cannot be read are sent: see `gpu_messages`. Small ones are packed: see
+Regions that cannot be read are sent: see `messages`. Small ones are packed: see
 `region_windows`.
 """
 
