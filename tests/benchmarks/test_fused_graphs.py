@@ -35,13 +35,26 @@ def test_what_is_compared_and_written(tmp_path):
 @pytest.mark.cluster
 def test_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(peaks, "_RETAINED_S", 0.0)
-    options = "--workers 2 --blocks 2 --kib 4096 --repeats 1 --memory --program 'x + 1'"
+    options = "--workers 2 --blocks 2 --kib 1 --repeats 1 --memory --program 'x + 1'"
     written, output = results_of(fused_graphs, tmp_path, options)
     assert "memory:" in output
     (row,) = written["rows"]
     assert [*row["peak_bytes"]] == list(fused_graphs.KINDS)
-    assert max(each for (each,) in row["peak_bytes"].values()) > 2**22, "of 16 MiB"
+    assert {len(each) for each in row["peak_bytes"].values()} == {1}
     assert not written["residents"]
+
+
+def filled(size_bytes):
+    return len(bytearray(b"x" * size_bytes))
+
+
+@pytest.mark.cluster
+def test_the_peak_of_workers(client, monkeypatch):
+    monkeypatch.setattr(peaks, "_RETAINED_S", 0.0)
+    size_bytes, workers = 2**26, len(client.nthreads())
+    found = peaks.peak_bytes(client, lambda: client.run(filled, size_bytes))
+    assert found > workers * size_bytes, "memory that is free again counts"
+    assert peaks.peak_bytes(client, lambda: None) < size_bytes
 
 
 def test_other_values_are_an_error(monkeypatch, client):
