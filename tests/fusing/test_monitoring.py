@@ -27,6 +27,12 @@ def newest(operation="p2p-fused"):
     return next((run for run in dask_p2p.last_runs() if run.operation == operation), None)
 
 
+def ranks_have_begun():
+    """Return whether both ranks have reported steps."""
+    run = newest()
+    return run is not None and run.under_way and len(run.records) == 2 and run.steps
+
+
 @pytest.mark.parametrize("mode", ["fused", "option", "compiled"])
 def test_a_fused_graph_that_runs_and_has_run(client, tmp_path, mode):
     gate = Event("gate-of-fused", client=client)
@@ -42,7 +48,7 @@ def test_a_fused_graph_that_runs_and_has_run(client, tmp_path, mode):
     with dask.config.set({"p2p.fuse": "on" if mode == "option" else "off"}):
         made = client.persist(y)
     try:
-        wait_until(lambda: (run := newest()) is not None and run.under_way and run.steps)
+        wait_until(ranks_have_begun)
         run = newest()
         assert 0 < run.steps < run.all_steps
         assert section_of(dask_p2p.last_runs()) is not None
