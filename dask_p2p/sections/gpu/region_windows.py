@@ -87,7 +87,7 @@ class RegionWindows:
         if size == 1 or not is_small or not self._are_complete:
             return False
         if slot_bytes > self._slot_bytes or self._own is None:
-            self._open(call.text, max(_LEAST_SLOT_BYTES, 1 << slot_bytes.bit_length()))
+            self._open(call.text, max(_LEAST_SLOT_BYTES, 1 << (slot_bytes - 1).bit_length()))
         return self._are_complete
 
     def bring(self, call: ExchangeCall, pieces: Pieces, target: Array) -> None:

@@ -147,7 +147,7 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
 
     monkeypatch.setattr(PeerWindow, "__init__", noted)
     run(gpu, PAIR, several)
-    assert sorted({*sizes_bytes}) == [64, 256, 1024]
+    assert sorted({*sizes_bytes}) == [32, 128, 512]
     assert len(sizes_bytes) == 6
 
 
