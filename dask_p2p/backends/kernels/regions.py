@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
@@ -61,6 +61,10 @@ class _RegionLaunch(NamedTuple):
     batch: Any  # the kernel's argument
 
 
+#: Launches, and their copies: so that no others get the identities of these.
+_KeptLaunches: TypeAlias = tuple[Sequence[_PlannedCopies], Sequence[_RegionLaunch]]
+
+
 class RegionBatch:
     """Copies of regions that are enqueued together, on the current stream.
 
@@ -70,9 +74,7 @@ class RegionBatch:
     def __init__(self) -> None:
         self._pending: list[_PendingCopies] = []
         self._copies = KeptResults[_PlannedCopies]()  # a plan takes longer than its launch
-        self._launches: dict[
-            Any, tuple[Any, Sequence[_RegionLaunch]]
-        ] = {}  # by copies and addresses
+        self._launches = KeptResults[_KeptLaunches](_MOST_LAUNCHES)  # by copies and addresses
         self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
 
     def copy_pieces(
@@ -104,22 +106,19 @@ class RegionBatch:
         if not pending:
             return
         key = tuple([(id(copies), into, of) for copies, into, of, _ in pending])
-        if (found := self._launches.get(key)) is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            # The copies are kept with it, so that no others get their identities.
-            found = self._launches[key] = [each.copies for each in pending], _launches(pending)
+        _, launches = self._launches.of(_SOURCE, key, lambda: _launches(pending))
         copy = _SOURCE.on(cupy.cuda.runtime.getDevice())
         stream = cupy.cuda.get_current_stream()
-        for grid, batch in found[1]:
+        for grid, batch in launches:
             copy(grid, (THREADS,), (batch,), 0, stream=stream)
 
 
-def _launches(pending: Sequence[_PendingCopies]) -> list[_RegionLaunch]:
+def _launches(pending: Sequence[_PendingCopies]) -> _KeptLaunches:
     regions = np.concatenate([moved(copies.packed, into, of) for copies, into, of, _ in pending])
     words = max(copies.words for copies, *_ in pending)
     parts = [regions[n : n + MAX_REGIONS] for n in range(0, len(regions), MAX_REGIONS)]
-    return [_RegionLaunch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
+    launches = [_RegionLaunch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
+    return [each.copies for each in pending], launches
 
 
 def _copies(
