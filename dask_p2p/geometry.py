@@ -95,6 +95,24 @@ def box_slices(box: Box) -> Slices:
     return (*(slice(start, stop) for start, stop in box), ...)
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole array, from its shape.
+
+    >>> whole_box((4, 7))
+    ((0, 4), (0, 7))
+    """
+    return tuple((0, length) for length in shape)
+
+
+def c_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """Return the strides of an array in C order, in bytes.
+
+    >>> c_strides((4, 3), 8)
+    (24, 8)
+    """
+    return tuple(item_bytes * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def cut_box(box: Box, axis: int, at: int) -> tuple[Box, Box]:
     """Return two parts of a box. The first has `at` elements along an axis.
 

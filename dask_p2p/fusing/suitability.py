@@ -15,7 +15,7 @@ from dask.utils import format_bytes
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import FuseError
-from dask_p2p.fusing.planning.program import AssembleStep, Program
+from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key, Kind
@@ -165,7 +165,7 @@ def _check_memory(
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
     made = [
         sum(
-            sizes_bytes.get(_key_of(step), 1)
+            sizes_bytes.get(step.key, 1)
             for superstep in program.supersteps
             for step in superstep.steps
         )
@@ -188,13 +188,8 @@ def exchanges_of(programs: Sequence[Program]) -> int:
         sent = {item.key for items in sends for item in items}
         if sent and (not found or not sent.isdisjoint(made)):
             found, made = found + 1, set()
-        made.update(_key_of(step) for each in supersteps for step in each.steps)
+        made.update(step.key for each in supersteps for step in each.steps)
     return found
-
-
-def _key_of(step: Any) -> Key:
-    key: Key = step.block.key if isinstance(step, AssembleStep) else step.key
-    return key
 
 
 def tasks_of_dask(tasks: FusedTasks) -> float:

@@ -33,7 +33,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from dask_p2p.geometry import Box, Index, box_size
+from dask_p2p.geometry import Box, Index, box_size, whole_box
 from dask_p2p.plans.base import Fill
 from dask_p2p.plans.exchange import Exchange
 from dask_p2p.plans.grid import AxisMapping
@@ -141,7 +141,7 @@ class _HaloBlocks:
         return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
 
     def _whole(self, at: Index) -> Box:
-        return tuple((0, size) for size in self.shape(at))
+        return whole_box(self.shape(at))
 
     @cached_property
     def _pieces(self) -> dict[Index, list[_HaloPiece]]:
@@ -213,8 +213,7 @@ def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
     Several halos may surround local blocks of one shape. Only the interior needs no halo data of
     other ranks. It may be empty: then the local block is the only boundary region.
     """
-    lengths = [stop - start for start, stop in halos[0].inner]
-    whole = tuple((0, length) for length in lengths)
+    whole = whole_box([stop - start for start, stop in halos[0].inner])
     each = [_interior(halo) for halo in halos]
     inside = [
         (max(start for start, _ in along), min(stop for _, stop in along))
@@ -224,7 +223,7 @@ def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
         return [tuple((0, 0) for _ in whole), whole]
     boundary_parts = []
     for axis, (start, stop) in enumerate(inside):
-        for low, high in ((0, start), (stop, lengths[axis])):
+        for low, high in ((0, start), (stop, whole[axis][1])):
             boundary_parts.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
     return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
 

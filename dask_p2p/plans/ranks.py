@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
-from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape
+from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, whole_box
 from dask_p2p.versioned import versioned
 
 
@@ -133,7 +133,7 @@ class RankGrid:
         """
         shape = self.shape(rank)
         if all(shape):
-            yield self.indices[rank], tuple((0, size) for size in shape)
+            yield self.indices[rank], whole_box(shape)
 
 
 def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_p2p.backends.host.permute import permute_into
 from dask_p2p.backends.host.threads import pool, thread_count
-from dask_p2p.geometry import box_slices, split_box
+from dask_p2p.geometry import box_slices, split_box, whole_box
 
 # Threads fill slots of pinned memory. With 1, 2, 4, 8 and 12 of them, on an H200's host with 16
 # cores, blocks of 256 MiB went through the GPU at 10, 17, 25, 32 and 28 GB/s, both ways together.
@@ -39,7 +39,7 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
     if of.nbytes < _LEAST_BYTES:
         copy(...)
         return lambda: None
-    box, count = tuple((0, n) for n in of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))
+    box, count = whole_box(of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))
     parts = map(box_slices, split_box(box, -(-of.size // count)))
     copies = [pool().submit(copy, part) for part in parts]
 

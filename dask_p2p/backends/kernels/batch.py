@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends.kernels.geometry import MAX_WORD_BYTES, reduce_copy
+from dask_p2p.geometry import whole_box
 from dask_p2p.plans import Piece
 
 MAX_AXES = 4
@@ -42,8 +43,7 @@ class RegionLayout(NamedTuple):
 @lru_cache(maxsize=256)  # one object for equal arrays: its identity is that of their copies
 def whole_piece(src: tuple[int, ...], dst: tuple[int, ...]) -> Sequence[Piece]:
     """Return a whole array as one piece, from its shapes before and after."""
-    boxes = (tuple((0, length) for length in shape) for shape in (src, dst))
-    return (Piece(0, *boxes),)
+    return (Piece(0, whole_box(src), whole_box(dst)),)
 
 
 @lru_cache(maxsize=4096)  # a plan takes longer than its launch, and blocks are similar

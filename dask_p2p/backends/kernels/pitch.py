@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 from dask_p2p.backends.kernels.geometry import reduce_copy
+from dask_p2p.geometry import c_strides
 
 # For shorter runs a copy engine is limited by runs a second, and kernels that read in place are
 # faster. GB/s of a copy engine and of a kernel over NVLink (H200): 359 and 358 with runs of 128
@@ -33,8 +33,7 @@ def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     """
     if 0 in shape:
         return None
-    dense = [itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    geometry = reduce_copy(shape, itemsize, strides, dense)
+    geometry = reduce_copy(shape, itemsize, strides, c_strides(shape, itemsize))
     run_bytes = geometry.word_bytes
     axes = list(geometry.axes)
     if axes and axes[-1].src_stride_bytes == axes[-1].dst_stride_bytes == run_bytes:

@@ -31,7 +31,7 @@ from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.pipelines.host_streams import HostStreams, pitch_of
 from dask_p2p.backends.pipelines.ring import Ring
-from dask_p2p.geometry import box_slices, split_box
+from dask_p2p.geometry import box_slices, split_box, whole_box
 from dask_p2p.types import Array, DType
 
 _PART_BYTES = 2**24
@@ -105,7 +105,7 @@ class HostThroughDeviceQueue(HostQueue):
             return
         word = _WORDS[src.dtype.itemsize]
         target, source = dst.view(word), src.view(word)
-        whole = tuple((0, length) for length in src.shape)
+        whole = whole_box(src.shape)
         for box in split_box(whole, self._size_bytes // src.dtype.itemsize):
             target_slices = box_slices(tuple(box[axis] for axis in axes))
             self._put(ring, target[target_slices], source[box_slices(box)], axes)

@@ -139,7 +139,8 @@ class _Writer:
                 self._send(Regions(each, number, block), rank, superstep)
         self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
-        self._largest_bytes = max(self._largest_bytes, prod(shape) * item_bytes_of(node))
+        size_bytes = prod(shape) * item_bytes_of(block.dtype)
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
 
     def add_wholes(self) -> None:
         """Add the messages with whole values, each in the first superstep that needs it."""

@@ -28,11 +28,21 @@ class AssembleStep(NamedTuple):
     block: AssembledBlock
     local: tuple[tuple[int, Key], ...]  # sources of the same rank: position in the plan, and key
 
+    @property
+    def key(self) -> Key:
+        """The key of the block."""
+        return self.block.key
+
 
 class WholeValue(NamedTuple):
     """A message's item: a whole value, for tasks of another rank."""
 
     key: Key
+
+    @property
+    def received_key(self) -> Key:
+        """The key of the value that its receiver gets or begins."""
+        return self.key
 
 
 class Regions(NamedTuple):
@@ -41,6 +51,11 @@ class Regions(NamedTuple):
     key: Key  # of the source
     number: int  # position of the source in the block's plan
     block: AssembledBlock
+
+    @property
+    def received_key(self) -> Key:
+        """The key of the value that its receiver gets or begins."""
+        return self.block.key
 
 
 Item: TypeAlias = WholeValue | Regions

@@ -15,7 +15,7 @@ from dask_p2p.fusing.planning.program import AssembleStep, Program, Regions, Sup
 from dask_p2p.fusing.planning.tasks import FusedTasks
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.plans import Plan
-from dask_p2p.types import Key
+from dask_p2p.types import DType, Key
 
 _ITEM_BYTES = 8  # of arrays whose dtype is unknown
 _REDUCED = 16  # least elements along the axes of a reduction, as a guess
@@ -35,7 +35,7 @@ def sizes_of(tasks: FusedTasks, inputs_bytes: Mapping[Key, int] = {}) -> dict[Ke
 def _size_of(node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]) -> int:
     """Return an upper bound of the size of a task's result, or a guess."""
     if isinstance(node, AssembleTask):
-        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node)
+        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node.output.dtype)
     if isinstance(node, DataNode):
         return int(getattr(node.value, "nbytes", 1))
     if not tasks.reads[key]:
@@ -44,9 +44,9 @@ def _size_of(node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[
     return max(1, largest // _REDUCED) if "keepdims" in _keywords(node) else largest
 
 
-def item_bytes_of(node: AssembleTask) -> int:
+def item_bytes_of(dtype: DType | None) -> int:
     """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
-    return _ITEM_BYTES if node.output.dtype is None else int(node.output.dtype.itemsize)
+    return _ITEM_BYTES if dtype is None else int(dtype.itemsize)
 
 
 class SourceElements:
@@ -73,7 +73,7 @@ def read_bytes_of(
     """Return the number of bytes that a task reads of each key."""
     if not isinstance(node, AssembleTask):
         return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
-    item_bytes = item_bytes_of(node)
+    item_bytes = item_bytes_of(node.output.dtype)
     return (count * item_bytes for count in elements.of(node.plan, node.index))
 
 
@@ -105,8 +105,7 @@ def peak_bytes(
         }
         for step in superstep.steps:
             is_block = isinstance(step, AssembleStep)
-            key = step.block.key if is_block else step.key
-            live += 0 if key in begun else sizes_bytes.get(key, 1)
+            live += 0 if step.key in begun else sizes_bytes.get(step.key, 1)
             peak = max(peak, live)
             reads = [each for _, each in step.local] if is_block else step.dependencies
             live -= sum(map(used, reads))
@@ -115,11 +114,7 @@ def peak_bytes(
 
 def _received(superstep: Superstep) -> set[Key]:
     """Return the keys of the values, and of the blocks, that an exchange allocates."""
-    return {
-        item.key if isinstance(item, WholeValue) else item.block.key
-        for items in superstep.receives.values()
-        for item in items
-    }
+    return {item.received_key for items in superstep.receives.values() for item in items}
 
 
 def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElements) -> int:
@@ -130,7 +125,7 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
         for item in items:
             if isinstance(item, Regions):
                 block = item.block
-                item_bytes = _ITEM_BYTES if block.dtype is None else block.dtype.itemsize
+                item_bytes = item_bytes_of(block.dtype)
                 size_bytes = elements.of(block.plan, block.position)[item.number] * item_bytes
                 total += size_bytes if size_bytes < read_bytes else 0
     return total

@@ -26,7 +26,7 @@ from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValu
 from dask_p2p.fusing.running.assembling import Assembling, in_task
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
-from dask_p2p.geometry import box_shape, round_up
+from dask_p2p.geometry import box_shape, round_up, whole_box
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.wire.connections import Connections
@@ -119,7 +119,7 @@ class Packing:
             if type(value) is FailedValue:
                 self._failed[number] = pickle.dumps(value)
                 continue
-            key = item.key if isinstance(item, WholeValue) else item.block.key
+            key = item.received_key
             try:
                 with in_task(key):
                     if isinstance(item, WholeValue):
@@ -233,7 +233,7 @@ class _Unpacking:
         assembling = self._messages.assembling
         for number, item in enumerate(items):
             if number in self._failed:
-                key = item.key if isinstance(item, WholeValue) else item.block.key
+                key = item.received_key
                 values[key] = pickle.loads(self._failed[number])
                 continue
             if isinstance(item, WholeValue):
@@ -255,7 +255,7 @@ class _Unpacking:
             into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
             assembling.add_others(block, item.number, into)
             targets = [
-                (each, SourcePieces([Piece(0, src, tuple((0, length) for length in each.shape))]))
+                (each, SourcePieces([Piece(0, src, whole_box(each.shape))]))
                 for each, (_, src, _) in zip(into, pieces, strict=True)
             ]
         if descriptor is not None and memory.lends_whole:

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.kernels.pitch import pitched
-from dask_p2p.geometry import box_shape
+from dask_p2p.geometry import box_shape, c_strides
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
 from dask_p2p.sections.exchange.packed import (
     Packed,
@@ -237,7 +236,7 @@ def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_Byte
     found = []
     of_arrays = zip(layout.boxes, layout.dtypes, shapes, layout.starts, strict=True)
     for number, (boxes, dtype, shape, packed_bytes) in enumerate(of_arrays):
-        strides = tuple(prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
+        strides = c_strides(shape, dtype.itemsize)
         for box in boxes:
             pitch = pitched(box_shape(box), strides, dtype.itemsize)
             if pitch is None or pitch.rows > 1:

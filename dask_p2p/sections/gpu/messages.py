@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_p2p.geometry import box_slices
+from dask_p2p.geometry import box_slices, whole_box
 from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import along
 from dask_p2p.sections.exchange.regions import RegionExchange
@@ -93,7 +93,7 @@ class GpuMessages:
             shape[axis] = sum(piece.shape[axis] for piece in pieces)
         whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
         for piece in pieces:
-            box = tuple((0, length) for length in piece.shape)
+            box = whole_box(piece.shape)
             if box:
                 box = along(axis, box, (start, start + piece.shape[axis]))
                 start += piece.shape[axis]

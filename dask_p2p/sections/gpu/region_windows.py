@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from dask_p2p import tuning
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.kept_results import KeptResults
-from dask_p2p.geometry import Box, box_shape, box_slices
+from dask_p2p.geometry import box_shape, box_slices, c_strides, whole_box
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.movers import ExchangeCall
 from dask_p2p.sections.exchange.pieces import Pieces, along
 from dask_p2p.sections.gpu.windows import SLOTS, OwnWindow, PeerWindow, opened
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.device import Gpu
@@ -120,7 +120,7 @@ class RegionWindows:
         if len(made) == 1:
             return made[0]
         local_block = self._gpu.empty(call.exchange.before, call.dtype)
-        whole = tuple((0, length) for length in call.exchange.before)
+        whole = whole_box(call.exchange.before)
         for piece, bounds in zip(made, pairwise(pieces.bounds), strict=True):
             part = along(pieces.axis, whole, bounds)
             into = local_block[box_slices(part)]
@@ -141,16 +141,17 @@ class RegionWindows:
         receives: list[list[_Copy]] = [[] for _ in range(SLOTS)]
         for rank, (box,) in exchange.sends.items():
             shape = box_shape(box)
-            pieces = [Piece(0, box, _whole(shape))]
+            pieces = [Piece(0, box, whole_box(shape))]
             for slot in range(SLOTS):
                 memory = own.memory(rank, slot)[: prod(shape) * dtype.itemsize]
                 sends[slot].append(_Copy(rank, memory.view(dtype).reshape(shape), pieces))
         for rank in call.in_turn(self._connections, exchange.receives):
             (box,) = exchange.receives[rank]
             shape = exchange.shape_before(box_shape(box))
-            pieces = [Piece(0, _whole(shape), box)]
+            pieces = [Piece(0, whole_box(shape), box)]
             for slot in range(SLOTS):
-                region = _array_at(self._peers[rank].address(slot), shape, dtype)
+                address, strides = self._peers[rank].address(slot), c_strides(shape, dtype.itemsize)
+                region = cuda_ipc.array_at(address, shape, strides, dtype)
                 receives[slot].append(_Copy(rank, region, pieces))
         return _Copies(sends, [Piece(0, src, dst) for src, dst in exchange.local], receives)
 
@@ -168,13 +169,3 @@ class RegionWindows:
         is_complete = bytes([len(self._peers) == size - 1])
         answers = self._connections.gather(f"{text}, all windows", is_complete)
         self._slot_bytes, self._are_complete = slot_bytes, all(map(any, answers))
-
-
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple((0, length) for length in shape)
-
-
-def _array_at(address: int, shape: tuple[int, ...], dtype: DType) -> Array:
-    strides = tuple(prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
-    array: Array = cuda_ipc.array_at(address, shape, strides, dtype)
-    return array

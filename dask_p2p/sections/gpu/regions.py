@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p import tuning
 from dask_p2p.backends import order_of
-from dask_p2p.geometry import Box, ContiguousRuns, box_slices, gapless_from, split_box, taper_last
+from dask_p2p.geometry import (
+    Box,
+    ContiguousRuns,
+    box_slices,
+    gapless_from,
+    split_box,
+    taper_last,
+    whole_box,
+)
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces, along
@@ -211,7 +219,7 @@ class GpuRegions(RegionMover):
         """Put a piece of another rank's region into place; it begins at `start` along the axis."""
         axes = call.exchange.axes
         if piece.ndim:
-            whole = tuple((0, length) for length in piece.shape)
+            whole = whole_box(piece.shape)
             part = along(axis, whole, (start, start + piece.shape[axis]))
             target = target[box_slices(tuple(part[each] for each in axes))]
         read_in_parts(self._gpu, piece, target, axes, is_last)
@@ -272,7 +280,7 @@ def _parts(
     is_last: bool,
 ) -> tuple[Box, ...]:
     """Return the parts of a region. The last ones get smaller, as no other copy overlaps them."""
-    whole = tuple((0, length) for length in shape)
+    whole = whole_box(shape)
     if not part_bytes or not whole:
         return (whole,)
     order = order_of(strides)
