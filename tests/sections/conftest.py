@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.sections.gpu import halo_windows
+from dask_p2p.sections.gpu.regions import GpuRegions
 from tests.sections.emulated import emulated_gpu
 
 
@@ -23,4 +24,17 @@ def opened(monkeypatch):
         return own, by_rank
 
     monkeypatch.setattr(halo_windows, "opened", noted)
+    return found
+
+
+@pytest.fixture
+def in_place(monkeypatch):
+    """The ranks that read regions in place."""
+    found, original = [], GpuRegions._bring_directly
+
+    def noted(own, *args):
+        found.append(own)
+        return original(own, *args)
+
+    monkeypatch.setattr(GpuRegions, "_bring_directly", noted)
     return found

@@ -7,23 +7,24 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dask_p2p.errors import SectionError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu import region_windows, windows
-from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
-from tests.sections.emulated import emulated_gpu
-from tests.sections.exchange.test_redistribution import cases
-from tests.sections.gangs import connections_of, run_gang
-from tests.sections.gpu.test_regions import PAIR, SLABS, X, filled, in_pieces, overwritten, run
+from tests.sections.gangs import connections_of
+from tests.sections.gpu.test_regions import (
+    PAIR,
+    SLABS,
+    fail_on_rank,
+    filled,
+    in_pieces,
+    overwritten,
+    run,
+)
 from tests.sections.gpu.test_regions import there_and_back as both_ways
 from tests.simulation.streams import RaceError
 from tests.support import pairwise, tune
@@ -40,19 +41,6 @@ def calls(monkeypatch):
         return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", noted)
-    return found
-
-
-@pytest.fixture
-def in_place(monkeypatch):
-    """The ranks that read regions in place."""
-    found, original = [], GpuRegions._bring_directly
-
-    def noted(own, *args):
-        found.append(own)
-        return original(own, *args)
-
-    monkeypatch.setattr(GpuRegions, "_bring_directly", noted)
     return found
 
 
@@ -81,48 +69,9 @@ def test_an_exchange_takes_one_message(gpu, calls):
     run(gpu, PAIR, twice)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    case=cases(),
-    permuted=st.booleans(),
-    dtype=st.sampled_from(["f8", "c8", "i8"]),  # one word each, like recorded accesses
-)
-def test_any_partition_of_any_array(case, permuted, dtype):
-    ranks, (partition, other), axes, _ = case
-    shape = tuple(map(sum, ranks.chunks))
-    x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
-    y = x.transpose(axes) if permuted else x
-    order = {"axes": axes} if permuted else {}
-
-    def to_another(gpu, ctx):
-        with ctx.device.running([]):
-            for _ in range(3):
-                a = filled(gpu, x[box_slices(ctx.box_of(partition))])
-                b = ctx.redistribute(a, other or [0], partition, **order)
-                overwritten(gpu, a, 1)
-                assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
-
-    with pytest.MonkeyPatch.context() as patched:
-        gpu = emulated_gpu(patched)
-        run_gang(ranks, partial(to_another, gpu), device=Gpu)
-        gc.collect()
-        gpu.check()
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pieces(gpu, in_place, axis):
     run(gpu, SLABS, partial(in_pieces, gpu, SLABS, axis=axis))
-    assert not in_place
-
-
-def test_views_of_any_strides(gpu, in_place):
-    def reversed_and_spread(ctx, own):
-        a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
-        b = ctx.redistribute(a, (1,))
-        wanted = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
-        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
-
-    run(gpu, PAIR, reversed_and_spread)
     assert not in_place
 
 
@@ -163,14 +112,7 @@ def test_larger_blocks_are_read_in_place(gpu, in_place, monkeypatch):
 @pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
 def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, what):
     """No rank uses windows then: all of them agree."""
-    original = what.__init__
-
-    def refuses(own, device, *args):
-        if connections_of(device).rank_and_size[0] == 2:
-            raise RuntimeError("cudaErrorNotSupported")
-        original(own, device, *args)
-
-    monkeypatch.setattr(what, "__init__", refuses)
+    fail_on_rank(monkeypatch, what, "__init__", 2)
     run(gpu, SLABS, partial(both_ways, gpu))
     assert len({*in_place}) == 4
 
@@ -192,15 +134,6 @@ def test_bytes_are_counted(gpu):
         assert after - before == (48 - len(own)) * shape[1] * 8
 
     run(gpu, PAIR, counted)
-
-
-def test_calls_that_differ_are_found(gpu):
-    def differing(ctx, own):
-        order = ["pairwise", "diagonal"][ctx.rank]
-        ctx.redistribute(filled(gpu, own), (1,), exchange=order)
-
-    with pytest.raises(SectionError, match=r"rank 0 called redistribute\(\).*pairwise"):
-        run(gpu, PAIR, differing)
 
 
 def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):

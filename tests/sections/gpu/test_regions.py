@@ -197,6 +197,7 @@ def test_a_read_takes_two_messages(gpu, monkeypatch):
     assert [each[:2] for each in calls.values()] == [["descriptors", "read"]] * 2
 
 
+@pytest.mark.parametrize("window_bytes", [0, 2**26])
 @settings(max_examples=40, deadline=None)
 @given(
     case=cases(),
@@ -204,7 +205,7 @@ def test_a_read_takes_two_messages(gpu, monkeypatch):
     part_bytes=st.sampled_from([0, 16, 2**12]),
     dtype=st.sampled_from(["f8", "c8", "i8"]),  # one word each, like recorded accesses
 )
-def test_any_partition_of_any_array(case, permuted, part_bytes, dtype):
+def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dtype):
     ranks, (partition, other), axes, _ = case
     shape = tuple(map(sum, ranks.chunks))
     x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
@@ -213,19 +214,24 @@ def test_any_partition_of_any_array(case, permuted, part_bytes, dtype):
 
     def to_another(gpu, ctx):
         with ctx.device.running([]):
-            a = filled(gpu, x[box_slices(ctx.box_of(partition))])
-            b = ctx.redistribute(a, other or [0], partition, **order)
-            overwritten(gpu, a, 1)
-            assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
+            for _ in range(3):  # through all slots of windows
+                a = filled(gpu, x[box_slices(ctx.box_of(partition))])
+                b = ctx.redistribute(a, other or [0], partition, **order)
+                overwritten(gpu, a, 1)
+                assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
 
     with pytest.MonkeyPatch.context() as patched:
+        tune(patched, window_bytes=window_bytes)
         gpu = emulated_gpu(patched)
         run_gang(ranks, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
 
 
-def test_views_of_any_strides_are_read(gpu, through_host):
+@pytest.mark.parametrize("window_bytes", [0, 2**26])
+def test_views_of_any_strides_are_read(gpu, through_host, in_place, monkeypatch, window_bytes):
+    tune(monkeypatch, window_bytes=window_bytes)
+
     def reversed_and_spread(ctx, own):
         a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
         b = ctx.redistribute(a, (1,))
@@ -234,6 +240,7 @@ def test_views_of_any_strides_are_read(gpu, through_host):
 
     run(gpu, PAIR, reversed_and_spread)
     assert not through_host
+    assert len(in_place) == (0 if window_bytes else 2)
 
 
 def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
@@ -509,7 +516,10 @@ def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
         run(gpu, PAIR, gives_up)
 
 
-def test_calls_that_differ_are_found(gpu):
+@pytest.mark.parametrize("window_bytes", [0, 2**26])
+def test_calls_that_differ_are_found(gpu, monkeypatch, window_bytes):
+    tune(monkeypatch, window_bytes=window_bytes)
+
     def differing(ctx, own):
         order = ["pairwise", "diagonal"][ctx.rank]
         ctx.redistribute(filled(gpu, own), (1,), exchange=order)
