@@ -154,9 +154,9 @@ def iterate(
         ``at.index``, ``at.rank`` and ``at.last``, the newest records by name. Fields have a halo of
         width `depth`. Fields and constants are read-only: write into `out`, or into a copy. The
         result must depend on the arguments alone, and at each point on its neighbours alone. The
-        first two steps check the function, and call it again for that. A warning names a function
-        whose results for halves of a local block differ from those for the whole block, such as
-        ``u - u.mean()``: its results depend on the number of ranks.
+        first two steps check the function by further calls. Results of some functions for halves of
+        a local block differ from those for the whole block, as of ``u - u.mean()``. They depend on
+        the number of ranks, so a warning names the function.
     fields : dask.array.Array, mapping of str or sequence
         The initial field, or a mapping of coupled fields by name. A value of the mapping is a Dask
         array, a list of time levels, the newest first, a number, or a `dask_p2p.Field` with
