@@ -141,12 +141,12 @@ def _wait(glibc: Any) -> None:
 def _return_unused(glibc: Any, begun: int) -> None:
     global _timer
     with _lock:
-        _timer = None
         if _keeping or begun < _begun:
             _wait(glibc)
             return
         _set(glibc, _BEFORE)
         _trim(glibc)
+        _timer = None
 
 
 def _trim(glibc: Any) -> None:
