@@ -14,10 +14,19 @@ import dask_p2p
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.tools.indexed import count_wrong, indexed_array
 
-__all__ = ["REAL", "attempt", "computed", "transforms_of", "transposes_of", "wait_until_gone"]
+__all__ = [
+    "REAL",
+    "attempt",
+    "computed",
+    "shape_text",
+    "transforms_of",
+    "transposes_of",
+    "wait_until_gone",
+]
 
 IN_SECTION, LAYER = "a transpose in a section", "a layer of dask_p2p.transpose"
 REAL = {"Context.fftn": False, "Context.rfftn": True}  # true: of real numbers
+PENCILS = "in pencils"
 _TOLERANCE = 1e-4
 _CALLS = 8  # consecutive transforms or transposes in a section
 _POLL_S = 0.01
@@ -32,7 +41,7 @@ def attempt(what: str, measure: Callable[[], Any]) -> Any:
         return None
 
 
-def _attempted(size: int, ways: dict[str, Callable[[], list[float]]]) -> dict[str, list[float]]:
+def _attempted(size: object, ways: dict[str, Callable[[], list[float]]]) -> dict[str, list[float]]:
     """Return the times of each way that does not fail."""
     found = {way: attempt(f"{size} {way}", measure) for way, measure in ways.items()}
     return {way: times for way, times in found.items() if times is not None}
@@ -133,33 +142,56 @@ def transposes_of(
     return _attempted(side, {**ways, LAYER: as_layer})
 
 
-def transformed(ctx: Any, x: Any, is_real: bool, shape: Any, rounds: int) -> tuple[float, Any]:
-    """Return a cube's error after a round trip, and the seconds of a call in each round."""
+def transformed(
+    ctx: Any, x: Any, is_real: bool, shape: Any, partitions: Any, rounds: int
+) -> tuple[float, Any]:
+    """Return an array's error after a round trip, and the seconds of a call in each round."""
     there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
-    transform = partial(there, x, partition=(1,), from_partition=(0,), shape=shape)
-    error = abs(back(transform(), partition=(0,), from_partition=(1,), shape=shape) - x).max()
+    before, after = partitions
+    transform = partial(there, x, partition=after, from_partition=before, shape=shape)
+    error = abs(back(transform(), partition=before, from_partition=after, shape=shape) - x).max()
     return float(error), _rounds(ctx, x, transform, rounds)
 
 
 def transforms_of(
-    client: Any, side: int, repeats: int, is_on_gpu: bool, timeout_s: float
+    client: Any, shape: tuple[int, int, int], repeats: int, is_on_gpu: bool, timeout_s: float
 ) -> dict[str, list[float]]:
-    """Return the seconds of a transform by each way that did not fail."""
-    workers, shape = len(client.nthreads()), (side,) * 3
+    """Return the seconds of a transform by each way that did not fail.
 
-    def seconds(is_real: bool) -> list[float]:
-        x = da.random.default_rng(0).random(shape, "f4", chunks=(-(-side // workers), side, side))
+    Four and more workers, if they are an even number, also transform pencils.
+    """
+    workers = len(client.nthreads())
+
+    def seconds(is_real: bool, grid: tuple[int, ...], partitions: Any) -> list[float]:
+        chunks = tuple(-(-n // parts) for n, parts in zip(shape, grid, strict=True))
+        x = da.random.default_rng(0).random(shape, "f4", chunks=chunks)
         x = x if is_real else x.astype("c8")
         if is_on_gpu:
             import cupy
 
             x = x.map_blocks(cupy.asarray)
         given: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
-        given |= {"outputs": 0, "per_rank": [0.0, np.zeros(repeats + 1)], "ranks": workers}
-        found = client.compute(list(dask_p2p.spmd(transformed, client.persist(x), **given)))
+        given |= {"partition": partitions[0], "partitions": partitions, "ranks": workers}
+        per_rank = [0.0, np.zeros(repeats + 1)]
+        of_ranks = dask_p2p.spmd(
+            transformed, client.persist(x), outputs=0, per_rank=per_rank, **given
+        )
+        found = client.compute(list(of_ranks))
         error, times = (each.result(timeout=timeout_s) for each in found)
         if not error.max() < _TOLERANCE:
             raise RuntimeError(f"values differ by {error.max():g} after a round trip")
         return [float(each) for each in times.max(axis=0)[1:]]
 
-    return _attempted(side, {way: partial(seconds, is_real) for way, is_real in REAL.items()})
+    slabs, pencils = ((0,), (1,)), ((0, 1), (1, 2))
+    ways: dict[str, Callable[[], list[float]]]
+    ways = {way: partial(seconds, real, (workers, 1, 1), slabs) for way, real in REAL.items()}
+    if workers > 2 and workers % 2 == 0:
+        for way, real in REAL.items():
+            given = real, (workers // 2, 2, 1), pencils
+            ways[f"{way}, {PENCILS}"] = partial(seconds, *given)
+    return _attempted(shape_text(shape), ways)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, such as 2048x2048x1024."""
+    return "x".join(map(str, shape))

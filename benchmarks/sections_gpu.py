@@ -3,6 +3,7 @@
     timeout 240 python -m benchmarks.sections_gpu --json FILE
     python -m benchmarks.sections_gpu --size 0 --side 65536 --workers 1
     python -m benchmarks.sections_gpu --size 0 --cube 512 --cube 1024
+    python -m benchmarks.sections_gpu --size 0 --shape 2048 2048 1024 --workers 4
     python -m benchmarks.sections_gpu --cpu --size 32 --steps 20 --side 512 --cube 64
 
 The wave is a 25-point stencil in float32 on one cube a GPU, with a periodic boundary. The halo lies
@@ -15,9 +16,10 @@ in a section, in each order of exchange, in several consecutive calls without a 
 They are also timed as a layer of `dask_p2p.transpose`, from the client's call to its end, and by
 JAX. Each element is checked.
 
-Fourier transforms are of cubes in slabs, in complex64 and float32. `Context.fftn` and `rfftn`
-return slabs of the second axis. JAX uses `shard_map`. Each result is transformed back, and compared
-with the input.
+Fourier transforms are of cubes and other shapes in slabs, in complex64 and float32. `Context.fftn`
+and `rfftn` return slabs of the second axis. An even number of workers, from four on, also
+transforms pencils along the last axis to pencils along the first. JAX uses `shard_map`, for slabs.
+Each result is transformed back, and compared with the input.
 
 Each measurement has a time-out; the others follow after it.
 """
@@ -30,9 +32,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import dask.array as da
@@ -43,7 +46,14 @@ from benchmarks.environment import environment
 from benchmarks.growth import write
 from benchmarks.rivals.common import run_program
 from benchmarks.rivals.wave import RADIUS, reference, wave
-from benchmarks.sections_calls import REAL, attempt, computed, transforms_of, transposes_of
+from benchmarks.sections_calls import (
+    REAL,
+    attempt,
+    computed,
+    shape_text,
+    transforms_of,
+    transposes_of,
+)
 
 __all__ = ["main"]
 
@@ -51,9 +61,12 @@ OURS, NO_OVERLAP = "dask_p2p.iterate", "dask_p2p.iterate, overlap=False"
 CAPTURED = "dask_p2p.iterate, capture=True"
 KERNEL, JAX = "the kernel alone", "JAX shard_map"
 #: Names of times in the file, by the kind of size.
-SECONDS_OF = {"size": "step_s", "side": "transpose_s", "cube": "transform_s"}
+SECONDS_OF = {
+    "size": "step_s", "side": "transpose_s", "cube": "transform_s", "shape": "transform_s"
+}  # fmt: skip
 _CHECKED = 16  # side of the cubes that are compared with NumPy's result
 _TOLERANCE = 1e-4
+_Extent: TypeAlias = tuple[str, int | str]  # a kind of size, and the size
 _AT_ONCE = 5  # arrays of the transposed one's size in memory, divided among the workers
 
 
@@ -154,9 +167,9 @@ def times_of(
     return times
 
 
-def by_jax(module: str, size: int, *arguments: object, timeout_s: float) -> list[float]:
+def by_jax(module: str, *arguments: object, timeout_s: float) -> list[float]:
     """Return the seconds measured by one of the JAX programs in its own process."""
-    said = run_program(module, "--size", size, *arguments, timeout_s=timeout_s)
+    said = run_program(module, *arguments, timeout_s=timeout_s)
     if said.get("wrong"):
         raise RuntimeError(f"{said['wrong']} elements are wrong")
     found: list[float] = said["times_s"]
@@ -169,9 +182,9 @@ class Results:
 
     head: dict[str, Any]
     path: Path | None
-    rows: dict[tuple[str, int], dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    rows: dict[_Extent, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
 
-    def add(self, kind: str, size: int, times: dict[str, list[float]]) -> None:
+    def add(self, kind: str, size: int | str, times: dict[str, list[float]]) -> None:
         """Add the seconds of some ways for a kind of size."""
         for way, each in times.items():
             print(f"{kind} {size:>6} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
@@ -186,6 +199,7 @@ class Results:
 )
 @click.option("--side", "sides", multiple=True, type=int, help="Side of a square to transpose.")
 @click.option("--cube", "cubes", multiple=True, type=int, help="Side of a cube to transform.")
+@click.option("--shape", "shapes", multiple=True, nargs=3, type=int, help="Array to transform.")
 @click.option("--workers", default=2, help="Workers with a GPU each.")
 @click.option("--steps", type=int, help="Timed steps.  [default: by the size]")
 @click.option("--repeats", default=3, help="Rounds after the first.")
@@ -196,6 +210,7 @@ def main(
     sizes: Sequence[int],
     sides: Sequence[int],
     cubes: Sequence[int],
+    shapes: Sequence[tuple[int, int, int]],
     workers: int,
     steps: int | None,
     repeats: int,
@@ -207,8 +222,10 @@ def main(
     from distributed import Client
 
     # A pool in one allocation, which other processes map: a multiple of 2 MiB.
-    squares_bytes, cubes_bytes = (max(sides, default=0) ** 2 * 4, max(cubes, default=0) ** 3 * 8)
-    largest_bytes = max(squares_bytes, 2 * cubes_bytes) // workers
+    transformed: dict[_Extent, tuple[int, int, int]] = {("cube", n): (n, n, n) for n in cubes}
+    transformed |= {("shape", shape_text(shape)): shape for shape in shapes}
+    all_bytes = [4 * n**2 for n in sides] + [16 * prod(shape) for shape in transformed.values()]
+    largest_bytes = max(all_bytes, default=0) // workers
     pool_bytes = max(2**34, -(-_AT_ONCE * largest_bytes // 2**30) * 2**30)
     of_gpus: dict[str, Any] = {} if on_cpu else {"rmm_pool_size": pool_bytes}
     results = Results({**environment(), "workers": workers, "repeats": repeats}, path)
@@ -226,24 +243,27 @@ def main(
             results.add("size", size, times_of(client, size, count, *common))
         for side in sides:
             results.add("side", side, transposes_of(client, side, *common))
-        for side in cubes:
-            results.add("cube", side, transforms_of(client, side, *common))
+        for which, shape in transformed.items():
+            results.add(*which, transforms_of(client, shape, *common))
     # The workers have released the GPUs' memory.
-    rivals: list[tuple[str, int, str, str, Sequence[object]]] = [
-        *(("size", n, JAX, "jax_wave", ("--steps", count)) for n, count in steps_at.items()),
-        *(("side", n, "JAX", "sharded_jax", ()) for n in sides),
+    rivals: list[tuple[str, int | str, str, str, Sequence[object]]] = [
         *(
-            ("cube", n, f"{JAX}, for {way}", "jax_fft", ["--real"] * is_real)
-            for n in cubes
+            ("size", n, JAX, "jax_wave", ("--size", n, "--steps", count))
+            for n, count in steps_at.items()
+        ),
+        *(("side", n, "JAX", "sharded_jax", ("--size", n)) for n in sides),
+        *(
+            (*which, f"{JAX}, for {way}", "jax_fft", ("--shape", *shape, *["--real"] * is_real))
+            for which, shape in transformed.items()
             for way, is_real in REAL.items()
         ),
     ]
     given = "--gpus", workers, "--repeats", repeats, *["--cpu"] * on_cpu
-    for kind, size, way, module, more in rivals if find_spec("jax") is not None else ():
-        measure = partial(by_jax, module, size, *given, *more, timeout_s=timeout_s)
-        found = attempt(f"{size} {way}", measure)
+    for kind, extent, way, module, more in rivals if find_spec("jax") is not None else ():
+        measure = partial(by_jax, module, *more, *given, timeout_s=timeout_s)
+        found = attempt(f"{extent} {way}", measure)
         if found is not None:
-            results.add(kind, size, {way: found})
+            results.add(kind, extent, {way: found})
 
 
 if __name__ == "__main__":

@@ -42,5 +42,14 @@ def test_what_is_not_gone_is_told(client):
 
 def test_transforms_that_do_not_come_back_are_told(monkeypatch, capsys, client):
     monkeypatch.setattr(sections_calls, "_TOLERANCE", 0)
-    assert sections_calls.transforms_of(client, 8, 1, False, 30) == {}
-    assert capsys.readouterr().out.count("after a round trip") == 2
+    assert sections_calls.transforms_of(client, (8, 8, 8), 1, False, 30) == {}
+    assert capsys.readouterr().out.count("after a round trip") == 4
+
+
+def test_four_workers_transform_slabs_and_pencils(client):
+    found = sections_calls.transforms_of(client, (8, 12, 6), 1, False, 30)
+    assert found.keys() == {
+        "Context.fftn",
+        "Context.rfftn",
+        *(f"{way}, {sections_calls.PENCILS}" for way in sections_calls.REAL),
+    }

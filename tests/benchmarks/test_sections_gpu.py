@@ -38,10 +38,11 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     run, asked = jax_says({"times_s": [0.5]})
     monkeypatch.setattr(sections_gpu, "find_spec", lambda name: name)
     monkeypatch.setattr(sections_gpu, "run_program", run)
-    options = "--cpu --size 12 --steps 3 --side 51 --cube 8 --repeats 1"
+    options = "--cpu --size 12 --steps 3 --side 51 --cube 8 --shape 8 6 4 --repeats 1"
     made, output = results_of(sections_gpu, tmp_path, options)
-    wave, square, cube = made["rows"]
-    assert (wave["size"], square["side"], cube["cube"]) == (12, 51, 8)
+    wave, square, cube, other = made["rows"]
+    named = wave["size"], square["side"], cube["cube"], other["shape"]
+    assert named == (12, 51, 8, "8x6x4")
     ways = {
         sections_gpu.KERNEL, sections_gpu.OURS, sections_gpu.NO_OVERLAP, sections_gpu.CAPTURED
     }  # fmt: skip
@@ -51,15 +52,18 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
     in_section = {way for way in transposes if way.startswith(sections_calls.IN_SECTION)}
     assert len(in_section) == len(ORDERS)
     assert transposes.keys() - in_section == {sections_calls.LAYER, "JAX"}
-    assert transforms.keys() == {"Context.fftn", "Context.rfftn", *by_jax}
-    measured = [*transposes.values(), *transforms.values()]
+    in_slabs = {"Context.fftn", "Context.rfftn", *by_jax}
+    assert transforms.keys() == other["transform_s"].keys() == in_slabs
+    measured = [*transposes.values(), *transforms.values(), *other["transform_s"].values()]
     assert all(len(each) == 1 and each[0] > 0 for each in measured)
     common = ["--gpus", "2", "--repeats", "1", "--cpu"]
     assert asked == [
-        ["jax_wave", "--size", "12", *common, "--steps", "3"],
+        ["jax_wave", "--size", "12", "--steps", "3", *common],
         ["sharded_jax", "--size", "51", *common],
-        ["jax_fft", "--size", "8", *common],
-        ["jax_fft", "--size", "8", *common, "--real"],
+        ["jax_fft", "--shape", "8", "8", "8", *common],
+        ["jax_fft", "--shape", "8", "8", "8", "--real", *common],
+        ["jax_fft", "--shape", "8", "6", "4", *common],
+        ["jax_fft", "--shape", "8", "6", "4", "--real", *common],
     ]
     assert "12 JAX shard_map failed: RuntimeError: no memory" in output
 
@@ -68,7 +72,7 @@ def test_what_jax_finds_must_be_right(monkeypatch):
     run, _ = jax_says({"times_s": [0.5], "wrong": 3})
     monkeypatch.setattr(sections_gpu, "run_program", run)
     with pytest.raises(RuntimeError, match="3 elements"):
-        sections_gpu.by_jax("sharded_jax", 8, timeout_s=1)
+        sections_gpu.by_jax("sharded_jax", "--size", 8, timeout_s=1)
 
 
 def test_help():
