@@ -16,7 +16,8 @@ from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
-from tests.support import tune
+from tests.support import BOUND_S, tune
+from tests.transports.loopback import true_later
 from tests.usage import usage_of_worker
 
 
@@ -36,7 +37,7 @@ class DeafWorker:
     def rpc(self, address):
         async def op(**kwargs):
             self.called.append(address)
-            await asyncio.sleep(60)
+            await asyncio.sleep(BOUND_S)
 
         return SimpleNamespace(op=op)
 
@@ -55,19 +56,18 @@ async def test_calls_to_a_worker_that_leaves_end_at_once():
     context = DaskWorkerContext(worker, options())
     waiting = asyncio.ensure_future(context.call("a", "op"))
     other = asyncio.ensure_future(context.call("b", "op"))
-    await asyncio.sleep(0.01)
+    await true_later(lambda: worker.called == ["a", "b"])
     context.on_worker_left("a")
-    done, _ = await asyncio.wait([waiting], timeout=60)
+    done, _ = await asyncio.wait([waiting], timeout=BOUND_S)
     assert done == {waiting}
     with pytest.raises(ConnectionAbortedError, match="left the cluster"):
         await waiting
     with pytest.raises(ConnectionAbortedError, match="left the cluster"):
-        await asyncio.wait_for(context.call("a", "op"), 60)
+        await asyncio.wait_for(context.call("a", "op"), BOUND_S)
     assert worker.called == ["a", "b"], "it was not even tried"
     context.on_workers_named(["a"])
     again = asyncio.ensure_future(context.call("a", "op"))
-    await asyncio.sleep(0.01)
-    assert worker.called == ["a", "b", "a"]
+    await true_later(lambda: worker.called == ["a", "b", "a"])
     for task in (again, other):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -79,11 +79,11 @@ async def test_what_blocks_does_not_block_the_event_loop():
     context = DaskWorkerContext(DeafWorker(), options())
     event = threading.Event()
     context.loop.call_later(0.05, event.set)
-    assert await context.offload(event.wait, 10), "the loop could not set it"
+    assert await context.offload(event.wait, BOUND_S), "the loop could not set it"
     threads = [thread for thread in threading.enumerate() if "p2p-serve" in thread.name]
     context.close()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
         assert not thread.is_alive()
 
 
@@ -150,10 +150,12 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
 
 
 async def test_nothing_is_kept_of_calls_that_ended():
-    context = DaskWorkerContext(DeafWorker(), options())
+    worker = DeafWorker()
+    context = DaskWorkerContext(worker, options())
     for address in ("a", "b"):
         call = asyncio.ensure_future(context.call(address, "op"))
-        await asyncio.sleep(0.01)
+        await true_later(lambda: worker.called)
+        worker.called.clear()
         assert usage_of_worker(context)["calls"] == 1
         if address == "a":
             context.on_worker_left(address)

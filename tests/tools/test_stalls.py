@@ -41,16 +41,13 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
     assert stalled(client, after=0) == []
     x = da.from_array(X, chunks=4)
     future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
-    wait_until(lambda: len(stalled(client, after="100 ms")) == 3)
+    found = wait_until(lambda: found_stalled(client))
     assert stalled(client, after="1 hour") == []
-    found = {each.rank: each for each in stalled(client, after="100 ms")}
     assert {each.size for each in found.values()} == {3}
     assert {(each.step, each.steps) for each in found.values()} == {(4, 20)}
     assert found[1].waits_for == ()
-    assert "held_up" in found[1].stack
     assert "computes" in str(found[1])
     others = found[0], found[2]
-    assert all(1 in each.waits_for and each.waited_s > 0.1 for each in others)
     assert all("allreduce" in each.call and each.exchanges > 4 for each in others)
     assert all(
         "waits for rank " in str(each) and "allreduce('sum')" in str(each) for each in others
@@ -61,12 +58,26 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
     wait_until(lambda: stalled(client, after=0) == [])
 
 
+def found_stalled(client):
+    """Return the reports by rank once two ranks have waited for the third one, which is held up.
+
+    On a busy machine ranks wait for others in earlier steps, too.
+    """
+    found = {each.rank: each for each in stalled(client, after="100 ms")}
+    others = [each for rank, each in found.items() if rank != 1]
+    if all(each.waits_for == (1,) and each.waited_s > 0.1 for each in others):
+        return found if 1 in found and "held_up" in found[1].stack else {}
+    return {}
+
+
 def test_a_wait_is_logged_once_and_has_a_file(client, tmp_path, monkeypatch):
     """A line of the rank that waits; and a file with the stacks of all ranks, of the scheduler."""
     warnings: list[str] = []
     handler = Kept(warnings)
     monkeypatch.setattr(stalls.logger, "handlers", [*stalls.logger.handlers, handler])
     monkeypatch.setitem(dask.config.config, "temporary-directory", str(tmp_path))
+    client.run(_listen)
+    client.run(_log_no_wait)
     x = da.from_array(X, chunks=4)
     with dask.config.set({"p2p.timeouts.request": "200 ms"}):
         future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
@@ -81,7 +92,8 @@ def test_a_wait_is_logged_once_and_has_a_file(client, tmp_path, monkeypatch):
         ]
         return len(lines) == 2
 
-    client.run(_listen)
+    wait_until(lambda: found_stalled(client))
+    client.run(_log_waits)
     wait_until(logged)
     assert {line[:11] for line in lines} == {"Rank 0 of 3", "Rank 2 of 3"}
     assert "dask_p2p.stalled(client)" in lines[0]
@@ -91,11 +103,13 @@ def test_a_wait_is_logged_once_and_has_a_file(client, tmp_path, monkeypatch):
     assert str(path) in warnings[0]
     assert "all 3 ranks" in warnings[0]
     _check_file(json.loads(path.read_text()))
+    client.run(_log_no_wait)
     (tmp_path / "go").touch()
     future.result()
     assert logged()
     assert len(warnings) == 1
     assert [*tmp_path.glob("*.json")] == [path]
+    client.run(_log_waits)
 
 
 def _check_file(found):
@@ -128,6 +142,18 @@ def _listen():
             _KEPT.append(record.getMessage())
 
     waits.logger.addHandler(Listening())
+
+
+_LOG_IF_LONG = waits.CurrentWait.log_if_long
+
+
+def _log_no_wait():
+    """Ignore waits, such as those of a busy machine before the ranks stall and afterwards."""
+    waits.CurrentWait.log_if_long = lambda *_: None
+
+
+def _log_waits():
+    waits.CurrentWait.log_if_long = _LOG_IF_LONG
 
 
 def _lines():

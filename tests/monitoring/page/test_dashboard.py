@@ -23,7 +23,7 @@ from dask_p2p.monitoring import page as module
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import INTERVAL_S
 from tests.support import in_process, own_client
-from tests.transports.loopback import wait_until
+from tests.transports.loopback import true_later, wait_until
 
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages", "steps", "waiting")]
 CLUSTER = {
@@ -117,11 +117,17 @@ def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, cap
 
     async def lose_all(dask_scheduler):
         for app in dask_scheduler.http_application.applications:
-            for page in getattr(app, "_clients", ()):
+            for page in pages_of(app):
                 page._socket.ws_connection.stream.close()
         for app in dask_scheduler.http_application.applications:
             getattr(app, "_keep_alive", bool)()
+        await true_later(
+            lambda: not any(map(pages_of, dask_scheduler.http_application.applications))
+        )
         await asyncio.sleep(0.2)
+
+    def pages_of(app):
+        return getattr(app, "_clients", ())
 
     port = client.cluster.scheduler.http_server.port
     pages = {"/status/ws", "/p2p/ws"}

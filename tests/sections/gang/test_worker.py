@@ -21,7 +21,7 @@ from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gang.worker import WorkerRanks
 from tests.sections.support import be_on_hosts, ranks_of, ranks_that_run
-from tests.support import in_process, tls_client
+from tests.support import BOUND_S, in_process, tls_client
 from tests.transports.loopback import wait_until
 
 
@@ -120,17 +120,21 @@ async def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
     """Otherwise they would never be dropped."""
 
     async with in_process(1) as (cluster, _):
-        ranks, recorded = await part_on(cluster.workers[0], WorkerRanks), asyncio.Event()
+        ranks = await part_on(cluster.workers[0], WorkerRanks)
+        has_begun, may_end, recorded = (asyncio.Event() for _ in range(3))
 
         async def call(op, **kwargs):
-            await asyncio.sleep(0.1)
+            has_begun.set()
+            await may_end.wait()
             recorded.set()
 
         with ranks.rank_attempt("x", 0, 2) as own:
             monkeypatch.setattr(own, "_call", call)
             own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
-            await asyncio.sleep(0.02)  # the call has begun
-        await asyncio.wait_for(recorded.wait(), 60)
+            await asyncio.wait_for(has_begun.wait(), BOUND_S)
+        await asyncio.sleep(0)  # the attempt's end comes first
+        may_end.set()
+        await asyncio.wait_for(recorded.wait(), BOUND_S)
 
 
 def test_dask_takes_fewer_samples_while_there_are_ranks():

@@ -12,6 +12,7 @@ import weakref
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -134,6 +135,12 @@ def is_here(connections, ranks):
 
 
 class EndsLate(threading.Thread):
+    made: ClassVar[list[threading.Thread]] = []
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.made.append(self)
+
     def run(self):
         super().run()
         time.sleep(0.1)
@@ -143,11 +150,11 @@ def test_closed_connections_end_an_exchange_in_the_background(monkeypatch):
     """Closing waits for its thread, whose descriptors are closed next."""
     gang = Gang(2)
     gang.run(lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None}))
-    before = {*threading.enumerate()}
+    monkeypatch.setattr(EndsLate, "made", [])
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", EndsLate)
         gang.connections[0].begin("y", {1: bytes(LARGE)}, {1: None}, in_background=True)
-    (in_background,) = {*threading.enumerate()} - before
+    (in_background,) = EndsLate.made
     assert in_background.is_alive()
     gang.connections[0].close()
     assert not in_background.is_alive()

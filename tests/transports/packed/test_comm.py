@@ -10,6 +10,7 @@ import pytest
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.packed.comm import CommTransport
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
@@ -77,16 +78,23 @@ class TestComm(PackedConformance):
             loop.loop.set_exception_handler(None)
         assert logged == []
 
-    def test_what_is_under_way_is_counted(self, setup, block):
+    def test_what_is_under_way_is_counted(self, setup, loop, block):
         key, array = block
+        may_answer, answered = asyncio.Event(), setup.host.handlers["p2p_comm_read"]
+
+        async def answer(**request):
+            await may_answer.wait()
+            return await answered(**request)
+
         remote = self.open(setup, key, array, ((0, 6), (0, 10)), ((0, 1), (0, 1)))
         assert usage(setup.reader) == {"opened": 1, "requested": 0}
-        setup.host.delay_s = 0.2
+        setup.host.handlers["p2p_comm_read"] = answer
         requests = [remote.request(), remote.request()]
         # Both by one call.
         assert usage(setup.reader) == {"opened": 1, "requested": 1}
+        loop.loop.call_soon_threadsafe(may_answer.set)
         for request in requests:
-            request.result(60)
+            request.result(BOUND_S)
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         remote.close()
         assert usage(setup.reader)["opened"] == 0

@@ -406,12 +406,12 @@ class TestUcx(PackedConformance):
         remote.close()
         assert waited == [True]
 
-    def test_a_row_that_has_come_leaves_its_connection_open(self, setup):
+    def test_a_row_that_has_come_leaves_its_connection_open(self, setup, loop):
         """As the pool of Dask closes those of calls that are cancelled."""
         array = np.arange(3 * 2**14).reshape(3, 2**14)
         setup.put("block", array)
         worker, ended, packed_for = setup.reader.worker, [], setup.serving.packed_for
-        calling = worker.call
+        calling, may_answer = worker.call, asyncio.Event()
 
         async def call(*args, **kwargs):
             try:
@@ -421,7 +421,7 @@ class TestUcx(PackedConformance):
 
         async def late(*args):
             answers = await packed_for(*args)
-            await asyncio.sleep(0.3)
+            await may_answer.wait()
             return answers
 
         worker.call, setup.serving.packed_for = call, late
@@ -431,6 +431,7 @@ class TestUcx(PackedConformance):
                 request.result(60)
             remote.close()
         assert usage(setup.reader)["requested"] == 0
+        loop.loop.call_soon_threadsafe(may_answer.set)
         wait_until(lambda: len(ended) == 2)
         assert sorted(map(str, ended)) == [str(asyncio.CancelledError), "None"]
 
