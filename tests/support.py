@@ -217,7 +217,7 @@ def worker_process(address, *args, cwd=None, **variables):
         yield
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(BOUND_S)
 
 
 def tls_client():

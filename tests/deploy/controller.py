@@ -71,9 +71,9 @@ def controller(folder):
     for log in logs:
         log.mkdir()
     with running(logs[0], munged, **variables):
-        wait_until((folder / "munge").exists, timeout_s=60)
+        wait_until((folder / "munge").exists)
         with running(logs[1], *daemons, **variables):
-            wait_until(lambda: is_up(variables), timeout_s=60)
+            wait_until(lambda: is_up(variables))
             try:
                 yield variables
             finally:

@@ -17,7 +17,7 @@ from distributed import Client
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import import_path, indexed
+from tests.support import BOUND_S, import_path, indexed
 
 ROOT = Path(dask_p2p.__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -95,11 +95,11 @@ def look(address, workers, *, has_plugin=True, **kwargs):
     """Transpose on a cluster, where the plugin is, or is not, before a client asks for it."""
     x = indexed((40, 12))
     y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))  # before there is a client
-    with Client(address, timeout=60, **kwargs) as client:
-        client.wait_for_workers(workers, timeout=60)
+    with Client(address, timeout=BOUND_S, **kwargs) as client:
+        client.wait_for_workers(workers, timeout=BOUND_S)
         there = client.run(_has_plugin, patience_s=20 if has_plugin else 0.5)
         assert [*there.values()] == [has_plugin] * workers
-        np.testing.assert_array_equal(client.compute(y).result(timeout=60), x.T)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), x.T)
 
 
 async def _has_plugin(dask_worker, patience_s):

@@ -28,7 +28,7 @@ from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
-from tests.support import tune
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
@@ -293,7 +293,7 @@ def read_at_once(reader, key, boxes, chosen, times=6):
         remote = open_block(reader, *of, boxes, chosen)
         try:
             return b"".join(
-                np.array(remote.request().result(60)).tobytes() for _ in range(len(boxes))
+                np.array(remote.request().result(BOUND_S)).tobytes() for _ in range(len(boxes))
             )
         finally:
             remote.close()

@@ -55,7 +55,7 @@ from tests.faults.hostile import (
     wire,
     with_checksum,
 )
-from tests.support import with_section
+from tests.support import BOUND_S, with_section
 from tests.transports.loopback import EventLoop, LoopbackHost
 from tests.usage import usage
 
@@ -404,7 +404,7 @@ def test_a_raw_client_of_a_worker(caplog):
 
     async def ask(comm, op, request):
         await comm.write({"op": op, "reply": True, **request})
-        return await asyncio.wait_for(comm.read(), 10)
+        return await asyncio.wait_for(comm.read(), BOUND_S)
 
     async def main():
         async with LocalCluster(

@@ -126,7 +126,7 @@ def test_a_block_is_read_while_dask_brings_it_back(spilled):
                 buffer.evict()
             reading = [threads.submit(host.block, "x") for _ in range(2)]
             brought_back = buffer["x"]
-            for block in (brought_back, *(read.result(60) for read in reading)):
+            for block in (brought_back, *(read.result(BOUND_S) for read in reading)):
                 assert block.tobytes() == expected(SHAPE).tobytes()
 
 

@@ -14,7 +14,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.interprocess.peer import Peer
-from tests.support import tune
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -257,19 +257,19 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monk
     def map_slowly(handle):
         if handle.hex() == "aa":
             slow.set()
-            go_on.wait(60)
+            go_on.wait(BOUND_S)
         return map_it(handle)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
     threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert slow.wait(60)
+    assert slow.wait(BOUND_S)
     mappings.release(acquire(mappings, "q", 1, "bb"))
     assert opened(runtime) == {"bb"}
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
     assert len(runtime.open) == 2, "it was opened once"
 
 

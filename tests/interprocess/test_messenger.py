@@ -42,8 +42,8 @@ def test_a_message_arrives_whole(pair, nbytes, receiver_first):
     else:
         sent = there.send(here.address, numbers(nbytes), 7)
         received = here.receive(target, 7)
-    received.result(60)
-    sent.result(60)
+    received.result(BOUND_S)
+    sent.result(BOUND_S)
     assert received.done
     np.testing.assert_array_equal(target, numbers(nbytes))
 
@@ -57,7 +57,7 @@ def test_tags_tell_messages_apart_whatever_their_order(pair):
     ]
     received = [here.receive(target, 2**63 + tag) for tag, target in enumerate(targets)]
     for message in [*sent, *received]:
-        message.result(60)
+        message.result(BOUND_S)
     assert [set(target.tolist()) for target in targets] == [{tag} for tag in range(20)]
     assert here.under_way == there.under_way == 0
 
@@ -69,8 +69,8 @@ def test_threads_that_send_and_receive_at_once(pair):
             tag = 1000 * number + i
             target = np.zeros(100_000 + i, "u1")
             received = here.receive(target, tag)
-            there.send(here.address, numbers(100_000 + i), tag).result(60)
-            received.result(60)
+            there.send(here.address, numbers(100_000 + i), tag).result(BOUND_S)
+            received.result(BOUND_S)
             np.testing.assert_array_equal(target, numbers(100_000 + i))
 
     with ThreadPoolExecutor(6) as threads:
@@ -84,7 +84,7 @@ def test_a_message_that_is_too_long(pair, nbytes):
     received = here.receive(np.zeros(100, "u1"), 3)
     there.send(here.address, numbers(nbytes), 3)
     with pytest.raises(TransferError, match=r"(?i)truncated"):
-        received.result(60)
+        received.result(BOUND_S)
 
 
 def test_a_message_that_does_not_come(pair, monkeypatch):
@@ -98,8 +98,8 @@ def test_a_message_that_does_not_come(pair, monkeypatch):
     wait_until(lambda: here.under_way == 0)  # its array is free again
     target = np.zeros(10, "u1")
     received = here.receive(target, 2)
-    there.send(here.address, numbers(10), 2).result(60)
-    received.result(60)
+    there.send(here.address, numbers(10), 2).result(BOUND_S)
+    received.result(BOUND_S)
     assert target.tolist() == list(range(10))
 
 
@@ -112,8 +112,8 @@ def test_a_message_that_nobody_takes(pair):
     # The same two can go on.
     target = np.zeros(2**22, "u1")
     received = here.receive(target, 2)
-    there.send(here.address, large, 2).result(60)
-    received.result(60)
+    there.send(here.address, large, 2).result(BOUND_S)
+    received.result(BOUND_S)
     np.testing.assert_array_equal(target, large)
 
 
@@ -121,8 +121,8 @@ def test_forgetting_an_address_and_sending_there_again(pair):
     here, there = pair
     for tag in range(3):
         received = here.receive(np.zeros(100, "u1"), tag)
-        there.send(here.address, numbers(100), tag).result(60)
-        received.result(60)
+        there.send(here.address, numbers(100), tag).result(BOUND_S)
+        received.result(BOUND_S)
         there.forget(here.address)
     there.forget(b"nobody")
 
@@ -133,8 +133,8 @@ def test_resting_and_going_on(pair):
     for tag in range(3):
         received = here.receive(np.zeros(2**20, "u1"), tag)
         assert not here.rest(0)
-        there.send(here.address, numbers(2**20), tag).result(60)
-        received.result(60)
+        there.send(here.address, numbers(2**20), tag).result(BOUND_S)
+        received.result(BOUND_S)
         assert not here.rest(60)
         assert here.rest(0)
         assert there.rest(0)
@@ -147,11 +147,11 @@ def test_closing_ends_what_is_on_its_way():
         messenger.send(messenger.address, numbers(2**22), 2),
     ]
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(message.result, 60) for message in messages]
+        waiting = [threads.submit(message.result, BOUND_S) for message in messages]
         messenger.close()
         for result in waiting:
             with pytest.raises(TransferError, match=r"(?i)closing|cancel"):
-                result.result(60)
+                result.result(BOUND_S)
     with pytest.raises(TransferError, match="the worker is closing"):
         messenger.receive(np.zeros(10, "u1"), 1)
     with pytest.raises(TransferError, match="the worker is closing"):
@@ -163,8 +163,8 @@ def test_closing_stops_its_threads():
     def used():
         messenger = Messenger(None)
         received = messenger.receive(np.zeros(10, "u1"), 1)
-        messenger.send(messenger.address, numbers(10), 1).result(60)
-        received.result(60)
+        messenger.send(messenger.address, numbers(10), 1).result(BOUND_S)
+        received.result(BOUND_S)
         return messenger
 
     def threads():
@@ -190,8 +190,8 @@ def test_an_endpoint_that_the_other_one_closed(pair, first, both_ways, nbytes):
         target = np.zeros(nbytes, "u1")
         received = receiver.receive(target, tag)
         sender.renew(receiver.address, receiver.closed(sender.address))
-        sender.send(receiver.address, numbers(nbytes), tag).result(60)
-        received.result(60)
+        sender.send(receiver.address, numbers(nbytes), tag).result(BOUND_S)
+        received.result(BOUND_S)
         np.testing.assert_array_equal(target, numbers(nbytes))
 
     here, there = pair
@@ -299,8 +299,8 @@ def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
     os.kill(sender.pid, how)
     connection.send("close")
     try:
-        assert connection.poll(60), "it hangs"
-        process.join(60)
+        assert connection.poll(BOUND_S), "it hangs"
+        process.join(BOUND_S)
         assert process.exitcode == 0
     finally:
         process.kill()
@@ -314,7 +314,7 @@ def test_between_processes(other_process, nbytes):
     target = np.zeros(nbytes, "u1")
     received = here.receive(target, 5)
     connection.send((here.address, 5, nbytes))
-    received.result(60)
+    received.result(BOUND_S)
     here.close()
     np.testing.assert_array_equal(target, numbers(nbytes))
 
@@ -341,7 +341,7 @@ def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     other = Messenger(None)
     small = np.zeros(10, "u1")
     received = here.receive(small, 6)
-    other.send(here.address, numbers(10), 6).result(60)
-    received.result(60)
+    other.send(here.address, numbers(10), 6).result(BOUND_S)
+    received.result(BOUND_S)
     here.close()
     other.close()

@@ -17,7 +17,7 @@ from dask_p2p.errors import InputError, TransferError
 from dask_p2p.monitoring.runs import fetch_records
 from dask_p2p.plugins.context import FALLBACK_TOPIC
 from dask_p2p.plugins.registration import workers_of
-from tests.support import in_process, indexed
+from tests.support import BOUND_S, in_process, indexed
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
 
@@ -158,7 +158,7 @@ def test_a_task_that_never_ends_well_is_there_too(client, x):
         y = dask_p2p.transpose(x)[:16]
     client.run(refuse, 2, workers=[holder])
     with pytest.raises(TransferError):
-        client.compute(y, workers=[reader]).result(timeout=60)
+        client.compute(y, workers=[reader]).result(timeout=BOUND_S)
     run = dask_p2p.last_runs(client, n=1)[0]
     assert (run.attempts, run.made, run.dtype) == (2, (), "")
     assert "0 of 4 x 1" in repr(dask_p2p.last_runs(client, n=1))

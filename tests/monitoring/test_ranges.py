@@ -12,7 +12,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.monitoring.ranges import ranges
-from tests.support import own_client, persisted
+from tests.support import BOUND_S, own_client, persisted
 
 #: Variables by which a profiler is loaded into a process.
 INJECTIONS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
@@ -77,7 +77,7 @@ def test_a_task_and_its_stages(seen):
         ]
         x = persisted(client, da.concatenate(slabs))
         y = dask_p2p.transpose(x)[:3]
-        client.compute(y, workers=[first]).result(timeout=60)
+        client.compute(y, workers=[first]).result(timeout=BOUND_S)
     (_, task), *stages = seen
     assert task.startswith("('p2p-transpose-")
     assert stages == [

@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p.monitoring.records import RunStarts
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
-from tests.support import import_path, indexed, own_client, persisted, tune
+from tests.support import BOUND_S, import_path, indexed, own_client, persisted, tune
 from tests.transports.loopback import wait_until
 
 X = indexed((64, 64), float)
@@ -54,7 +54,7 @@ def test_what_is_missing_of_it_later(client):
 
 def slow(x, event, block_id=None):
     if block_id[0] == 3:
-        Event(event).wait(60)
+        Event(event).wait(BOUND_S)
     return x
 
 
@@ -62,7 +62,7 @@ def half_stuck(client, event):
     """Two blocks: the first is made, the second waits for its input until the event is set."""
     x = da.from_array(X, chunks=(16, 64)).map_blocks(slow, event=event.name, dtype=float)
     y = client.persist(dask_p2p.rechunk(x, (32, 64)))
-    wait_until(lambda: client.who_has(y)[y.name, 0, 0], timeout_s=60)
+    wait_until(lambda: client.who_has(y)[y.name, 0, 0])
     return y
 
 
@@ -73,7 +73,7 @@ def test_a_pause_while_others_work_is_part_of_it(client):
     assert len(run.made) == 1
     time.sleep(0.3)
     event.set()
-    np.testing.assert_array_equal(client.compute(y).result(timeout=60), X)
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), X)
     (run,) = runs_of_array(client, y)
     assert (run.attempts, len(run.made)) == (2, 2)
     assert run.wall_s > 0.3
@@ -86,10 +86,10 @@ def test_what_a_killed_worker_had_made_is_made_again_in_the_same_run():
         assert runs_of_array(client, y), "the scheduler has the record before the worker dies"
         (holder,) = client.who_has(y)[y.name, 0, 0]
         os.kill(client.run(os.getpid)[holder], signal.SIGKILL)
-        wait_until(lambda: holder not in workers_of(client), timeout_s=60)
-        wait_until(lambda: len(made(client, y)) > 1, timeout_s=60)
+        wait_until(lambda: holder not in workers_of(client))
+        wait_until(lambda: len(made(client, y)) > 1)
         event.set()
-        np.testing.assert_array_equal(client.compute(y).result(timeout=60), X)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), X)
         (run,) = runs_of_array(client, y)
         assert [r.key[1] for r in made(client, y)] == [0, 0, 1]
         assert sorted(r.key[1] for r in run.made) == [0, 1], "each once"

@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import unpacked
 from dask_p2p.plugins.registration import workers_of
-from tests.support import indexed
+from tests.support import BOUND_S, indexed
 from tests.transports.loopback import wait_until
 
 TILE_BYTES = 16 * 16 * 8
@@ -97,7 +97,7 @@ def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
     gate = Event("under-way", client=client)
 
     def wait_at_gate(block):
-        Event("under-way").wait(60)
+        Event("under-way").wait(BOUND_S)
         return block
 
     y = client.compute(dask_p2p.map_overlap(wait_at_gate, x, {0: 1}, "periodic", dtype=float))

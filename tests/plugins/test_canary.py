@@ -36,7 +36,7 @@ from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.gangs.nesting import SUBMIT
 from dask_p2p.plugins.profiling import PROFILE
 from dask_p2p.plugins.registration import workers_of
-from tests.support import own_client
+from tests.support import BOUND_S, own_client
 
 #: A scheduler and workers in this process, into which tests can look.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
@@ -80,9 +80,9 @@ def test_the_scheduler_calls_what_is_replaced(client):
         for name in METHODS:
             patch.setattr(scheduler, name, spy(name))
         x = client.submit(lambda: 1, pure=False)
-        client.submit(lambda value: value, x, pure=False).result(timeout=60)
+        client.submit(lambda value: value, x, pure=False).result(timeout=BOUND_S)
         left, right = (client.scatter(i, workers=[w]) for i, w in enumerate(workers_of(client)))
-        client.submit(lambda *values: values, left, right, pure=False).result(timeout=60)
+        client.submit(lambda *values: values, left, right, pure=False).result(timeout=BOUND_S)
     assert called == set(METHODS)
 
 
@@ -213,7 +213,7 @@ def test_registration_is_refused_outside_of_the_range(monkeypatch):
             assert next(numbers) == wrong + 1
         monkeypatch.undo()
         dask_p2p.register(client)
-        assert client.submit(lambda: 1).result(timeout=60) == 1
+        assert client.submit(lambda: 1).result(timeout=BOUND_S) == 1
 
 
 def test_dask_serializes_cupy_blocks_as_is_expected():
@@ -314,7 +314,7 @@ def read_by_a_rank():
 def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
     """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
     dask_p2p.register(client)
-    assert client.submit(read_by_a_rank, pure=False).result(timeout=60) == (True, None, True)
+    assert client.submit(read_by_a_rank, pure=False).result(timeout=BOUND_S) == (True, None, True)
     (worker, *_) = client.cluster.workers.values()
     assert worker.status in WORKER_ANY_RUNNING
     assert callable(worker.security.get_listen_args)

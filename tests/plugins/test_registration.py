@@ -28,7 +28,7 @@ from dask_p2p.plugins import registration as module
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed.ucx import UcxOptions
-from tests.support import import_path, indexed, result_of, tune, worker_process
+from tests.support import BOUND_S, import_path, indexed, result_of, tune, worker_process
 from tests.transports.loopback import true_later, wait_until
 
 SHAPE = (40, 12)
@@ -153,7 +153,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
             warnings.simplefilter("always")
             thread = threading.Thread(target=lambda: (lazy(), done.set()), daemon=True)
             thread.start()
-            assert done.wait(60), "it waits for the worker"
+            assert done.wait(BOUND_S), "it waits for the worker"
         (warning,) = [w for w in caught if w.category is P2PWarning]
         assert str(warning.message).startswith(
             "1 of 2 workers have not answered the registration for 5 s: they are busy or suspended "
@@ -162,7 +162,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
         assert warning.filename == __file__, "the user's line"
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: have_plugin(bare), timeout_s=60)
+    wait_until(lambda: have_plugin(bare))
 
 
 def test_a_warning_of_many_workers_names_some_and_has_the_line_of_a_coroutine():
@@ -198,7 +198,7 @@ def test_a_graph_that_is_older_than_the_client(own_cluster):
             x = bare.persist(da.from_array(X, chunks=(10, 12)))
             wait(x)
             check(bare, y)
-            wait_until(lambda: have_plugin(bare), timeout_s=60)
+            wait_until(lambda: have_plugin(bare))
             wait_until(lambda: any("whole blocks" in str(w.message) for w in caught))
     said = [str(w.message) for w in caught if "whole blocks" in str(w.message)]
     assert len(said) <= 2, "each worker says it once"
@@ -300,7 +300,7 @@ def test_the_plugin_is_taken_off_while_tasks_wait(bare):
     ]
     dask_p2p.register(bare)
     y = bare.compute(dask_p2p.transpose(x))
-    wait_until(lambda: sum(bare.run(_waiting).values()) >= 2, timeout_s=60)
+    wait_until(lambda: sum(bare.run(_waiting).values()) >= 2)
     bare.unregister_worker_plugin(PLUGIN_NAME)
     gate.set()
     np.testing.assert_array_equal(result_of(bare, y), X.T)
@@ -346,11 +346,11 @@ def test_workers_keep_their_own_options():
         Client(cluster) as client,
         worker_process(cluster.scheduler_address, "--preload", "dask_p2p.preload", **VARIABLES),
     ):
-        client.wait_for_workers(1, timeout=60)
-        wait_until(lambda: have_plugin(client), timeout_s=60)
+        client.wait_for_workers(1, timeout=BOUND_S)
+        wait_until(lambda: have_plugin(client))
         (before,) = client.run(_own_options).values()
         with worker_process(cluster.scheduler_address, **VARIABLES), dask.config.set(OF_CLIENT):
-            client.wait_for_workers(2, timeout=60)
+            client.wait_for_workers(2, timeout=BOUND_S)
             dask_p2p.register(client)
             check(client, lazy())
             after = client.run(_own_options).values()
@@ -392,7 +392,7 @@ def hand_made_cluster(port, workers, limit):
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait(60)
+            process.wait(BOUND_S)
 
 
 @pytest.mark.cluster
@@ -405,16 +405,16 @@ def test_the_same_client_after_a_restart_of_its_scheduler(is_older):
     blocks = da.ones((8000, 6875), chunks=(500, 6875)).map_blocks(np.copy)
     older = dask_p2p.transpose(blocks, chunks=(430, 8000))
     with hand_made_cluster(port, 4, "400 MB") as address:
-        client = Client(address, timeout=60)
-        client.wait_for_workers(4, timeout=60)
+        client = Client(address, timeout=BOUND_S)
+        client.wait_for_workers(4, timeout=BOUND_S)
         dask_p2p.transpose(blocks)
         assert have_plugin(client)
     try:
         with hand_made_cluster(port, 4, "400 MB"):
-            wait_until(lambda: client.status == "running", timeout_s=60)
-            client.wait_for_workers(4, timeout=60)
+            wait_until(lambda: client.status == "running")
+            client.wait_for_workers(4, timeout=BOUND_S)
             if is_older:
-                wait_until(lambda: have_plugin(client), timeout_s=60)
+                wait_until(lambda: have_plugin(client))
                 y = older
             else:
                 y = dask_p2p.transpose(blocks, chunks=(430, 8000))

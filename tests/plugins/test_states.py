@@ -14,7 +14,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import in_process, indexed
+from tests.support import BOUND_S, in_process, indexed
 from tests.transports.loopback import true_later
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
@@ -30,7 +30,7 @@ def on_cluster(test):
                 workers = list(made.workers.values())
                 assert made.scheduler.validate
                 assert all(worker.state.validate for worker in workers)
-                await asyncio.wait_for(test(client, made.scheduler, *workers), 60)
+                await asyncio.wait_for(test(client, made.scheduler, *workers), BOUND_S)
                 made.scheduler.validate_state()
                 for worker in made.workers.values():
                     worker.state.validate_state()

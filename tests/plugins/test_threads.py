@@ -9,6 +9,7 @@ import pytest
 from distributed import LocalCluster, secede
 
 from dask_p2p.plugins.threads import only_waiting
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 TASKS = 20
@@ -65,7 +66,7 @@ def test_a_task_that_fails_while_it_waits_comes_back_too(client):
 
     for _ in range(5):
         with pytest.raises(KeyError):
-            client.submit(fails, pure=False).result(timeout=60)
+            client.submit(fails, pure=False).result(timeout=BOUND_S)
     assert len(Seen.failed) <= 2
 
 
@@ -75,7 +76,7 @@ def test_a_thread_that_has_left_the_pool_just_waits(client):
         with only_waiting():
             return "done"
 
-    assert client.submit(left).result(timeout=60) == "done"
+    assert client.submit(left).result(timeout=BOUND_S) == "done"
 
 
 def test_on_a_thread_that_is_not_dasks_nothing_else_begins():

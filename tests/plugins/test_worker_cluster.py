@@ -24,7 +24,16 @@ from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
-from tests.support import in_process, indexed, output_of, own_client, persisted, tls_client, used
+from tests.support import (
+    BOUND_S,
+    in_process,
+    indexed,
+    output_of,
+    own_client,
+    persisted,
+    tls_client,
+    used,
+)
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
@@ -339,14 +348,14 @@ def test_cancelling_leaves_a_working_cluster(client):
         del y
     a = indexed((20, 12))
     y = dask_p2p.transpose(da.from_array(a, chunks=(5, 12)))
-    np.testing.assert_array_equal(client.compute(y).result(timeout=60), a.T)
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), a.T)
 
 
 def test_many_at_once_on_single_threads(client):
     xs = [indexed((40, 12 + i)) for i in range(10)]
     ys = [dask_p2p.transpose(da.from_array(x, chunks=(10, 5))) for x in xs]
     for x, y in zip(xs, client.compute(ys), strict=True):
-        np.testing.assert_array_equal(y.result(timeout=60), x.T)
+        np.testing.assert_array_equal(y.result(timeout=BOUND_S), x.T)
 
 
 @pytest.mark.cluster

@@ -20,7 +20,7 @@ from dask_p2p import iterate, spmd
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
 from dask_p2p.plugins.worker import P2PPlugin
 from tests.sections.support import nothing_is_left, ranks_of
-from tests.support import result_of
+from tests.support import BOUND_S, result_of
 from tests.transports.loopback import wait_until
 
 X = np.arange(96.0).reshape(8, 12)
@@ -112,7 +112,7 @@ def test_sections_leave_no_descriptor(client):
 @pytest.fixture
 def running(client, tmp_path):
     """A gang that runs: the future of what it makes, a worker, and its process."""
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=BOUND_S)
     path = tmp_path / "runs"
     future = client.compute(spmd(stepping, array(), ranks=4, steps=60, path=path))
     wait_until(path.exists)

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from contextvars import ContextVar
 
+from tests.support import BOUND_S
+
 _actor: ContextVar[Actor | None] = ContextVar("actor", default=None)
 
 
@@ -98,7 +100,7 @@ class Actor:
         self.world.settle()
 
     def join(self):
-        self._thread.join(60)
+        self._thread.join(BOUND_S)
         assert not self._thread.is_alive()
 
 

@@ -23,7 +23,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin, taken
-from tests.support import added, parameter_names, persisted, used
+from tests.support import BOUND_S, added, parameter_names, persisted, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -521,13 +521,13 @@ def test_an_installation_of_another_thread_goes_on(x):
     def other():
         with dask_p2p.install():
             has_begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(BOUND_S)
             return [is_ours(x.rechunk((-1, 6), method="p2p")), da.fft.fft(x.T).shape]
 
     with ThreadPoolExecutor(1) as threads:
         with dask_p2p.install():
             running = threads.submit(other)
-            assert has_begun.wait(60)
+            assert has_begun.wait(BOUND_S)
         assert is_installed()
         dask_p2p.install()
         dask_p2p.uninstall()  # of a library, which knows nothing of the thread

@@ -16,6 +16,7 @@ from dask_p2p.errors import (
     UnsuitableError,
 )
 from dask_p2p.transports.base import Request
+from tests.support import BOUND_S
 from tests.transports.reading import open_block
 
 
@@ -110,7 +111,7 @@ class Conformance:
         futures = [remote.request() for _ in boxes]
         for box, future in zip(boxes, futures, strict=True):
             expected = array[tuple(slice(*pair) for pair in box)]
-            np.testing.assert_array_equal(setup.to_numpy(future.result(60)), expected)
+            np.testing.assert_array_equal(setup.to_numpy(future.result(BOUND_S)), expected)
         remote.close()
 
     def read_blocks(self, setup, arrays):
@@ -131,7 +132,7 @@ class Conformance:
             for region in reading:
                 key = requests[region.request].key
                 try:
-                    came[key].append(np.array(setup.to_numpy(region.result(60))))
+                    came[key].append(np.array(setup.to_numpy(region.result(BOUND_S))))
                 except (TransferError, BlockMismatchError) as exc:
                     came[key].append(exc)
                     reading.drop(region.request)
@@ -204,7 +205,7 @@ class Conformance:
     def test_a_released_block_is_kept_while_it_is_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-        before = remote.request().result(60)
+        before = remote.request().result(BOUND_S)
         setup.drop(key)
         np.testing.assert_array_equal(setup.to_numpy(before), array)
         remote.close()

@@ -8,6 +8,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnreachableError
 from dask_p2p.transports.router import Router
+from tests.support import BOUND_S
 
 DTYPE = np.dtype("f4")
 
@@ -151,7 +152,7 @@ def test_a_worker_leaves_while_another_is_met(router):
     routes(router, ("gone", "stays"))
     router.proofs = Watched(router.proofs.default_factory, router.proofs)
     router.on_worker_left("gone")
-    meeting.join(60)
+    meeting.join(BOUND_S)
     assert {holder for holder, *_ in router.proofs} == {"stays", "new"}
 
 
@@ -168,7 +169,7 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
     def probe(holder, kind):
         original(holder, kind)
         started.set()
-        assert go_on.wait(60)
+        assert go_on.wait(BOUND_S)
 
     ipc.probe = probe
     results = []
@@ -177,10 +178,10 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
     ]
     for thread in threads:
         thread.start()
-    assert started.wait(60)
+    assert started.wait(BOUND_S)
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
     assert results == [[("a", "ipc"), ("a", "comm")]] * 3
     assert ipc.probed == [("a", "cupy")]
 

@@ -11,6 +11,7 @@ from dask_p2p.backends.host.copies import (
     copy_on_host,
     register_from_bytes,
 )
+from tests.support import BOUND_S
 
 
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])
@@ -52,7 +53,7 @@ def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
     held, permute_into = threading.Event(), host_copies.permute_into
 
     def late(*args):
-        assert held.wait(60)
+        assert held.wait(BOUND_S)
         permute_into(*args)
 
     monkeypatch.setattr(host_copies, "permute_into", late)

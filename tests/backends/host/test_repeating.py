@@ -9,6 +9,7 @@ import pytest
 from dask_p2p.backends.host.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError
 from tests.clock import Timers
+from tests.support import BOUND_S
 
 INTERVAL_S = 20.0
 
@@ -88,6 +89,6 @@ def test_a_thread_of_its_own_calls_it():
         return False
 
     RepeatingTimer(0.001, function).start()
-    assert called.wait(60)
+    assert called.wait(BOUND_S)
     assert threads[0] is not threading.main_thread()
     assert threads[0].daemon

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import dask_p2p.backends.kernels as folder
+from tests.support import BOUND_S
 
 THREADS = 4
 
@@ -64,7 +65,7 @@ def test_threads_compile_once(module, compiled):
     known = WaitForAll()
 
     def load(made):
-        assert known.all_asked.wait(60)
+        assert known.all_asked.wait(BOUND_S)
         return made
 
     source = module.CudaSource("transpose.cu", load)
@@ -73,7 +74,7 @@ def test_threads_compile_once(module, compiled):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(BOUND_S)
     assert len(compiled) == 1
     assert [*known] == [0]
 
@@ -82,7 +83,7 @@ def test_sources_load_at_the_same_time(module):
     both = threading.Barrier(2)
 
     def load(made):
-        both.wait(60)
+        both.wait(BOUND_S)
         return made.code
 
     sources = [module.CudaSource(f"{name}.cu", load) for name in ("regions", "checksums")]

@@ -18,7 +18,7 @@ from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQue
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
-from tests.support import pairwise
+from tests.support import BOUND_S, pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -292,7 +292,7 @@ def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
 
     other = threading.Thread(target=lambda: (run(), ended.set()))
     run()
-    assert ended.wait(60)
+    assert ended.wait(BOUND_S)
     other.join()
     assert begun == [threading.current_thread(), other]
 

@@ -19,7 +19,7 @@ from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.registration import workers_of
 from tests.sections.schedulers import Scheduler, Task
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.support import BOUND_S, result_of
 from tests.transports.loopback import wait_until
 
 GPU = {"GPU": 1}
@@ -217,7 +217,7 @@ def cluster():
     }
     scheduler = {"cls": DaskScheduler, "options": {"dashboard_address": ":0"}}
     with SpecCluster(scheduler=scheduler, workers=workers) as cluster:
-        cluster.wait_for_workers(3, timeout=60)
+        cluster.wait_for_workers(3, timeout=BOUND_S)
         yield cluster
 
 

@@ -15,7 +15,7 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
-from tests.support import in_process, tune
+from tests.support import BOUND_S, in_process, tune
 from tests.transports.loopback import true_later
 
 AFTER_S = 1.0
@@ -171,7 +171,7 @@ is_over = threading.Event()
 
 
 def holding(ctx, x, number):
-    is_over.wait(60)
+    is_over.wait(BOUND_S)
     return x + ctx.allreduce(1)
 
 

@@ -25,7 +25,7 @@ from dask_p2p.transports.in_place.cma import CmaTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.probe import PROBE_BYTES
-from tests.support import tune, with_section
+from tests.support import BOUND_S, tune, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
@@ -52,7 +52,7 @@ def test_the_holder_of_a_block_is_killed_while_it_is_read(loop, tmp_path):
     process = context.Process(target=hold, args=(str(tmp_path), array, there))
     process.start()
     try:
-        assert here.poll(60)
+        assert here.poll(BOUND_S)
         reply = here.recv()
 
         async def answer():

@@ -14,7 +14,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.reading import DirectoryOptions
-from tests.support import with_section
+from tests.support import BOUND_S, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
@@ -89,14 +89,14 @@ class RemoteHost:
     def ask(self, what, args=None):
         with self._lock:
             self._connection.send((what, args))
-            assert self._connection.poll(60), "the holder does not answer"
+            assert self._connection.poll(BOUND_S), "the holder does not answer"
             good, result = self._connection.recv()
         assert good, result
         return result
 
     def close(self):
         self._connection.send(None)
-        self._process.join(60)
+        self._process.join(BOUND_S)
 
 
 class Host(LoopbackHost):
@@ -205,7 +205,7 @@ class TestIpc(Conformance):
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-        in_use = remote.request().result(60)
+        in_use = remote.request().result(BOUND_S)
 
         async def forget():
             setup.reader.on_worker_left(setup.holder)

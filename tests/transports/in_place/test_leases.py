@@ -29,6 +29,7 @@ from dask_p2p.transports.in_place.leases import (
     Leases,
     PublishedBlocks,
 )
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 
@@ -338,7 +339,7 @@ def test_an_old_block_is_not_freed_under_the_lock(directory):
         def __del__(self):
             thread = threading.Thread(target=directory.touch, args=("other", self), daemon=True)
             thread.start()
-            thread.join(60)
+            thread.join(BOUND_S)
             was_free.append(not thread.is_alive())
 
     publish(directory, "key", Old(), b"old")
@@ -693,7 +694,7 @@ def _started(function, *args):
     here, there = context.Pipe()
     process = context.Process(target=function, args=(*args, there))
     process.start()
-    assert here.poll(60)
+    assert here.poll(BOUND_S)
     return process, here.recv()
 
 
@@ -803,7 +804,7 @@ def test_a_killed_readers_lease_ends(directory):
     publish(directory, "key", Block(), b"text")
     reader = context.Process(target=_hold, args=(directory.folder, taken))
     reader.start()
-    assert taken.wait(60)
+    assert taken.wait(BOUND_S)
     directory.withdraw("key")
     assert directory.expire(60) == 1, "it is being read"
     reader.kill()

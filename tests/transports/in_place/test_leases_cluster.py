@@ -11,7 +11,7 @@ import numpy as np
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import own_client, persisted, used
+from tests.support import BOUND_S, own_client, persisted, used
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -55,7 +55,7 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         assert not caught
         client.cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
         client.cluster.scale(3)  # one that joins late
-        client.wait_for_workers(3, timeout=60)
+        client.wait_for_workers(3, timeout=BOUND_S)
         assert all(client.run(setup_is_whole).values())
         assert transposed(client, (120, 12), (10, 12)) == {"cma", "comm"}
         (text,) = warned(client)

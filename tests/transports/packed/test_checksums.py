@@ -15,7 +15,7 @@ from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
 from tests.faults.faulty import flipped
-from tests.support import with_section
+from tests.support import BOUND_S, with_section
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
 
@@ -75,7 +75,7 @@ def read(link, checksum, boxes=(BOX,), part_bytes=2**24):
     remote = open_block(link.reader, *of, boxes, chosen)
     try:
         regions = [remote.request() for _ in boxes]
-        regions = [np.array(region.result(60)) for region in regions]
+        regions = [np.array(region.result(BOUND_S)) for region in regions]
         remote.confirm()
         return regions
     finally:

@@ -27,7 +27,7 @@ from dask_p2p.interprocess import buffers, segments
 from dask_p2p.interprocess.segments import Segment, Segments
 from dask_p2p.transports.packed import base
 from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
-from tests.support import tune, with_section
+from tests.support import BOUND_S, tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
@@ -115,7 +115,7 @@ class Pinned(PackedConformance):
         for _ in range(10):
             setup.host.blocks[key] = setup.host.blocks[key] + 1
             remote = self.open(setup, key, array, WHOLE)
-            kept.append(remote.request().result(60))
+            kept.append(remote.request().result(BOUND_S))
             remote.close()
         for i, region in enumerate(kept):
             np.testing.assert_array_equal(setup.to_numpy(region), array + i + 1)
@@ -155,7 +155,7 @@ class Pinned(PackedConformance):
 
         def late(*args):
             here.set()
-            assert go_on.wait(60)
+            assert go_on.wait(BOUND_S)
             try:
                 return pack(*args)
             finally:
@@ -165,20 +165,20 @@ class Pinned(PackedConformance):
         timeout_s = 0.1 if why == "it takes too long" else 20.0
         remote = self.open(setup, key, array, WHOLE, request_timeout_s=timeout_s)
         pending = remote.request()
-        assert here.wait(60)
+        assert here.wait(BOUND_S)
         if why == "it takes too long":
             with pytest.raises(TransferError, match="no answer from holder"):
-                pending.result(60)
+                pending.result(BOUND_S)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         del remote, pending
         gc.collect()
         setup.serving.pack_all = pack
         other = self.open(setup, key, array, WHOLE)
-        region = other.request().result(60)
+        region = other.request().result(BOUND_S)
         setup.host.blocks[key] = setup.host.blocks[key] + 1
         go_on.set()
-        assert written.wait(60)
+        assert written.wait(BOUND_S)
         np.testing.assert_array_equal(setup.to_numpy(region), array)
         other.close()
 
@@ -200,7 +200,7 @@ class Pinned(PackedConformance):
         key, array = block
         remote = self.open(setup, key, array, WHOLE, ((0, 1), (0, 1)))
         with pytest.raises(TransferError, match="holder"):
-            remote.request().result(60)
+            remote.request().result(BOUND_S)
         remote.close()
 
 
@@ -218,7 +218,7 @@ class TestPinned(Pinned):
             pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
             remote = self.open(setup, "block", array, *pairs, part_bytes=2**13)
             for pending in [remote.request() for _ in pairs]:
-                pending.result(60)
+                pending.result(BOUND_S)
             remote.close()
             del remote, pending
             gc.collect()
@@ -245,10 +245,10 @@ class TestPinned(Pinned):
                 while len(ahead) > remote.reading.ahead:
                     region = ahead.popleft()
                     expected = array[tuple(slice(*pair) for pair in region.box)]
-                    np.testing.assert_array_equal(region.result(60), expected)
+                    np.testing.assert_array_equal(region.result(BOUND_S), expected)
                     del region
             while ahead:
-                ahead.popleft().result(60)
+                ahead.popleft().result(BOUND_S)
             remote.close()
         in_flight = setup.reader.footprint(self.options, "numpy").parts_in_flight
         assert in_flight <= most <= in_flight + 1
@@ -258,7 +258,7 @@ class TestPinned(Pinned):
         regions = []
         for _ in range(4):
             remote = self.open(setup, key, array, WHOLE)
-            regions.append(remote.request().result(60))
+            regions.append(remote.request().result(BOUND_S))
             remote.close()
         assert usage(setup.serving)["mapped"] == 4
         setup.reader.segments[setup.kind].clear()
@@ -587,12 +587,12 @@ class TestPinnedOnGpus(Pinned):
 
         def wait(stream):
             here.set()
-            assert go_on.wait(60)
+            assert go_on.wait(BOUND_S)
 
         monkeypatch.setattr(Stream, "before_copies", wait)
         remote = self.open(setup, key, array, WHOLE)
         remote.request()
-        assert here.wait(60)
+        assert here.wait(BOUND_S)
         remote.close()
         wait_until(lambda: usage(setup.reader)["requested"] == 0)
         pool = setup.reader.segments["cupy"]

@@ -24,7 +24,7 @@ from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
-from tests.support import tune, with_section
+from tests.support import BOUND_S, tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
@@ -105,9 +105,9 @@ class TestUcx(PackedConformance):
         key, array = block
         remote = self.open(setup, key, array, ((0, 1), (0, 1)))
         remote.request()
-        assert asked.wait(60)
+        assert asked.wait(BOUND_S)
         remote.close()
-        assert ended.wait(60)
+        assert ended.wait(BOUND_S)
         wait_until(lambda: not any(usage(setup.reader).values()))
 
     def test_closing_before_anything_is_asked(self, setup, loop, block):
@@ -159,7 +159,7 @@ class TestUcx(PackedConformance):
 
         def start(device):
             starting.set()
-            assert go_on.wait(60)
+            assert go_on.wait(BOUND_S)
             return SimpleNamespace(
                 close=lambda: closed.append(True), under_way=0, rest=lambda idle_s: False
             )
@@ -167,13 +167,13 @@ class TestUcx(PackedConformance):
         monkeypatch.setattr(ucx_module, "Messenger", start)
         with ThreadPoolExecutor(1) as threads:
             started = threads.submit(setup.reader.messenger)
-            assert starting.wait(60)
+            assert starting.wait(BOUND_S)
             closing = asyncio.run_coroutine_threadsafe(setup.reader.close(), loop.loop)
             wait_until(lambda: setup.reader.is_closed)
             time.sleep(0.1)  # for it to get to where it waits
             go_on.set()
-            started.result(60)
-            closing.result(60)
+            started.result(BOUND_S)
+            closing.result(BOUND_S)
         assert closed == [True]
         wait_until(lambda: not resting(loop))  # nobody looks after it any more
 
@@ -276,9 +276,9 @@ class TestUcx(PackedConformance):
         setup.serving.buffers["numpy"].take = fail_at_third
         remote = self.rows(setup, key, array, host_part_bytes=128)
         for i in range(2):
-            np.testing.assert_array_equal(remote.request().result(60), array[i : i + 1])
+            np.testing.assert_array_equal(remote.request().result(BOUND_S), array[i : i + 1])
         with pytest.raises(TransferError, match="no room"):
-            remote.request().result(60)
+            remote.request().result(BOUND_S)
         remote.close()
         wait_until(lambda: usage(setup.reader)["messages"] == 0)
 
@@ -308,7 +308,7 @@ class TestUcx(PackedConformance):
         boxes = [((0, 1), (0, 200)), ((1, 2), (0, 200)), ((2, 2), (0, 200))]
         remote = self.open(setup, "block", array, *boxes, sections=sections, request_timeout_s=20.0)
         for (rows, _), region in zip(boxes, [remote.request() for _ in boxes], strict=True):
-            np.testing.assert_array_equal(region.result(60), array[slice(*rows)])
+            np.testing.assert_array_equal(region.result(BOUND_S), array[slice(*rows)])
         remote.close()
 
     def test_a_message_is_packed_while_those_before_are_sent(self, setup, monkeypatch):
@@ -329,7 +329,7 @@ class TestUcx(PackedConformance):
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request(), remote.request()]
         for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(60), array[i : i + 1])
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         remote.close()
 
     def test_a_message_is_packed_before_it_is_sent(self, setup, monkeypatch):
@@ -355,7 +355,7 @@ class TestUcx(PackedConformance):
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(60), array[i : i + 1])
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         remote.close()
         first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
         assert done == first
@@ -375,9 +375,9 @@ class TestUcx(PackedConformance):
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests[:2]):
-            np.testing.assert_array_equal(request.result(60), array[i : i + 1])
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         with pytest.raises(TransferError, match="no more"):
-            requests[2].result(60)
+            requests[2].result(BOUND_S)
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
@@ -402,7 +402,7 @@ class TestUcx(PackedConformance):
         monkeypatch.setattr(Outgoing, "begin", begin)
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         with pytest.raises(TransferError, match="no more"):
-            remote.request().result(60)
+            remote.request().result(BOUND_S)
         remote.close()
         assert waited == [True]
 
@@ -428,7 +428,7 @@ class TestUcx(PackedConformance):
         for count in (3, 2):
             remote = self.rows(setup, "block", array, host_part_bytes=2**17)
             for request in [remote.request() for _ in range(count)]:
-                request.result(60)
+                request.result(BOUND_S)
             remote.close()
         assert usage(setup.reader)["requested"] == 0
         loop.loop.call_soon_threadsafe(may_answer.set)
@@ -442,7 +442,7 @@ class TestUcx(PackedConformance):
         remote = self.rows(setup, "block", array, host_part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(60), array[i : i + 1])
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert setup.host.calls.count("p2p_ucx_read") == 1
@@ -457,7 +457,7 @@ class TestUcx(PackedConformance):
             while len(ahead) < min(3, 20 - i):
                 ahead.append(remote.request())
             assert remote.reading.ahead == min(2, i + len(ahead))
-            np.testing.assert_array_equal(ahead.popleft().result(60), array[i : i + 1])
+            np.testing.assert_array_equal(ahead.popleft().result(BOUND_S), array[i : i + 1])
         assert setup.serving.buffers["numpy"].idle_bytes <= 5 * 2**17
 
     def test_an_endpoint_that_the_reader_closed(self, setup):

@@ -13,7 +13,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import own_client, persisted, tls_client, used
+from tests.support import BOUND_S, own_client, persisted, tls_client, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_bits, check_objects
 from tests.usage import usage_of_worker
@@ -97,4 +97,4 @@ def test_a_killed_worker(how, moment_s):
         time.sleep(moment_s)
         os.kill(pid, how)
         expected = np.arange(3000 * 1500.0).reshape(shape).T
-        np.testing.assert_array_equal(client.compute(y).result(timeout=60), expected)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected)
