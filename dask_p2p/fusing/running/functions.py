@@ -19,7 +19,7 @@ import numpy as np
 from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 from distributed.protocol.pickle import dumps, loads
 
-from dask_p2p.sections.iterate.functions.replayable import closure_values, codes_in
+from dask_p2p.replayable import closure_values, codes_in
 
 #: Packages whose functions neither overwrite their arguments nor keep a state, unless a call says
 #: so: `_overwrites`.

@@ -1,6 +1,6 @@
 """Tasks whose kernels a GPU may replay in place of further calls.
 
-Such a task depends on its inputs alone: `sections.iterate.functions.replayable`. Functions of Dask
+Such a task depends on its inputs alone: `sections.exchange.replayable`. Functions of Dask
 and of this package do so, apart from random numbers. A call of a task gets its own copies of all
 other objects among its arguments, so they have no state. NumPy arrays among them are refused: a
 task would upload them.
@@ -17,7 +17,7 @@ from dask.task_spec import GraphNode
 
 from dask_p2p.fusing.planning.program import AssembleStep
 from dask_p2p.fusing.running.functions import parts_of
-from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
+from dask_p2p.replayable import is_constant, is_replayable
 
 _PACKAGES = frozenset({"cytoolz", "dask", "dask_array", "dask_p2p", "functools", "tlz", "toolz"})
 _CONTAINERS = (tuple, list, set, frozenset, dict, GraphNode, functools.partial)

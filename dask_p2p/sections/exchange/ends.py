@@ -13,17 +13,27 @@ and no message is added::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from dask.utils import funcname
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.halo import ODD, both_ends
 from dask_p2p.plans.rank_halo import RankHalo
 from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.divided import (
+    MOST_CALLS,
+    are_close,
+    copies_of,
+    halves,
+    is_uniform,
+    warn_of_division,
+)
 from dask_p2p.types import Array, DType
 
 
@@ -175,12 +185,12 @@ class Ends:
             pairs = list(zip(part, lows, strict=True))
             where = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
             function = _function(end)
-            if function is not None:
-                inside = None
-                if function is _odd or not device.has_read_only:
-                    inside = device.empty(tuple(stop - start for start, stop in part), dtype)
+            if function is not None and (function is _odd or not device.has_read_only):
+                inside = device.empty(tuple(stop - start for start, stop in part), dtype)
                 position = _RimAt(at, part, axis, boundary)
                 self._fills.append(partial(_call, function, inside, position, where))
+            elif function is not None:
+                self._fills.append(_HostEnd(function, where, at, part, axis, boundary))
             elif self._fills:  # a function has overwritten a corner
                 self._fills.append(partial(_put, end, where))
 
@@ -198,24 +208,84 @@ class Ends:
 
 def _call(
     function: Callable[..., Any],
-    inside: Array | None,  # memory for all calls; None: new arrays, which a function may keep
+    inside: Array,  # memory for all calls
     at: At,
     where: Any,
     data: Array,
 ) -> None:
     rim = data[where]
-    if inside is None:
-        own, inside = rim.copy(), rim.copy()
-        made = function(own, inside, at)
-        rim[...] = own
-    else:
-        inside[...] = rim
-        made = function(rim, inside, at)
+    inside[...] = rim
+    _check_filled(function(rim, inside, at))
+
+
+def _check_filled(made: Any) -> None:
     if made is not None:
         raise InputError(
             "boundary: expected a function that fills its first argument, rim[...] = ..., and "
             "returns None, got one that returns a value. Fill rim."
         )
+
+
+class _HostEnd:
+    """A user's function that fills a part beyond an end, in host memory.
+
+    It receives new arrays in each call, which it may keep. Its first calls are compared with those
+    for halves of the part, if its code shows that another call changes nothing.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        where: Any,  # in the memory of the local block
+        at: At,  # position of the local block
+        part: Box,
+        axis: int,
+        boundary: Sequence[Any],
+    ) -> None:
+        self._function, self._where = function, where
+        self._at = _RimAt(at, part, axis, boundary)
+        pairs = zip(at.box, at.shape, strict=True)
+        is_divided = [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)]
+        lows = [low for low, _ in part]
+        self._halves: list[tuple[Any, _RimAt]] = []
+        for box in (box for pair in halves(part, is_divided) for box in pair):
+            pairs = zip(box, lows, strict=True)
+            own = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
+            self._halves.append((own, _RimAt(at, box, axis, boundary)))
+        self._to_compare = MOST_CALLS if self._halves else 0
+
+    def __call__(self, data: Array) -> None:
+        rim = data[self._where]
+        if self._to_compare:
+            self._to_compare -= 1
+            self._compare(rim)
+        rim[...] = _filled(self._function, rim, self._at)
+
+    def _compare(self, mirrored: Array) -> None:
+        """Warn if the function fills halves with other values than the whole part."""
+        copies, is_same = copies_of(self._function), True
+        if copies is not None:
+            with suppress(Exception):  # of a function for parts of this size alone
+                whole = _filled(copies(), mirrored, self._at)
+                for own, at in self._halves:
+                    found = _filled(copies(), mirrored[own], at)
+                    is_same = is_same and are_close(np, found, whole[own])
+        if not is_same:
+            warn_of_division(
+                f"boundary: {funcname(self._function)}",
+                "the part beyond an end",
+                "It must compute each element by itself. Compute means and sums of the whole array "
+                "before, as another field or by spmd and ctx.allreduce.",
+            )
+        if copies is None or not is_same or not is_uniform(mirrored):
+            self._to_compare = 0
+
+
+def _filled(function: Callable[..., Any], mirrored: Array, at: At) -> Array:
+    """Return the values of a part beyond an end, made from its mirror image."""
+    rim, inside = mirrored.copy(), mirrored.copy()
+    _check_filled(function(rim, inside, at))
+    return rim
 
 
 def _put(value: Any, where: Any, data: Array) -> None:

@@ -16,9 +16,9 @@ from zlib import crc32
 import cloudpickle  # Dask's functions would log an error for each object without a pickle
 
 from dask_p2p.errors import InputError
+from dask_p2p.replayable import is_constant, is_replayable
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.ends import functions_of
-from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
 from dask_p2p.sections.iterate.functions.writes import can_refuse
 
 if TYPE_CHECKING:

@@ -182,8 +182,8 @@ def iterate(
         image with the opposite sign. A function ``f(rim, inside, at)`` fills `rim`, the part of the
         halo beyond an end, in place. Its mirror image `inside` has the same shape, and ``at.index``
         the indices of `rim`, from -1 downwards and from the length upwards. It must compute each
-        element by itself. With functions `overlap` has no effect. A mapping by names of fields has
-        one boundary for each field, where "*" stands for all others.
+        element by itself; a warning names others. With functions `overlap` has no effect. A mapping
+        by names of fields has one boundary for each field, where "*" stands for all others.
     constants : sequence or mapping, optional
         Further arguments, which `func` reads in each step: in a mapping if the fields are in one. A
         Dask array must have the shape of the fields. Each rank receives its local block, without a

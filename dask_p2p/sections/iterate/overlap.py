@@ -12,24 +12,23 @@ second step compares the results for two halves with those for the whole block, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
 from dask.utils import funcname
 
-from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.geometry import Box, box_shape, box_size, cut_box
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_size
+from dask_p2p.replayable import is_constant, is_replayable
 from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.divided import are_close, copies_of, halves, warn_of_division
 from dask_p2p.sections.iterate.call import Call
-from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
 from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.context.context import Context
     from dask_p2p.sections.iterate.iteration import Iteration
-
-_ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 
 #: Computes a box of the next local blocks by a call.
 Apply: TypeAlias = Callable[[Call, Box], Any]
@@ -60,38 +59,42 @@ class Parts:
             apply(call, box)
         if self._sums(call) == before:
             return "same"
-        found = [self._results(call, name).copy() for name in call.changed]
+        found = self.results(call)
         apply(call, self.whole)
-        return "close" if self._are_close(call, found) else "other"
+        return "close" if self.are_close(call, found) else "other"
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
-        given = [*self._of.kwargs.values(), *(spec.value for spec in self._of.constants)]
-        return all(map(is_constant, given)) and is_replayable(call.phase.function)
+        return self._are_constant and is_replayable(call.phase.function)
 
-    def _results(self, call: Call, name: str) -> Array:
-        found: Array = self._fields[name].spare.inner
-        return found
+    def copies(self, call: Call) -> Callable[[], Callable[..., Any]] | None:
+        """Return a function that returns copies of the call's function, for further calls."""
+        return copies_of(call.phase.function) if self._are_constant else None
+
+    @property
+    def _are_constant(self) -> bool:
+        """True if no function can change the constants and keywords."""
+        given = [*self._of.kwargs.values(), *(spec.value for spec in self._of.constants)]
+        return all(map(is_constant, given))
+
+    def results(self, call: Call) -> list[Array]:
+        """Return copies of the results of a call."""
+        return [self._fields[name].spare.inner.copy() for name in call.changed]
+
+    def restore(self, call: Call, results: Sequence[Array]) -> None:
+        """Put results of a call back into their memory."""
+        for name, found in zip(call.changed, results, strict=True):
+            self._fields[name].spare.inner[...] = found
 
     def _sums(self, call: Call) -> list[int]:
         data = (self._fields[name].spare.data for name in call.changed)
         return [self._device.checksum(each) for each in data]
 
-    def _are_close(self, call: Call, parts: list[Array]) -> bool:
-        """Return whether results for parts and the whole block differ by rounding errors only."""
+    def are_close(self, call: Call, others: Sequence[Array]) -> bool:
+        """Return whether the results of a call differ from others by rounding errors only."""
         module = self._device.module
-        for name, part in zip(call.changed, parts, strict=True):
-            whole = self._results(call, name)
-            if whole.dtype.kind not in "fc":
-                is_close = bool((whole == part).all())
-            else:
-                tolerance = _ROUNDING * float(np.finfo(whole.dtype).eps)
-                largest = float(module.nan_to_num(abs(whole)).max())
-                limits = tolerance, tolerance * largest  # relative, absolute
-                is_close = bool(module.allclose(part, whole, *limits, equal_nan=True))
-            if not is_close:
-                return False
-        return True
+        own = (self._fields[name].spare.inner for name in call.changed)
+        return all(are_close(module, *pair) for pair in zip(others, own, strict=True))
 
 
 class Overlap:
@@ -142,15 +145,12 @@ class Overlap:
 class Divisions:
     """The calls of one rank whose results must not depend on the division into local blocks.
 
-    Functions are compared once, if their code shows that another call changes nothing.
+    Functions are compared once, if their code shows that calls of a copy change nothing else.
     """
 
     def __init__(self, of: Iteration, ctx: Context, parts: Parts, whole: Box) -> None:
-        self._halves = [
-            cut_box(whole, axis, length // 2)
-            for axis, (length, count) in enumerate(zip(box_shape(whole), ctx.grid, strict=True))
-            if count > 1 and length > 1 and of.compares_parts(ctx)
-        ]
+        is_divided = [count > 1 and of.compares_parts(ctx) for count in ctx.grid]
+        self._halves = halves(whole, is_divided)
         self._parts = parts
         self._seen: set[int] = set()  # ids of phases
 
@@ -159,33 +159,34 @@ class Divisions:
         if not self._halves or id(call.phase) in self._seen:
             return False
         self._seen.add(id(call.phase))
-        return self._parts.is_plain(call)
+        return True
 
     def check(self, call: Call, apply: Apply) -> None:
         """Warn if the results for halves of the local block are others than for the whole."""
-        for halves in self._halves:
-            try:
-                found = self._parts.compare(call, apply, halves)
-            except Exception:  # of a function for blocks of this size alone
-                apply(call, self._parts.whole)
-                return
-            if found == "other":
-                _warn(call)
-                return
+        if (copies := self._parts.copies(call)) is None:
+            return
+        of_steps, are_same = self._parts.results(call), True
+        with suppress(Exception):  # of a function for blocks of this size alone
+            of_whole = of_steps
+            if (copy := copies()) is not call.phase.function:  # it may draw other random numbers
+                apply(call.by(copy), self._parts.whole)
+                of_whole = self._parts.results(call)
+            for parts in self._halves:
+                for box in parts:
+                    apply(call.by(copies()), box)
+                are_same = are_same and self._parts.are_close(call, of_whole)
+        self._parts.restore(call, of_steps)
+        if not are_same:
+            _warn(call)
 
 
 def _warn(call: Call) -> None:
-    """Warn of a function of local blocks, in the client and in this worker."""
-    from distributed import warn
-
-    name = funcname(call.phase.function)
-    warn(
-        f"iterate: {name} returns other values for halves of a local block than for the whole "
-        f"block, so its result depends on the number of ranks. Means, norms and sums over its "
-        f"argument are those of one local block: compute them of the whole array, by record= and "
-        f"at.last, or by spmd and ctx.allreduce. A function that reads more neighbours than depth= "
-        f"gives it returns such values, too.",
-        P2PWarning,
+    warn_of_division(
+        f"iterate: {funcname(call.phase.function)}",
+        "a local block",
+        "Means, norms and sums over its argument are those of one local block: compute them of the "
+        "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads "
+        "more neighbours than depth= gives it returns such values, too.",
     )
 
 

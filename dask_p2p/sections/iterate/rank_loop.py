@@ -282,7 +282,7 @@ class RankLoop:
         if self._series.is_due(step):
             current = self._current(self._series.names)
             with self._kept_views:
-                self._series.record(step, current)
+                self._series.record(step, lambda binding: current(binding, self._whole))
             self._check_sums()
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
@@ -304,12 +304,15 @@ class RankLoop:
             at = self._local.at(self._whole, self._ctx.step_for)
             self._sums(self._whole, lambda binding, box: self._values(binding, box, at))
 
-    def _current(self, names: Collection[str]) -> Callable[[Binding], dict[str, Any]]:
+    def _current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""
         # One message updates halos for the next step, too.
         self._updated(self._stale_of(self._of.phases[0].binding.names.union(names)))
-        at = self._local.at(self._whole, lambda name: max(0, self._ctx.step_for(name) - 1))
-        return lambda binding: self._values(binding, self._whole, at)
+
+        def step(name: str) -> int:
+            return max(0, self._ctx.step_for(name) - 1)
+
+        return lambda binding, box: self._values(binding, box, self._local.at(box, step))
 
     # --- captured steps
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -24,8 +24,8 @@ import numpy as np
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import Box, box_size, cut_box
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.divided import copies_of
 from dask_p2p.sections.iterate.functions.binding import AT, UNNAMED, VALUES, Binding
-from dask_p2p.sections.iterate.functions.replayable import is_replayable
 from dask_p2p.sections.iterate.functions.writes import arrays_in
 from dask_p2p.sections.iterate.output.series import OPS, SeriesSpec
 
@@ -55,12 +55,12 @@ class Combined:
     remedy: str
     function: Callable[..., Any]
     binding: Binding
-    numbers: Callable[[Mapping[str, Any]], Sequence[Any]]  # of the function with its arguments
+    numbers: Callable[[Callable[..., Any], Mapping[str, Any]], Sequence[Any]]  # of a call
 
     @property
-    def is_known(self) -> bool:
-        """True if its code shows that further calls change nothing, for any part of the block."""
-        return is_replayable(self.function) and VALUES[AT] not in self.binding.names
+    def copies(self) -> Callable[[], Callable[..., Any]] | None:
+        """A function that returns copies for further calls, for any part of the block."""
+        return None if VALUES[AT] in self.binding.names else copies_of(self.function)
 
 
 class SumChecks:
@@ -69,7 +69,7 @@ class SumChecks:
     def __init__(self, of: Iteration, ctx: Context) -> None:
         is_compared = of.compares_parts(ctx) and ctx.device.has_read_only  # NumPy's arrays
         given = (*map(_of_record, of.series), *_of_until(of)) if is_compared else ()
-        self._left = [each for each in given if each is not None and each.is_known]
+        self._left = [each for each in given if each is not None]
         self._calls = 0
 
     def __bool__(self) -> bool:
@@ -115,8 +115,8 @@ def _of_record(spec: SeriesSpec) -> Combined | None:
     if spec.is_same:
         return None
 
-    def numbers(values: Mapping[str, Any]) -> Sequence[Any]:
-        found = np.ravel(binding.bound(record.function, values)())
+    def numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> Sequence[Any]:
+        found = np.ravel(binding.bound(function, values)())
         return [*found[:: max(1, len(found) // _MOST_NUMBERS)]]
 
     remedy = (
@@ -131,9 +131,10 @@ def _of_until(of: Iteration) -> list[Combined]:
     """Return the function of the only field, if it returns numbers for `until`."""
     if of.until is None or of.series:
         return []
-    phase, field = of.phases[-1], of.fields[0]
+    last, field = of.phases[-1], of.fields[0]
 
-    def numbers(values: Mapping[str, Any]) -> Sequence[Any]:
+    def numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> Sequence[Any]:
+        phase = replace(last, function=function)
         newest = next(arrays_in((values[UNNAMED],), np.ndarray))
         halo = (sum(sides) for sides in field.depths[0])
         out = np.empty([n - more for n, more in zip(newest.shape, halo, strict=True)], field.dtype)
@@ -145,14 +146,16 @@ def _of_until(of: Iteration) -> list[Combined]:
         "Return sums, (change**2).sum(). Or give the field by name, and record the number: "
         "record={'change': Record(function, op='max')}."
     )
-    return [Combined("until", "sum", remedy, phase.function, phase.binding, numbers)]
+    return [Combined("until", "sum", remedy, last.function, last.binding, numbers)]
 
 
 def _verdicts(of: Combined, whole: Box, values: Values) -> set[Verdict]:
     """Return the verdict on each number of a function."""
+    if (copies := of.copies) is None:
+        return {"combined"}
 
     def numbers(box: Box) -> Sequence[Any]:
-        return of.numbers(values(of.binding, box))
+        return of.numbers(copies(), values(of.binding, box))
 
     arrays = [*arrays_in(values(of.binding, whole).values(), np.ndarray)]
     scale = largest(arrays)

@@ -28,6 +28,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
+from dask_p2p.sections.exchange import divided
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu
@@ -128,7 +129,8 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
     """But not for small local blocks: the function is called three times in a step."""
     # The emulated kernel records its calls. The second step computes the whole block, too, or the
     # halves of a block that is too small.
-    monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
+    for module in (overlap, divided):
+        monkeypatch.setattr(module, "is_replayable", lambda function: True)
     calls = []
 
     def counted(u, out):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, iterate, spmd
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.errors import BlockMismatchError, InputError, P2PWarning
 from tests.sections.iterate.test_coupled import U, V, array
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -158,3 +158,56 @@ def test_a_boundary_of_the_right_shape_only(client):
     made = iterate(spread, {"u": array(U)}, 1, 3, boundary=wrong, ranks=2)
     with pytest.raises((ValueError, BlockMismatchError), match="broadcast"):
         dask.compute(made)
+
+
+def of_its_mean(rim, inside, at):
+    rim[...] = 2 * inside.mean() - inside
+
+
+def of_its_largest(rim, inside, at):
+    rim[...] = -inside / (1 + abs(inside).max())
+
+
+def along_the_wall(rim, inside, at):
+    rim[...] = np.cumsum(inside, axis=1)
+
+
+def by_number(rim, inside, at):
+    rim[...] = inside + np.arange(inside.shape[1])
+
+
+OF_PARTS = [of_its_mean, of_its_largest, along_the_wall, by_number]
+
+
+def stepped(boundary, ranks):
+    """Return the result of a stencil on columns; the first halos have ones alone."""
+    one = array(np.ones_like(U), (24, 5))
+
+    def spread(u, c, at):
+        return {"u": (u[:-2] + u[2:])[:, 1:-1] / 2 + c * (at.step > 0)}
+
+    options = {"boundary": (boundary, "periodic"), "constants": {"c": array(U, (24, 5))}}
+    return dask.compute(iterate(spread, {"u": one}, 1, 4, ranks=ranks, **options)["u"])[0]
+
+
+@pytest.mark.parametrize("function", OF_PARTS)
+def test_functions_that_depend_on_the_number_of_ranks_are_named(client, function):
+    match = f"boundary: {function.__name__} returns other values .* number of ranks"
+    with pytest.warns(P2PWarning, match=match):
+        found = stepped(function, 4)
+    assert not np.allclose(found, stepped(function, 1))
+
+
+@pytest.mark.parametrize("function", OF_PARTS)
+def test_such_functions_of_contexts_are_named(client, function):
+    def pad(ctx, u):
+        return ctx.pad(u, 1, boundary=(function, "periodic"))[1:-1, 1:-1]
+
+    with pytest.warns(P2PWarning, match=f"boundary: {function.__name__} returns other values"):
+        spmd(pad, array(U, (24, 5)), ranks=4).compute()
+
+
+@pytest.mark.parametrize("function", [wall, profile])
+def test_other_functions_are_compared_without_a_word(client, recwarn, function):
+    assert np.array_equal(stepped(function, 4), stepped(function, 1))
+    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]

@@ -254,3 +254,37 @@ def test_results_that_are_no_numbers_are_named():
 def test_functions_are_compared_once(boxes):
     in_ranks(smooth, 10)
     assert Counter(boxes) == {(12, 5): 18, (6, 5): 4}
+
+
+class Solver:
+    """A solver as one first writes it: it has parameters, and counts its steps."""
+
+    def __init__(self, weights):
+        self.weights, self.steps, self.generator = weights, 0, np.random.default_rng(0)
+
+    def without_mean(self, u):
+        self.steps += 1
+        return (u - self.weights * u.mean())[1:-1]
+
+    def noisy(self, u):
+        return u[1:-1] + self.generator.normal(size=u[1:-1].shape)
+
+    def counted(self, u):
+        self.steps += 1
+        return u[1:-1] * self.weights + self.steps
+
+
+@pytest.mark.parametrize("name", ["without_mean", "noisy"])
+def test_methods_whose_results_depend_on_the_number_of_ranks_are_named(name):
+    with pytest.warns(P2PWarning, match=f"{name} returns other values for halves"):
+        found = in_ranks(getattr(Solver(np.ones(5)), name), 4)
+    assert not np.allclose(found, in_ranks(getattr(Solver(np.ones(5)), name), 4, ranks=1))
+
+
+def test_copies_of_methods_are_compared_without_a_word(monkeypatch, recwarn):
+    """The counter of the solver itself counts its steps alone."""
+    made = in_ranks(Solver(np.ones(5)).counted, 4)
+    assert np.array_equal(made, in_ranks(Solver(np.ones(5)).counted, 4, ranks=1))
+    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
+    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
+    assert np.array_equal(made, in_ranks(Solver(np.ones(5)).counted, 4))

@@ -119,6 +119,30 @@ def test_values_that_depend_on_the_number_of_ranks_are_named(client, function, o
     assert not np.allclose(found, recorded(function, ranks=1, **options))
 
 
+class Statistics:
+    def __init__(self):
+        self.scale, self.seen = np.ones(1), []
+
+    def rms(self, u):
+        return np.sqrt((self.own(u) ** 2).mean())
+
+    def total(self, u):
+        self.seen.append(u.sum())
+        return self.own(u).sum() * len(self.seen)
+
+    def own(self, u):
+        return u[1:-1, 1:-1] * self.scale
+
+
+def test_means_by_methods_are_refused(client):
+    with pytest.raises(InputError, match="add up"):
+        recorded(Statistics().rms)
+
+
+def test_comparisons_leave_objects_as_they_are(client):
+    assert recorded(Statistics().total) == pytest.approx([X.sum(), 2 * X.sum()])
+
+
 def test_halos_of_a_single_pulse_are_named(client):
     rows, columns = np.ogrid[:24, :18]
     x = np.exp(-((rows - 5.0) ** 2 + (columns - 4.0) ** 2) / 2)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
+from dask_p2p.replayable import is_constant, is_replayable
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
@@ -16,7 +17,6 @@ from dask_p2p.sections.gpu.graphs import can_wait_for_peers, own_gpu, share_gpus
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.functions.binding import AT, VALUES
-from dask_p2p.sections.iterate.functions.replayable import is_constant, is_replayable
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
 if TYPE_CHECKING:

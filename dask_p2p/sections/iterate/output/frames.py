@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import Box, box_shape, box_slices
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange import divided
 from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.functions.writes import Reader, can_refuse
 from dask_p2p.sections.iterate.kept_views import KeptViews
@@ -32,8 +36,8 @@ from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, pa
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.types import Array
 
-#: Returns the arguments of a function, with the values after the last step; None if none is read.
-Values = Callable[[Binding], Mapping[str, Any]] | None
+#: Returns a function's arguments for a box of the local block, after the last step; None: unread.
+Values = Callable[[Binding, Box], Mapping[str, Any]] | None
 Slices = tuple[slice, ...]
 
 
@@ -52,6 +56,13 @@ class Frames:
         self._readers = readers  # by computed field
         may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
         self._kept_views = KeptViews(local, may_keep)
+        is_staggered = any(any(field.spec.extra) for field in local.fields.values())
+        is_divided = [count > 1 and not is_staggered for count in ctx.grid]
+        self._halves = divided.halves(self._first.layout.whole, is_divided)
+        compared = spec.computed if self._halves else ()
+        self._to_compare = {
+            each.name: divided.MOST_CALLS for each in compared
+        }  # calls left, by name
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -169,6 +180,8 @@ class Frames:
             else:
                 self._put(name, self._fields[name].newest.inner)
         for each in self.spec.computed:
+            if each.name in self._to_compare:
+                self._compare(each, values)
             with self._kept_views:
                 self._put(each.name, self._computed(each, values))
 
@@ -184,19 +197,49 @@ class Frames:
 
     def _computed(self, field: ComputedField, values: Values) -> Array:
         """Call the function of a computed field; return its local block without halo."""
+        return self._of_box(field, values, self._first.layout.whole)
+
+    def _of_box(self, field: ComputedField, values: Values, box: Box) -> Array:
+        """Call the function of a computed field for a box of the local block."""
         assert values is not None
-        bound = field.binding.bound(field.function, values(field.binding))
+        bound = field.binding.bound(field.function, values(field.binding, box))
         value: Any = self._readers[field.name](bound)
-        part, own = self._first.parts(self._first.layout.whole)[0], self._first.newest.inner
-        shape = shape_of(f"compute[{field.name!r}]", value, type(own))
-        if shape not in (own.shape, part.data.shape):
+        part, own = self._first.parts(box)[0], box_shape(box)
+        shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
+        if shape not in (own, part.data.shape):
             raise BlockMismatchError(
-                f"expected an array of shape {own.shape}, or {part.data.shape} with halo, from the "
+                f"expected an array of shape {own}, or {part.data.shape} with halo, from the "
                 f"function of the computed field {field.name!r}, got {shape}. Return such an "
                 f"array, or record a number, record={{...}}."
             )
-        block: Array = value if shape == own.shape else value[part.inner]
+        block: Array = value if shape == own else value[part.inner]
         return block
+
+    def _compare(self, field: ComputedField, values: Values) -> None:
+        """Warn if the function returns other values for halves of the local block."""
+        left, module = self._to_compare.pop(field.name), self._ctx.device.module
+        if (copies := divided.copies_of(field.function)) is None:
+            return
+
+        def computed(box: Box) -> Array:
+            return self._of_box(replace(field, function=copies()), values, box)
+
+        is_same = True
+        with suppress(Exception):  # of a function for blocks of this size alone
+            block = computed(self._first.layout.whole)
+            if left > 1 and divided.is_uniform(block):
+                self._to_compare[field.name] = left - 1
+            for box in (box for parts in self._halves for box in parts):
+                is_same = is_same and divided.are_close(
+                    module, computed(box), block[box_slices(box)]
+                )
+        if not is_same:
+            self._to_compare.pop(field.name, None)
+            divided.warn_of_division(
+                f"compute[{field.name!r}]",
+                "a local block",
+                "Record means and sums of the whole array, record={...}, and read them by at.last.",
+            )
 
     def write(self) -> None:
         """Write the copied part of a frame."""

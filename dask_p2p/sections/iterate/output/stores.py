@@ -45,7 +45,9 @@ class Save:
         Functions of further fields by name, ``{"speed": f}``. The parameters of a function are
         names of fields, constants and keywords, and `at`, as for the function of a step. Fields
         have their halos. It returns a local block of the first field's shape, with or without
-        halo. It is also called once before the first step, for the dtype.
+        halo. It is also called once before the first step, for the dtype. In the first frames it is
+        called for halves of a local block, too: a warning names functions whose values depend on
+        the number of ranks.
     dims : sequence of str, optional
         Names of the axes of the fields, as `xarray.open_zarr` reads them. By default "dim_0",
         "dim_1" and so on. The axis of frames is "frame".

@@ -14,7 +14,13 @@ import pytest
 import zarr
 
 from dask_p2p import Checkpoint, Field, Record, Save, estimate, iterate
-from dask_p2p.errors import BlockMismatchError, FileError, InputError, MissingPackageError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    FileError,
+    InputError,
+    MissingPackageError,
+    P2PWarning,
+)
 from dask_p2p.sections.iterate.output.frames import FrameWriter
 from dask_p2p.sections.iterate.output.specs import part_of_slice
 from tests.sections.iterate.output.test_stores import A, B, fields, states
@@ -97,6 +103,46 @@ def test_computed_fields(client, tmp_path, ranks, region):
         assert np.array_equal(frames["d"][frame], d[region])
         assert np.array_equal(frames["ready"][frame], (state["u"] > 0.2)[region])
         assert np.array_equal(frames["both"][frame], (state["v"] * 1j)[region])
+
+
+def computed(tmp_path, function, ranks, steps=2):
+    """Return frames of a computed field; the first ones have zeros alone."""
+    given = {"u": array(A * 0, (8, 10)), "c": array(A, (8, 10))}
+
+    def filled(u, c, at):
+        return {"u": u[1:-1, 1:-1] + c[1:-1, 1:-1] * (at.step > 0)}
+
+    save = Save(tmp_path / str(ranks), 1, [], compute={"anomaly": function})
+    dask.compute(iterate(filled, given, 1, steps, save=save, ranks=ranks))
+    return frames_of(tmp_path / str(ranks))["anomaly"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda u: u - u[1:-1, 1:-1].mean(),
+        lambda u: u / (1 + abs(u).max()),
+        lambda u: np.gradient(np.gradient(u, axis=0), axis=0),
+        lambda u, at: u[1:-1, 1:-1] + at.box[0][0],
+    ],
+)
+def test_computed_fields_that_depend_on_the_number_of_ranks_are_named(client, tmp_path, function):
+    with pytest.warns(P2PWarning, match=r"compute\['anomaly'\] returns other .* number of ranks"):
+        found = computed(tmp_path, function, 3)
+    assert not np.allclose(found, computed(tmp_path, function, 1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda u: np.gradient(u, axis=1),
+        lambda u, at: u[1:-1, 1:-1] * at.index[0] + at.shape[1],
+        lambda u: u[1:-1, 1:-1] > 0.3,
+    ],
+)
+def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, recwarn, function):
+    assert np.array_equal(computed(tmp_path, function, 3), computed(tmp_path, function, 1))
+    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
 
 
 def test_computed_fields_read_the_newest_records(tmp_path):
