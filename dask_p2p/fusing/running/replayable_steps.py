@@ -1,6 +1,6 @@
 """Tasks whose kernels a GPU may replay in place of further calls.
 
-Such a task depends on its inputs alone: `sections.exchange.replayable`. Functions of Dask
+Such a task depends on its inputs alone: `dask_p2p.replayable`. Functions of Dask
 and of this package do so, apart from random numbers. A call of a task gets its own copies of all
 other objects among its arguments, so they have no state. NumPy arrays among them are refused: a
 task would upload them.

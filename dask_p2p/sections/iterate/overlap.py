@@ -11,8 +11,8 @@ second step compares the results for two halves with those for the whole block, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dask.utils import funcname
@@ -47,21 +47,22 @@ class Parts:
         self._of, self._device, self._fields, self.whole = of, device, fields, whole
 
     def compare(
-        self, call: Call, apply: Apply, parts: Sequence[Box]
+        self, again: Callable[[], Call], apply: Apply, parts: Sequence[Box]
     ) -> Literal["same", "close", "other"]:
         """Compute parts of the block, whose whole results are there, and compare both.
 
-        "same": all bits are equal; "close": values differ by rounding errors. The results for the
-        whole block are there afterwards.
+        `again` returns the call for each further computation. "same": all bits are equal; "close":
+        values differ by rounding errors. The results for the whole block are there afterwards.
         """
+        call = again()
         before = self._sums(call)
         for box in parts:
-            apply(call, box)
+            apply(again(), box)
         if self._sums(call) == before:
             return "same"
-        found = self.results(call)
-        apply(call, self.whole)
-        return "close" if self.are_close(call, found) else "other"
+        found = self._results(call)
+        apply(again(), self.whole)
+        return "close" if self._are_close(call, found) else "other"
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
@@ -77,20 +78,25 @@ class Parts:
         given = [*self._of.kwargs.values(), *(spec.value for spec in self._of.constants)]
         return all(map(is_constant, given))
 
-    def results(self, call: Call) -> list[Array]:
+    @contextmanager
+    def kept(self, call: Call) -> Iterator[None]:
+        """Keep the results of a call: put them back at the end of a context."""
+        kept = self._results(call)
+        try:
+            yield
+        finally:
+            for name, found in zip(call.changed, kept, strict=True):
+                self._fields[name].spare.inner[...] = found
+
+    def _results(self, call: Call) -> list[Array]:
         """Return copies of the results of a call."""
         return [self._fields[name].spare.inner.copy() for name in call.changed]
-
-    def restore(self, call: Call, results: Sequence[Array]) -> None:
-        """Put results of a call back into their memory."""
-        for name, found in zip(call.changed, results, strict=True):
-            self._fields[name].spare.inner[...] = found
 
     def _sums(self, call: Call) -> list[int]:
         data = (self._fields[name].spare.data for name in call.changed)
         return [self._device.checksum(each) for each in data]
 
-    def are_close(self, call: Call, others: Sequence[Array]) -> bool:
+    def _are_close(self, call: Call, others: Sequence[Array]) -> bool:
         """Return whether the results of a call differ from others by rounding errors only."""
         module = self._device.module
         own = (self._fields[name].spare.inner for name in call.changed)
@@ -130,7 +136,8 @@ class Overlap:
         Raises `InputError` if they differ, with ``overlap=True``.
         """
         assert call.exchange is not None, "calls without halos do not overlap"
-        found = self._parts.compare(call, apply, [*filter(box_size, call.exchange.boxes)])
+        parts = [*filter(box_size, call.exchange.boxes)]
+        found = self._parts.compare(lambda: call, apply, parts)
         if self._is_promised and found == "other":
             raise InputError(
                 "overlap=True: expected a function that computes parts of a block as it computes "
@@ -163,21 +170,22 @@ class Divisions:
 
     def check(self, call: Call, apply: Apply) -> None:
         """Warn if the results for halves of the local block are others than for the whole."""
-        if (copies := self._parts.copies(call)) is None:
-            return
-        of_steps, are_same = self._parts.results(call), True
-        with suppress(Exception):  # of a function for blocks of this size alone
-            of_whole = of_steps
-            if (copy := copies()) is not call.phase.function:  # it may draw other random numbers
-                apply(call.by(copy), self._parts.whole)
-                of_whole = self._parts.results(call)
-            for parts in self._halves:
-                for box in parts:
-                    apply(call.by(copies()), box)
-                are_same = are_same and self._parts.are_close(call, of_whole)
-        self._parts.restore(call, of_steps)
-        if not are_same:
+        is_same = True
+        if self._parts.is_plain(call):
+            try:
+                is_same = self._are_same(lambda: call, apply)
+            except Exception:  # of a function for blocks of this size alone
+                apply(call, self._parts.whole)
+        elif (copies := self._parts.copies(call)) is not None:
+            with suppress(Exception), self._parts.kept(call):
+                apply(call.by(copies()), self._parts.whole)  # perhaps with other random numbers
+                is_same = self._are_same(lambda: call.by(copies()), apply)
+        if not is_same:
             _warn(call)
+
+    def _are_same(self, again: Callable[[], Call], apply: Apply) -> bool:
+        found = (self._parts.compare(again, apply, parts) for parts in self._halves)
+        return "other" not in found
 
 
 def _warn(call: Call) -> None:

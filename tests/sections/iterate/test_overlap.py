@@ -13,7 +13,7 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_shape
-from dask_p2p.sections.iterate.overlap import Divisions
+from dask_p2p.sections.iterate.overlap import Divisions, Parts
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.wire.connections import Connections
 from tests.support import tune
@@ -254,6 +254,20 @@ def test_results_that_are_no_numbers_are_named():
 def test_functions_are_compared_once(boxes):
     in_ranks(smooth, 10)
     assert Counter(boxes) == {(12, 5): 18, (6, 5): 4}
+
+
+@pytest.mark.parametrize(("function", "is_copied"), [(smooth, False), (rounds_otherwise, True)])
+def test_results_with_the_same_bits_are_compared_without_copies(monkeypatch, function, is_copied):
+    """Copies of the fields of a large simulation may not fit into memory."""
+    copied, results = [], Parts._results
+
+    def noted(parts, call):
+        copied.append(call)
+        return results(parts, call)
+
+    monkeypatch.setattr(Parts, "_results", noted)
+    in_ranks(function, 4)
+    assert bool(copied) == is_copied
 
 
 class Solver:
