@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
 from math import prod
-from operator import itemgetter
+from operator import getitem, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
@@ -158,19 +158,21 @@ class GridPlan:
     @cached_property
     def edges(self) -> int:
         """Number of source blocks that output blocks read, summed over output blocks."""
-        return prod(
-            sum(len(mapping.blocks(number)) for number in range(len(mapping.sizes)))
-            for mapping in self.mappings
-        )
+        return prod(sum(map(len, along)) for along in self._blocks)
+
+    @cached_property
+    def _blocks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By output axis and output block along it: the source blocks that it reads."""
+        return tuple(tuple(map(m.blocks, range(len(m.sizes)))) for m in self.mappings)
 
     @cached_property
     def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Index, ...]]:
         return {}
 
     def sources(self, index: Index) -> tuple[Index, ...]:
-        return (
-            self._all_sources(index) if self.has_corners else self._read_without_corners(index)[0]
-        )
+        if not self.has_corners:
+            return self._read_without_corners(index)[0]
+        return self._all_sources(tuple(map(getitem, self._blocks, index)))
 
     @cached_property
     def _read(self) -> dict[Index, tuple[tuple[Index, ...], tuple[int, ...]]]:
@@ -187,8 +189,8 @@ class GridPlan:
             found = self._read[index] = (block.sources, tuple(elements))
         return found
 
-    def _all_sources(self, index: Index) -> tuple[Index, ...]:
-        blocks = tuple(m.blocks(i) for m, i in zip(self.mappings, index, strict=True))
+    def _all_sources(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[Index, ...]:
+        """Return the sources of a block that reads these source blocks along each axis."""
         # Blocks of one row of the grid share a list: a transpose of slabs has a single one.
         sources = self._sources.get(blocks)
         if sources is None:
@@ -214,7 +216,7 @@ class GridPlan:
             return self._block_with_halo(index, rows)
         # Each source block has one segment along each axis, so pieces are products, in order: fast
         # with thousands of pieces.
-        sources = self._all_sources(index)
+        sources = self._all_sources(tuple(map(blocks_read, rows)))
         dst = product(*([part.dst for part in row] for row in rows))
         src = self._in_order(product(*([part.src for part in row] for row in rows)))
         sizes = (
@@ -266,7 +268,9 @@ def shared(plan: GridPlan) -> GridPlan:
 
     Layers of an iteration have equal plans.
     """
-    return _known(plan) if plan.edges <= _MOST_SHARED_EDGES else plan
+    known = _known(plan)
+    # A copy has nothing computed, so that the plan that is kept stays small.
+    return known if known.edges <= _MOST_SHARED_EDGES else replace(known)
 
 
 @lru_cache(maxsize=16)

@@ -83,10 +83,11 @@ class Halo:
         high = min(high, self._bounds[-1]) if last == "none" else high
         return [(low, start), (start, stop), (stop, high)]
 
-    def widths(self, number: int) -> tuple[int, int]:
-        """Return the widths of the halo before and after a block, smaller at some ends."""
-        (start, own), _, (end, stop) = self._reach(number)
-        return own - start, stop - end
+    @cached_property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """By block: widths of the halo before and after it, smaller at some ends."""
+        reaches = map(self._reach, range(len(self.src_sizes)))
+        return tuple((own - start, stop - end) for (start, own), _, (end, stop) in reaches)
 
     def blocks(self, number: int) -> tuple[int, ...]:
         return blocks_read(self.segments(number))
@@ -156,8 +157,7 @@ def _ends(boundary: Any) -> tuple[Any, ...]:
 def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the widths of the halo before and after, by axis and block along it."""
     return tuple(
-        tuple(m.widths(i) if isinstance(m, Halo) else (0, 0) for i in range(len(m.sizes)))
-        for m in plan.mappings
+        m.widths if isinstance(m, Halo) else ((0, 0),) * len(m.sizes) for m in plan.mappings
     )
 
 

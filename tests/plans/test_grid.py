@@ -160,3 +160,13 @@ def test_sources_without_corners(index):
     for _ in range(2):  # also from memory
         assert plan.sources(index) == block.sources
         assert plan.source_elements(index) == tuple(sizes)
+
+
+def test_plans_of_many_edges_are_not_kept_with_their_sources(monkeypatch):
+    monkeypatch.setattr("dask_p2p.plans.grid._MOST_SHARED_EDGES", 8)
+    rows, columns = ((2, 2, 2), (6,)), ((6,), (2, 2, 2))
+    first, again = (redistribution(rows, (0, 1), columns) for _ in range(2))
+    assert first == again
+    assert first.edges == 9
+    first.sources((0, 0))
+    assert not again._sources

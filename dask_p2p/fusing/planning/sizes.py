@@ -53,13 +53,19 @@ class SourceElements:
     """The number of elements that assembled blocks read of each source, computed once."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Sequence[int]] = {}
+        #: By plan and index of a block. Equal plans share one dictionary.
+        self._found: dict[Plan, dict[Index, Sequence[int]]] = {}
+        #: By identity: each plan with its dictionary. The hash of a plan takes long.
+        self._by_id: dict[int, tuple[Plan, dict[Index, Sequence[int]]]] = {}
 
     def of(self, plan: Plan, index: Index) -> Sequence[int]:
         """Return the elements of each source of a block."""
-        found = self._found.get((plan, index))
+        known = self._by_id.get(id(plan))
+        if known is None:
+            known = self._by_id[id(plan)] = plan, self._found.setdefault(plan, {})
+        found = known[1].get(index)
         if found is None:
-            found = self._found[plan, index] = plan.source_elements(index)
+            found = known[1][index] = plan.source_elements(index)
         return found
 
 

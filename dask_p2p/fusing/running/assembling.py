@@ -48,14 +48,6 @@ class Assembling:
         """The memory of the host."""
         return self.memories[0]
 
-    def plan(self, block: AssembledBlock) -> BlockPlan:
-        """Return the plan of a block."""
-        return _planned(block)[0]
-
-    def pieces(self, block: AssembledBlock, number: int) -> SourcePieces:
-        """Return the pieces of one source of a block, always in the same order."""
-        return _planned(block)[1][number]
-
     def memory_of(self, value: Any) -> Lending | None:
         """Return the memory of a plain array without Python objects; None for other values."""
         for each in self.memories:  # a loop: a generator takes three times as long
@@ -73,14 +65,14 @@ class Assembling:
         assert memory is not None, "other values are not declared, and joined by Dask's function"
         return memory
 
-    def source(self, block: AssembledBlock, number: int, key: Key, value: Any) -> Array:
-        """Return a source of a block in its declared dtype.
+    def source(self, block: AssembledBlock, shape: tuple[int, ...], key: Key, value: Any) -> Array:
+        """Return a source of a block, declared with this shape, in its declared dtype.
 
         Values of undeclared arrays may be of any class. Raises `BlockMismatchError` or
         `UnsupportedArrayError` if another value differs from its array's declaration, or holds
         Python objects.
         """
-        memory, shape = self.memory_of(value), self.plan(block).source_shapes[number]
+        memory = self.memory_of(value)
         if memory is None and block.dtype is None:
             return value
         if memory is not None and value.shape == shape and value.dtype == block.dtype:
@@ -115,7 +107,7 @@ class Assembling:
 
     def _filled(self, block: AssembledBlock, dtype: DType, memory: Lending) -> Array:
         """Return the array of a block with its constants."""
-        plan = self.plan(block)
+        plan = planned(block)[0]
         out = memory.backend.empty(plan.shape, dtype)
         if plan.fills:
             memory.fill(out, plan.fills)
@@ -137,18 +129,19 @@ class Assembling:
                 self._begin_local(step, values)
 
     def _begin_local(self, step: AssembleStep, values: Mapping[Key, Any]) -> None:
-        block = step.block
+        block, (plan, pieces) = step.block, planned(step.block)
         for number, key in step.local:
             if key in values:
                 with suppress(Exception):
-                    source = self.source(block, number, key, values[key])
-                    self._copy(block, number, source)
+                    source = self.source(block, plan.source_shapes[number], key, values[key])
+                    self._copy(block, source, pieces[number], plan.axes)
                     self._copied[block.key].add(number)
 
-    def _copy(self, block: AssembledBlock, number: int, source: Array) -> None:
+    def _copy(
+        self, block: AssembledBlock, source: Array, pieces: SourcePieces, axes: Sequence[int]
+    ) -> None:
         memory = self._memory(source)
-        out = self.begun(block, source.dtype, memory)
-        memory.copy_pieces(out, source, self.pieces(block, number), self.plan(block).axes)
+        memory.copy_pieces(self.begun(block, source.dtype, memory), source, pieces, axes)
 
     def drop(self, key: Key) -> None:
         """Drop the regions of a block that cannot be assembled."""
@@ -159,10 +152,12 @@ class Assembling:
     def finish(self, step: AssembleStep, values: Mapping[Key, Any]) -> Any:
         """Return a block without its epilogue, once the regions of other ranks are in it."""
         block, epilogue = step.block, step.block.epilogue
-        plan = self.plan(block)
+        plan, pieces = planned(block)
         copied = self._copied.pop(block.key, ())
         sources = {
-            n: self.source(block, n, key, values[key]) for n, key in step.local if n not in copied
+            number: self.source(block, plan.source_shapes[number], key, values[key])
+            for number, key in step.local
+            if number not in copied
         }
         is_shuffle = block.dtype is None  # of Dask, which copies even whole blocks
         if plan.is_copy and sources and epilogue is None and not is_shuffle:
@@ -170,7 +165,7 @@ class Assembling:
         if is_shuffle and self._has_others(block, sources):
             return self._joined(block, sources)
         for number, source in sources.items():
-            self._copy(block, number, source)
+            self._copy(block, source, pieces[number], plan.axes)
         out = self._begun.pop(block.key, None)
         if out is None:  # it has constants alone
             assert block.dtype is not None, "rechunks of Dask have no constants"
@@ -189,11 +184,11 @@ class Assembling:
 
     def _joined(self, block: AssembledBlock, sources: Mapping[int, Any]) -> Any:
         """Return a block of a rechunk as Dask joins it, for blocks of any class and dtype."""
-        plan, out = self.plan(block), self._begun.pop(block.key, None)
+        (plan, pieces), out = planned(block), self._begun.pop(block.key, None)
         others = self._others.pop(block.key, {})
         regions = {}
         for number in range(len(plan.sources)):
-            for position, (_, src, dst) in enumerate(self.pieces(block, number)):
+            for position, (_, src, dst) in enumerate(pieces[number]):
                 if number in sources:
                     region = sources[number][box_slices(src)]
                 elif number in others:
@@ -205,14 +200,15 @@ class Assembling:
         return concatenate3(nested(regions))
 
 
-def _planned(block: AssembledBlock) -> _Planned:
+def planned(block: AssembledBlock) -> _Planned:
+    """Return the plan of a block, and its pieces by source."""
     plan, position = block.plan, block.position
 
     def compute() -> _Planned:
-        planned, groups = plan.block(position), defaultdict[int, list[Piece]](list)
-        for piece in planned.pieces:
+        of_block, groups = plan.block(position), defaultdict[int, list[Piece]](list)
+        for piece in of_block.pieces:
             groups[piece.source].append(piece)
-        return planned, {source: SourcePieces(group) for source, group in groups.items()}
+        return of_block, {source: SourcePieces(group) for source, group in groups.items()}
 
     return _PLANS.of(plan, position, compute)
 

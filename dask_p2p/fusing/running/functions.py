@@ -45,6 +45,10 @@ _FILLED = {"out", "output"}
 _GENERATORS = {"BitGenerator", "Generator", "RandomState"}
 
 
+#: Classes of objects that are constant if all their parts are.
+_OF_PARTS = (tuple, frozenset, GraphNode, FunctionType, functools.partial)
+
+
 class Functions:
     """The functions in the tasks of one program, each examined once.
 
@@ -95,13 +99,11 @@ class Functions:
         """Return whether no call can change an object, apart from those of its module."""
         if type(task) in _CONSTANT:
             return True
-        if isinstance(task, (tuple, frozenset, GraphNode)):
-            return all(map(self.is_constant, parts_of(task)))
         found = self._constant.get(id(task))
         if found is None:
             self._constant[id(task)] = True
             found = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
-            if isinstance(task, (FunctionType, functools.partial)) or _is_own(task):
+            if isinstance(task, _OF_PARTS) or _is_own(task):
                 parts = (*parts_of(task), *_globals(task))
                 found = found or all(map(self.is_constant, parts))
             self._constant[id(task)] = found

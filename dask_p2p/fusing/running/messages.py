@@ -23,7 +23,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
-from dask_p2p.fusing.running.assembling import Assembling, in_task
+from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
 from dask_p2p.geometry import box_shape, round_up, whole_box
@@ -125,13 +125,15 @@ class Packing:
                     if isinstance(item, WholeValue):
                         self._add_whole(value)
                         continue
-                    source = assembling.source(item.block, item.number, item.key, value)
+                    plan, of_sources = planned(item.block)
+                    shape = plan.source_shapes[item.number]
+                    source = assembling.source(item.block, shape, item.key, value)
             except Exception as exc:
                 if self._messages.failed_value is None:
                     raise
                 self._failed[number] = pickle.dumps(self._messages.failed_value(exc))
                 continue
-            pieces = assembling.pieces(item.block, item.number)
+            pieces = of_sources[item.number]
             memory = assembling.memory_of(source)
             if memory is None:
                 self._heads.append(dumps([source[of] for of, _ in pieces.indices]))
@@ -247,7 +249,8 @@ class _Unpacking:
 
     def _take_regions(self, item: Regions, dtype: DType) -> None:
         assembling, block = self._messages.assembling, item.block
-        pieces, axes = assembling.pieces(block, item.number), assembling.plan(block).axes
+        plan, of_sources = planned(block)
+        pieces, axes = of_sources[item.number], plan.axes
         memory, descriptor = self._where(head := next(self._heads))
         out = assembling.begun(block, dtype, memory)
         targets: list[tuple[Array, SourcePieces]] = [(out, pieces)]

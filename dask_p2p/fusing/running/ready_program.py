@@ -69,12 +69,12 @@ class ReadyProgram:
         found = step.assembly
         assert found is not None, "the step is a task"
         epilogue = found.block.epilogue
-        if epilogue is None or not self._functions.is_of_user(epilogue):
+        functions = self._functions
+        if epilogue is None or functions.is_constant(epilogue):  # as most
             return found
-        own = self._functions.fresh(epilogue)
-        return (
-            found if own is epilogue else found._replace(block=found.block._replace(epilogue=own))
-        )
+        if not functions.is_of_user(epilogue):
+            return found
+        return found._replace(block=found.block._replace(epilogue=functions.fresh(epilogue)))
 
     def _ready(self, step: Any) -> ReadyStep:
         if isinstance(step, AssembleStep):

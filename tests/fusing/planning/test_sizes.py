@@ -88,3 +88,24 @@ def test_reductions_are_smaller_than_their_inputs():
     sizes = sizes_of(read_arrays(x.sum(axis=0))[1].tasks)
     of_sums = [size for key, size in sizes.items() if "sum" in key[0]]
     assert max(of_sums) < 16 * 16 * 8 / 8
+
+
+def test_elements_of_equal_plans_are_computed_once_and_each_plan_is_hashed_once():
+    hashed, computed = [], []
+
+    class Plan:
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            hashed.append(self)
+            return 1
+
+        def source_elements(self, index):
+            computed.append(index)
+            return index
+
+    plans, elements = [Plan(), Plan()], SourceElements()
+    found = [elements.of(plan, index) for plan in plans for index in ((0,), (1,), (0,))]
+    assert found == [(0,), (1,), (0,)] * 2
+    assert (len(hashed), computed) == (2, [(0,), (1,)])

@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
-from dask_p2p.fusing.running.assembling import Assembling, kept_plans
+from dask_p2p.fusing.running.assembling import Assembling, kept_plans, planned
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import halo_plan
@@ -31,10 +31,9 @@ def blocks_of(plan):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_pieces_of_all_sources_are_those_of_the_block(plan):
-    assembling = Assembling()
     for own in blocks_of(plan):
-        block = assembling.plan(own)
-        found = [assembling.pieces(own, number) for number in range(len(block.sources))]
+        block, pieces = planned(own)
+        found = [pieces[number] for number in range(len(block.sources))]
         assert all(piece.source == n for n, pieces in enumerate(found) for piece in pieces)
         assert sorted(chain.from_iterable(found)) == sorted(block.pieces)
 
@@ -51,8 +50,8 @@ def test_a_block_equal_to_its_source_is_not_copied():
 
 
 def test_equal_blocks_of_several_layers_share_a_plan():
-    keeps, (block, *_) = Assembling(), blocks_of(PLANS["halo"])
-    assert keeps.plan(block) is keeps.plan(block._replace(key="another"))
+    block, *_ = blocks_of(PLANS["halo"])
+    assert planned(block) is planned(block._replace(key="another"))
 
 
 def test_programs_with_more_plans_than_are_kept(monkeypatch):

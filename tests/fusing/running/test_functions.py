@@ -15,7 +15,7 @@ from dask.task_spec import List, Task, TaskRef
 from distributed.protocol.pickle import dumps
 
 from dask_p2p.fusing.running import functions as module
-from dask_p2p.fusing.running.functions import Functions
+from dask_p2p.fusing.running.functions import Functions, parts_of
 from dask_p2p.ops.stencil import Stencil, Trim
 from tests.fusing.support import smooth
 
@@ -126,3 +126,13 @@ def test_a_copy_for_each_task(runs_again, monkeypatch):
     assert [functions.fresh(counter)(0) for _ in range(3)] == [1, 1, 1]
     assert len(pickled) == (1 if runs_again else 3)
     assert counter.count == 0
+
+
+def test_constant_values_that_functions_share_are_examined_once(monkeypatch):
+    """A loop of many blocks has the halos of all blocks in each of its functions."""
+    halo, examined = (((1, 1),) * 9,), []
+    monkeypatch.setattr(module, "parts_of", lambda whole: examined.append(whole) or parts_of(whole))
+    functions = Functions()
+    shared = [Stencil(smooth, Trim(halo)) for _ in range(3)]
+    assert all(map(functions.is_constant, shared))
+    assert sum(whole is halo for whole in examined) == 1
