@@ -24,11 +24,14 @@ import numpy as np
 
 #: Packages whose functions keep no state, apart from their modules of random numbers.
 _PACKAGES = frozenset({"cupy", "cupyx", "numpy", "scipy", "math", "operator", "_operator"})
-_STATEFUL = frozenset({"random", "stats", "io"})  # modules that draw random numbers, or use files
+#: Modules that draw random numbers, or use files; functions, methods and classes that write files.
+_STATEFUL = frozenset({
+    *("random", "stats", "io", "save", "savez", "savez_compressed", "save_npz", "savetxt"),
+    *("tofile", "dump", "memmap", "open_memmap"),
+})  # fmt: skip
 #: What copies may use, too: generators of their own, clocks and lines of text.
 _OWN_GENERATORS = frozenset({"default_rng", "Generator", "RandomState", "SeedSequence", "Philox"})
 _COPIED = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_HARMLESS = frozenset({"print", "getattr", "hasattr"})
 _CONSTANT = (
     *(bool, int, float, complex, str, bytes, slice, range, type(None), type(Ellipsis)),
     *(np.generic, np.dtype),
@@ -44,6 +47,12 @@ _BUILTINS = frozenset({
     *("round", "set", "slice", "sorted", "str", "sum", "tuple", "type", "zip"),
     *("AssertionError", "IndexError", "NotImplementedError", "RuntimeError", "TypeError"),
     "ValueError",
+})  # fmt: skip
+_OF_COPIES = (_BUILTINS | {"print", "getattr", "hasattr"}) - {"type"}  # classes are not copied
+#: Special methods that dataclasses have, or that neither the code nor a pickle calls.
+_NOT_CALLED = frozenset({
+    *("__init__", "__new__", "__repr__", "__str__", "__eq__", "__hash__"),
+    *("__setattr__", "__delattr__", "__replace__"),
 })  # fmt: skip
 _STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"})
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -132,8 +141,15 @@ def _is_copied(value: Any, seen: _Search) -> bool:
     if not is_of_user or not hasattr(value, "__dict__") or _attribute(kind, "__reduce__"):
         return False
     seen.objects.append(value)
-    seen.names.add("__call__")
+    seen.names |= _special_methods(kind)
     return all(_is_plain(each, seen) for each in vars(value).values())
+
+
+def _special_methods(kind: type) -> set[str]:
+    """Return the special methods that operators, calls and pickles of an object may call."""
+    found = (item for each in kind.__mro__[:-1] for item in vars(each).items())
+    of_class = {name for name, own in found if type(own) is FunctionType and name[:2] == "__"}
+    return of_class - _NOT_CALLED
 
 
 def _attribute(kind: type, name: str) -> Any:
@@ -167,6 +183,8 @@ def _is_plain_code(code: CodeType, function: FunctionType, seen: _Search) -> boo
         if before in _STATEFUL and not (seen.is_copy and name in _OWN_GENERATORS):
             return False
         before = None
+        if seen.is_copy and name == "__class__":  # a class is not copied
+            return False
         if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             seen.names.add(name)
             before = name
@@ -180,7 +198,8 @@ def _is_plain_global(name: str, function: FunctionType, seen: _Search) -> bool:
         value = function.__globals__[name]
         rules = seen if type(value) is FunctionType else _owned(function, seen)
         return _is_plain(value, rules) or (seen.is_copy and value is time)
-    return name in _BUILTINS or (seen.is_copy and name in _HARMLESS)
+    known = _OF_COPIES if seen.is_copy else _BUILTINS
+    return name in known
 
 
 def _owned(function: FunctionType, seen: _Search) -> _Search:
@@ -209,7 +228,8 @@ def closure_values(function: FunctionType) -> Iterator[Any]:
 
 def _is_kernel(value: Any) -> bool:
     kind = type(value)
-    return kind.__name__ in _KERNELS and _package(kind) in _PACKAGES
+    is_stateful = getattr(value, "__name__", None) in _STATEFUL  # as numpy.save
+    return kind.__name__ in _KERNELS and _package(kind) in _PACKAGES and not is_stateful
 
 
 def _is_of_library(value: Any) -> bool:
@@ -219,7 +239,7 @@ def _is_of_library(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
         return False  # a method of an object
     is_known = isinstance(value, (type, FunctionType, BuiltinFunctionType))
-    return is_known and _is_stateless(str(value.__module__))
+    return is_known and _is_stateless(f"{value.__module__}.{value.__name__}")
 
 
 def _is_stateless(module: str) -> bool:

@@ -6,11 +6,12 @@ import math
 import random
 import threading
 import time
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import numpy as np
 import pytest
-from numpy import roll
+from numpy import roll, save
 
 from dask_p2p.replayable import is_constant, is_isolated, is_replayable
 
@@ -156,6 +157,21 @@ def attributed(u):
 attributed.steps = 3
 
 
+def saves(u, at):
+    np.save(f"{at.step}.npy", u)
+    return u
+
+
+def saves_by_name(u):
+    save("u.npy", u)
+    return u
+
+
+def writes(u):
+    u.tofile("u.bin")
+    return u
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -175,7 +191,7 @@ def test_functions_of_their_arguments(function):
         *(with_generator, with_python_random, timed, prints, marks, remembers, weighted, yields),
         *(unknown, attributed, Stepper(), Stepper().step, Stepper, partial(heat, rate=[1])),
         *(np.random.random, GENERATOR.normal, random.random, [].append, WEIGHTS.sum, None.__eq__),
-        cache(counted),
+        *(cache(counted), saves, saves_by_name, writes, np.save),
     ],
     ids=lambda function: getattr(function, "__name__", type(function).__name__),
 )
@@ -228,6 +244,45 @@ class Logged(Model):
         return u
 
 
+class OfClass(Model):
+    steps = 0
+
+    def step(self, u):
+        type(self).steps += 1
+        return u
+
+    def saved(self, u):
+        self.__class__.steps += 1
+        return u
+
+
+class Stored(Model):
+    def __setitem__(self, number, u):
+        np.save(f"{number}.npy", u)
+
+
+class Ended(Model):
+    def __del__(self):
+        COUNTS["steps"] += 1
+
+
+@dataclass(frozen=True)
+class Rates:
+    weights: np.ndarray
+    scale: float = 0.5
+
+    def step(self, u):
+        return u * self.weights * self.scale
+
+
+def stored_by(store):
+    def step(u, at):
+        store[at.step] = u
+        return u
+
+    return step
+
+
 class Opened:
     def __reduce__(self):
         return Opened, ()
@@ -253,6 +308,7 @@ MODEL = Model(np.ones(3))
         *(heat, Stepper(), Stepper().step, counter(), timed, prints, seeded, MODEL.step),
         *(weighted_by(WEIGHTS), weighted_by({"a": [WEIGHTS, 1]}), weighted_by(GENERATOR)),
         *(lambda u: u - WEIGHTS, partial(Stepper().step), lambda u: MODEL.step(u)),
+        *(Rates(WEIGHTS).step, stored_by({}), stored_by(np.zeros((9, 3)))),
     ],
 )
 def test_functions_whose_copies_have_their_own_state(function):
@@ -264,6 +320,8 @@ def test_functions_whose_copies_have_their_own_state(function):
     [
         *(counted, counted_in_a_dict, remembers, weighted, noisy, noisy_by_name, with_generator),
         *(with_python_random, yields, unknown, MODEL.saved, MODEL.drawn, Logged(WEIGHTS).step),
+        *(stored_by(Stored(WEIGHTS)), Ended(WEIGHTS).smoothed),
+        *(OfClass(WEIGHTS).step, OfClass(WEIGHTS).saved, saves, saves_by_name, writes),
         *(Opened().step, weighted_by(threading.Lock()), weighted_by(np.array([{}]))),
     ],
 )
