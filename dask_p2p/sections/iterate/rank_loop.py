@@ -280,10 +280,10 @@ class RankLoop:
         """Record numbers after a step; return whether `until` ends the loop."""
         until = self._of.until
         if self._series.is_due(step):
+            self._check_sums()  # before functions with a state know the values
             current = self._current(self._series.names)
             with self._kept_views:
                 self._series.record(step, lambda binding: current(binding, self._whole))
-            self._check_sums()
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:

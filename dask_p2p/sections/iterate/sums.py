@@ -23,6 +23,7 @@ import numpy as np
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import Box, box_size, cut_box
+from dask_p2p.replayable import is_replayable
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.divided import copies_of
 from dask_p2p.sections.iterate.functions.binding import AT, UNNAMED, VALUES, Binding
@@ -56,6 +57,12 @@ class Combined:
     function: Callable[..., Any]
     binding: Binding
     numbers: Callable[[Callable[..., Any], Mapping[str, Any]], Sequence[Any]]  # of a call
+    is_step: bool = False  # whether it has been called, before the first comparison
+
+    @property
+    def may_have_state(self) -> bool:
+        """Whether later calls may depend on the values that it got before."""
+        return not is_replayable(self.function)
 
     @property
     def copies(self) -> Callable[[], Callable[..., Any]] | None:
@@ -78,22 +85,24 @@ class SumChecks:
     def __call__(self, whole: Box, values: Values) -> None:
         """Refuse functions whose numbers for parts of the local block do not add up.
 
-        Warns of other functions whose numbers depend on the number of ranks.
+        Warns of other functions whose numbers depend on the number of ranks. Functions that may
+        have a state are compared before their first call alone: later it is that of this block.
         """
         self._calls += 1
         for each in [*self._left]:
             found: set[Verdict] = {None}
             with suppress(Exception):  # of functions of whole blocks
                 found = _verdicts(each, whole, values)
-            if "mean" in found:
+            if "mean" in found and not (each.is_step and each.may_have_state):
                 raise InputError(
                     f"{each.name}: expected a function whose values for parts of the array add "
                     f"up, as those of all ranks are summed, got one like a mean, an extreme, a "
                     f"norm or a sum over a halo. {each.remedy}"
                 )
-            if "other" in found:
+            if found & {"mean", "other"}:
                 _warn(each)
-            if "other" in found or None not in found or self._calls == _MOST_CALLS:
+            is_last = self._calls == _MOST_CALLS or each.may_have_state
+            if "other" in found or None not in found or is_last:
                 self._left.remove(each)
 
 
@@ -146,7 +155,7 @@ def _of_until(of: Iteration) -> list[Combined]:
         "Return sums, (change**2).sum(). Or give the field by name, and record the number: "
         "record={'change': Record(function, op='max')}."
     )
-    return [Combined("until", "sum", remedy, last.function, last.binding, numbers)]
+    return [Combined("until", "sum", remedy, last.function, last.binding, numbers, is_step=True)]
 
 
 def _verdicts(of: Combined, whole: Box, values: Values) -> set[Verdict]:

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import PerRank, Save, iterate, spmd
+from dask_p2p import PerRank, Record, Save, iterate, spmd
 from tests.support import own_client
 
 X = np.arange(32.0).reshape(8, 4)
@@ -63,7 +63,7 @@ def stepped(**options):
 
 def record():
     count = counting()
-    return stepped(record={"n": lambda u: count()})["n"] / [RANKS, 2 * RANKS, 3 * RANKS]
+    return stepped(record={"n": Record(lambda u: count(), op="max")})["n"] / [1, 2, 3]
 
 
 def boundary():
@@ -86,8 +86,8 @@ def two_functions():
         calls.append(1)
         return {"u": u[1:-1, 1:-1]}
 
-    options = {"ranks": RANKS, "record": {"n": lambda u: len(calls)}}
-    return iterate(function, {"u": array()}, 1, 3, **options)["n"] / [4, 8, 12]
+    options = {"ranks": RANKS, "record": {"n": Record(lambda u: len(calls), op="max")}}
+    return iterate(function, {"u": array()}, 1, 3, **options)["n"] / [1, 2, 3]
 
 
 PROGRAMS = [closure, default_argument, scratch, record, boundary, two_functions]

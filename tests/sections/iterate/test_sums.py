@@ -139,6 +139,47 @@ def test_means_by_methods_are_refused(client):
         recorded(Statistics().rms)
 
 
+class Drift:
+    """Numbers that add up, of functions that remember those of their own block."""
+
+    def __init__(self):
+        self.first, self.sum = None, 0.0
+
+    def since_the_first(self, u):
+        total = u[1:-1, 1:-1].sum()
+        self.first = total if self.first is None else self.first
+        return total - self.first
+
+    def up_to_now(self, u):
+        self.sum += u[1:-1, 1:-1].sum()
+        return self.sum
+
+
+@pytest.mark.parametrize("name", ["since_the_first", "up_to_now"])
+def test_functions_that_remember_their_block_are_not_named(client, recwarn, name):
+    found = recorded(getattr(Drift(), name))
+    assert found == pytest.approx(recorded(getattr(Drift(), name), ranks=1))
+    assert not warned(recwarn)
+
+
+def test_methods_that_return_means_to_until_are_named(client):
+    class Solver:
+        def __init__(self):
+            self.residuals = []
+
+        def step(self, u):
+            new = self.smoothed(u)
+            self.residuals.append(abs(new - u[1:-1, 1:-1]).max())
+            return new, self.residuals[-1]
+
+        def smoothed(self, u):
+            return (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2]) / 4
+
+    x = da.from_array(X, chunks=(12, 18))
+    with pytest.warns(P2PWarning, match="until: the sum of the values for halves"):
+        iterate(Solver().step, x, 1, 3, until=lambda residual: False, ranks=2).compute()
+
+
 def test_comparisons_leave_objects_as_they_are(client):
     assert recorded(Statistics().total) == pytest.approx([X.sum(), 2 * X.sum()])
 

@@ -56,13 +56,10 @@ class Frames:
         self._readers = readers  # by computed field
         may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
         self._kept_views = KeptViews(local, may_keep)
-        is_staggered = any(any(field.spec.extra) for field in local.fields.values())
-        is_divided = [count > 1 and not is_staggered for count in ctx.grid]
-        self._halves = divided.halves(self._first.layout.whole, is_divided)
+        self._halves = self._halves_of(spec, ctx, local)
         compared = spec.computed if self._halves else ()
-        self._to_compare = {
-            each.name: divided.MOST_CALLS for each in compared
-        }  # calls left, by name
+        #: Calls that are still compared, by computed field.
+        self._to_compare = {each.name: divided.MOST_CALLS for each in compared}
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -214,6 +211,14 @@ class Frames:
             )
         block: Array = value if shape == own else value[part.inner]
         return block
+
+    @staticmethod
+    def _halves_of(spec: FramesSpec, ctx: Context, local: LocalFields) -> list[tuple[Box, Box]]:
+        """Return the halves of the local block for which computed fields are compared."""
+        if not spec.computed or any(any(field.spec.extra) for field in local.fields.values()):
+            return []  # staggered fields have other halves
+        first = next(iter(local.fields.values()))
+        return divided.halves(first.layout.whole, [count > 1 for count in ctx.grid])
 
     def _compare(self, field: ComputedField, values: Values) -> None:
         """Warn if the function returns other values for halves of the local block."""
