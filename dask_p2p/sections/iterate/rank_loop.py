@@ -280,7 +280,7 @@ class RankLoop:
         """Record numbers after a step; return whether `until` ends the loop."""
         until = self._of.until
         if self._series.is_due(step):
-            self._check_sums()  # before functions with a state know the values
+            self._check_sums()  # before the first call of functions with a state
             current = self._current(self._series.names)
             with self._kept_views:
                 self._series.record(step, lambda binding: current(binding, self._whole))

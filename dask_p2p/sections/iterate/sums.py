@@ -61,7 +61,7 @@ class Combined:
 
     @property
     def may_have_state(self) -> bool:
-        """Whether later calls may depend on the values that it got before."""
+        """True if later calls of the function may depend on earlier ones."""
         return not is_replayable(self.function)
 
     @property

@@ -214,7 +214,7 @@ class Frames:
 
     @staticmethod
     def _halves_of(spec: FramesSpec, ctx: Context, local: LocalFields) -> list[tuple[Box, Box]]:
-        """Return the halves of the local block for which computed fields are compared."""
+        """Return the halves of the local block, to compare computed fields."""
         if not spec.computed or any(any(field.spec.extra) for field in local.fields.values()):
             return []  # staggered fields have other halves
         first = next(iter(local.fields.values()))
