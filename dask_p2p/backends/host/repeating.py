@@ -25,15 +25,19 @@ class RepeatingTimer:
         self.interval_s = interval_s
         self._function, self._make_timer = function, timer
         self._timer: threading.Timer | None = None
+        self._cancels = 0  # calls of `cancel` so far
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Start the timer, unless it is running. Any thread may call this."""
         with self._lock:
-            if self._timer is None:
-                self._timer = self._make_timer(self.interval_s, self._call)
-                self._timer.daemon = True
-                self._timer.start()
+            self._start()
+
+    def _start(self) -> None:
+        if self._timer is None:
+            self._timer = self._make_timer(self.interval_s, self._call)
+            self._timer.daemon = True
+            self._timer.start()
 
     def cancel(self) -> None:
         """Stop the timer until the next `start`."""
@@ -41,11 +45,14 @@ class RepeatingTimer:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
+            self._cancels += 1
 
     def _call(self) -> None:
         # Reset first: a `start` from here on may come too late for this call.
         with self._lock:
-            self._timer = None
+            self._timer, cancels = None, self._cancels
         with suppress(DeviceLostError), device_work():  # a lost device has lost its memory too
             if self._function():
-                self.start()
+                with self._lock:
+                    if cancels == self._cancels:
+                        self._start()

@@ -50,6 +50,20 @@ def test_it_can_be_ended_and_begun_again(timers):
     assert called == [1]
 
 
+def test_one_that_is_cancelled_while_the_function_runs_ends(timers):
+    called = []
+
+    def function():
+        called.append(1)
+        timer.cancel()
+        return True
+
+    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
+    timer.start()
+    timers.advance(5 * INTERVAL_S)
+    assert called == [1]
+
+
 def test_one_that_is_started_while_the_function_runs_goes_on(timers):
     """What it is started for may have come too late for the call that runs."""
     called = []
