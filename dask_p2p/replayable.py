@@ -55,6 +55,7 @@ _NOT_CALLED = frozenset({
     *("__setattr__", "__delattr__", "__replace__"),
 })  # fmt: skip
 _STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"})
+_MOST_BYTES = 2**26  # of a copy's arrays
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -64,9 +65,13 @@ def is_replayable(function: Callable[..., Any]) -> bool:
 
 
 def is_isolated(function: Callable[..., Any]) -> bool:
-    """Return whether calls of a pickled copy are known to change nothing but the copy."""
+    """Return whether calls of a pickled copy are known to change nothing but the copy.
+
+    False also for a function with more than 64 MiB of arrays: a copy takes long.
+    """
     search = _Search(is_copy=True)
-    return _is_plain(function, search) and search.are_methods_plain()
+    is_plain = _is_plain(function, search) and search.are_methods_plain()
+    return is_plain and search.array_bytes <= _MOST_BYTES
 
 
 class _Search(set[int]):
@@ -77,6 +82,7 @@ class _Search(set[int]):
         self.is_copy = is_copy  # whether copies of the values are called
         self.objects: list[Any] = []
         self.names: set[str] = set()  # of attributes in the code
+        self.array_bytes = 0
 
     def are_methods_plain(self) -> bool:
         """Return whether the methods that the code may call on the objects are plain, too."""
@@ -127,6 +133,7 @@ def _is_copied(value: Any, seen: _Search) -> bool:
     if isinstance(value, _COPIED):
         return True
     if isinstance(value, np.ndarray):
+        seen.array_bytes += value.nbytes
         return not value.dtype.hasobject
     if type(value) in (list, set):
         return all(_is_plain(each, seen) for each in value)

@@ -321,6 +321,7 @@ def test_functions_whose_copies_have_their_own_state(function):
         *(counted, counted_in_a_dict, remembers, weighted, noisy, noisy_by_name, with_generator),
         *(with_python_random, yields, unknown, MODEL.saved, MODEL.drawn, Logged(WEIGHTS).step),
         *(stored_by(Stored(WEIGHTS)), Ended(WEIGHTS).smoothed),
+        *(weighted_by(np.broadcast_to(1.0, 2**24)), stored_by({0: np.broadcast_to(1.0, 2**24)})),
         *(OfClass(WEIGHTS).step, OfClass(WEIGHTS).saved, saves, saves_by_name, writes),
         *(Opened().step, weighted_by(threading.Lock()), weighted_by(np.array([{}]))),
     ],

@@ -19,7 +19,6 @@ from dask_p2p.types import Array
 #: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
 MOST_CALLS = 8
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
-_MOST_BYTES = 2**26  # of a function that is copied
 
 
 def copies_of(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]] | None:
@@ -29,13 +28,11 @@ def copies_of(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]] 
     """
     if is_replayable(function):
         return lambda: function
-    if not is_isolated(function):
-        return None
     try:
+        if not is_isolated(function):
+            return None
         pickled = cloudpickle.dumps(function)
-    except Exception:  # it refers to an object without a pickle
-        return None
-    if len(pickled) > _MOST_BYTES:
+    except Exception:  # it refers to objects without a pickle, or nested too deeply
         return None
     return lambda: cloudpickle.loads(pickled)
 
