@@ -6,18 +6,19 @@ Results for halves of a block differ from those for the whole block, as of ``u -
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from dask_p2p.errors import P2PWarning
-from dask_p2p.geometry import Box, box_shape, cut_box
+from dask_p2p.geometry import Box, box_shape, box_slices, cut_box
 from dask_p2p.replayable import is_isolated, is_replayable
 from dask_p2p.types import Array
 
 #: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
-MOST_CALLS = 8
+_MOST_CALLS = 8
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 
 
@@ -51,6 +52,75 @@ def are_close(module: Any, part: Array, whole: Array) -> bool:
     largest = float(module.nan_to_num(abs(whole)).max())
     limits = tolerance, tolerance * largest  # relative, absolute
     return bool(module.allclose(part, whole, *limits, equal_nan=True))
+
+
+class Comparison:
+    """Compares the first calls of a function for a part of an array with calls for its halves.
+
+    Parameters
+    ----------
+    name
+        Name of the function in warnings.
+    function
+        Function that is compared, if its code shows that another call changes nothing.
+    whole
+        Bounds of the part. They begin at zero.
+    is_divided
+        By axis, whether its elements are divided between ranks.
+    part, remedy
+        Name of the part, and a sentence with another way, for warnings.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        whole: Box,
+        is_divided: Sequence[bool],
+        part: str,
+        remedy: str,
+    ) -> None:
+        self._name, self._function, self._whole = name, function, whole
+        self._halves = [box for pair in halves(whole, is_divided) for box in pair]
+        self._part, self._remedy = part, remedy
+        self._left = _MOST_CALLS if self._halves else 0
+
+    def __bool__(self) -> bool:
+        """Whether the next call is compared."""
+        return self._left > 0
+
+    def __call__(
+        self,
+        module: Any,
+        computed: Callable[[Callable[..., Any], Box], Array],
+        read: Array | None = None,
+    ) -> None:
+        """Warn if the function returns other values for halves than for the whole.
+
+        Parameters
+        ----------
+        module
+            Module of the arrays.
+        computed
+            Returns the values of a function for a box.
+        read
+            Array that the function reads, by default its values: if it is uniform, the next call is
+            compared, too.
+        """
+        left, self._left = self._left - 1, 0
+        if (copies := copies_of(self._function)) is None:
+            return
+        is_same = True
+        with suppress(Exception):  # of a function for parts of this size alone
+            values = computed(copies(), self._whole)
+            is_same = all(
+                are_close(module, computed(copies(), box), values[box_slices(box)])
+                for box in self._halves
+            )
+            if is_same and is_uniform(values if read is None else read):
+                self._left = left
+        if not is_same:
+            warn_of_division(self._name, self._part, self._remedy)
 
 
 def is_uniform(array: Array) -> bool:

@@ -13,7 +13,6 @@ and no message is added::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
@@ -22,18 +21,11 @@ import numpy as np
 from dask.utils import funcname
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_size, box_slices
+from dask_p2p.geometry import Box, box_shape, box_size, box_slices, whole_box
 from dask_p2p.plans.halo import ODD, both_ends
 from dask_p2p.plans.rank_halo import RankHalo
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.divided import (
-    MOST_CALLS,
-    are_close,
-    copies_of,
-    halves,
-    is_uniform,
-    warn_of_division,
-)
+from dask_p2p.sections.exchange.divided import Comparison
 from dask_p2p.types import Array, DType
 
 
@@ -243,42 +235,31 @@ class _HostEnd:
         boundary: Sequence[Any],
     ) -> None:
         self._function, self._where = function, where
-        self._at = _RimAt(at, part, axis, boundary)
+        self._position = at, part, axis, boundary
+        self._at = _RimAt(*self._position)
         pairs = zip(at.box, at.shape, strict=True)
-        is_divided = [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)]
-        lows = [low for low, _ in part]
-        self._halves: list[tuple[Any, _RimAt]] = []
-        for box in (box for pair in halves(part, is_divided) for box in pair):
-            pairs = zip(box, lows, strict=True)
-            own = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
-            self._halves.append((own, _RimAt(at, box, axis, boundary)))
-        self._to_compare = MOST_CALLS if self._halves else 0
+        self._comparison = Comparison(
+            f"boundary: {funcname(function)}",
+            function,
+            whole_box(box_shape(part)),
+            [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)],
+            "the part beyond an end",
+            "It must compute each element by itself. Compute means and sums of the whole array "
+            "before, as another field or by spmd and ctx.allreduce.",
+        )
 
     def __call__(self, data: Array) -> None:
         rim = data[self._where]
-        if self._to_compare:
-            self._to_compare -= 1
-            self._compare(rim)
+        if self._comparison:
+            self._comparison(np, partial(self._of_box, rim), rim)
         rim[...] = _filled(self._function, rim, self._at)
 
-    def _compare(self, mirrored: Array) -> None:
-        """Warn if the function fills halves with other values than the whole part."""
-        copies, is_same = copies_of(self._function), True
-        if copies is not None:
-            with suppress(Exception):  # of a function for parts of this size alone
-                whole = _filled(copies(), mirrored, self._at)
-                for own, at in self._halves:
-                    found = _filled(copies(), mirrored[own], at)
-                    is_same = is_same and are_close(np, found, whole[own])
-        if not is_same:
-            warn_of_division(
-                f"boundary: {funcname(self._function)}",
-                "the part beyond an end",
-                "It must compute each element by itself. Compute means and sums of the whole array "
-                "before, as another field or by spmd and ctx.allreduce.",
-            )
-        if copies is None or not is_same or not is_uniform(mirrored):
-            self._to_compare = 0
+    def _of_box(self, mirrored: Array, function: Callable[..., Any], box: Box) -> Array:
+        """Return the values of a box of the part, made from the mirror image of the part."""
+        at, part, axis, boundary = self._position
+        starts = zip((low for low, _ in part), box, strict=True)
+        placed = tuple((low + start, low + stop) for low, (start, stop) in starts)
+        return _filled(function, mirrored[box_slices(box)], _RimAt(at, placed, axis, boundary))
 
 
 def _filled(function: Callable[..., Any], mirrored: Array, at: At) -> Array:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.geometry import Box, box_shape, box_slices
+from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange import divided
+from dask_p2p.sections.exchange.divided import Comparison
 from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.functions.writes import Reader, can_refuse
 from dask_p2p.sections.iterate.kept_views import KeptViews
@@ -56,10 +54,7 @@ class Frames:
         self._readers = readers  # by computed field
         may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
         self._kept_views = KeptViews(local, may_keep)
-        self._halves = self._halves_of(spec, ctx, local)
-        compared = spec.computed if self._halves else ()
-        #: Calls that are still compared, by computed field.
-        self._to_compare = {each.name: divided.MOST_CALLS for each in compared}
+        self._comparisons = {each.name: self._comparison(each, local) for each in spec.computed}
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -177,8 +172,8 @@ class Frames:
             else:
                 self._put(name, self._fields[name].newest.inner)
         for each in self.spec.computed:
-            if each.name in self._to_compare:
-                self._compare(each, values)
+            if comparison := self._comparisons[each.name]:
+                comparison(self._ctx.device.module, partial(self._by, each, values))
             with self._kept_views:
                 self._put(each.name, self._computed(each, values))
 
@@ -194,12 +189,14 @@ class Frames:
 
     def _computed(self, field: ComputedField, values: Values) -> Array:
         """Call the function of a computed field; return its local block without halo."""
-        return self._of_box(field, values, self._first.layout.whole)
+        return self._by(field, values, field.function, self._first.layout.whole)
 
-    def _of_box(self, field: ComputedField, values: Values, box: Box) -> Array:
-        """Call the function of a computed field for a box of the local block."""
+    def _by(
+        self, field: ComputedField, values: Values, function: Callable[..., Any], box: Box
+    ) -> Array:
+        """Call a function, of a computed field or its copy, for a box of the local block."""
         assert values is not None
-        bound = field.binding.bound(field.function, values(field.binding, box))
+        bound = field.binding.bound(function, values(field.binding, box))
         value: Any = self._readers[field.name](bound)
         part, own = self._first.parts(box)[0], box_shape(box)
         shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
@@ -212,39 +209,16 @@ class Frames:
         block: Array = value if shape == own else value[part.inner]
         return block
 
-    @staticmethod
-    def _halves_of(spec: FramesSpec, ctx: Context, local: LocalFields) -> list[tuple[Box, Box]]:
-        """Return the halves of the local block, to compare computed fields."""
-        if not spec.computed or any(any(field.spec.extra) for field in local.fields.values()):
-            return []  # staggered fields have other halves
-        first = next(iter(local.fields.values()))
-        return divided.halves(first.layout.whole, [count > 1 for count in ctx.grid])
-
-    def _compare(self, field: ComputedField, values: Values) -> None:
-        """Warn if the function returns other values for halves of the local block."""
-        left, module = self._to_compare.pop(field.name), self._ctx.device.module
-        if (copies := divided.copies_of(field.function)) is None:
-            return
-
-        def computed(box: Box) -> Array:
-            return self._of_box(replace(field, function=copies()), values, box)
-
-        is_same = True
-        with suppress(Exception):  # of a function for blocks of this size alone
-            block = computed(self._first.layout.whole)
-            if left > 1 and divided.is_uniform(block):
-                self._to_compare[field.name] = left - 1
-            for box in (box for parts in self._halves for box in parts):
-                is_same = is_same and divided.are_close(
-                    module, computed(box), block[box_slices(box)]
-                )
-        if not is_same:
-            self._to_compare.pop(field.name, None)
-            divided.warn_of_division(
-                f"compute[{field.name!r}]",
-                "a local block",
-                "Record means and sums of the whole array, record={...}, and read them by at.last.",
-            )
+    def _comparison(self, field: ComputedField, local: LocalFields) -> Comparison:
+        is_staggered = any(any(each.spec.extra) for each in local.fields.values())
+        return Comparison(
+            f"compute[{field.name!r}]",
+            field.function,
+            self._first.layout.whole,
+            [count > 1 and not is_staggered for count in self._ctx.grid],
+            "a local block",
+            "Record means and sums of the whole array, record={...}, and read them by at.last.",
+        )
 
     def write(self) -> None:
         """Write the copied part of a frame."""

@@ -46,7 +46,7 @@ class Save:
         names of fields, constants and keywords, and `at`, as for the function of a step. Fields
         have their halos. It returns a local block of the first field's shape, with or without
         halo. It is also called once before the first step, for the dtype. In the first frames it is
-        called for halves of a local block, too: a warning names functions whose values depend on
+        called for halves of a local block, too. A warning names functions whose values depend on
         the number of ranks.
     dims : sequence of str, optional
         Names of the axes of the fields, as `xarray.open_zarr` reads them. By default "dim_0",
