@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import dask
+
 from dask_p2p.backends import backend_named
 from dask_p2p.errors import InputError, install_command
 from dask_p2p.inputs import checked_count
@@ -20,6 +22,10 @@ POOL_GRANULE_BYTES = 2 * 2**20
 _FOR_GPUS = ("cupy", "dask_cuda")
 # Workers import all that ranks need as they start, which takes longer than a gang.
 _RANK_MODULES = ("dask_p2p.sections.gang.rank", "dask_p2p.sections.iterate.iteration")
+# Dask removes a worker from its cluster, and stops the nanny, if the worker is not back this long
+# after it was lost. The default of 15 s is less than a process with a GPU may take to start, and is
+# not prolonged if the new process is lost too.
+_LOST_WORKER = {"distributed": {"deploy": {"lost-worker-timeout": "5 minutes"}}}
 _POOL_FRACTION = 0.8  # fraction of free GPU memory; CUDA contexts and other libraries need the rest
 
 
@@ -74,6 +80,9 @@ def local_cluster(
     RMM pool whose size is a multiple of 2 MiB. On CPUs it is a `distributed.LocalCluster` of
     single-threaded worker processes over TCP.
 
+    The default of Dask's ``distributed.deploy.lost-worker-timeout`` becomes five minutes in this
+    process, so that a nanny has the time to restart a worker.
+
     Parameters
     ----------
     n_workers : int, optional
@@ -107,6 +116,7 @@ def local_cluster(
         gpus = len(usable) > 1
     if n_workers is not None:
         n_workers = checked_count("workers", n_workers=n_workers)
+    dask.config.update_defaults(_LOST_WORKER)
     if gpus:
         return _registered(_gpu_cluster(n_workers, usable, kwargs))
     from distributed import LocalCluster

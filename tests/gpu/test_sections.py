@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -516,48 +515,6 @@ def test_calls_that_differ(client, way):
     with pytest.raises(SectionError, match="expected the same calls on all ranks"):
         spmd(differs, on_gpu(X, (48, 70))).compute()
     nothing_is_left(client)
-
-
-def used_bytes(dask_worker):
-    """Return the size of the pool, and the free memory of the GPU."""
-    import rmm
-
-    gc.collect()
-    resource = rmm.mr.get_current_device_resource()
-    while not hasattr(resource, "pool_size"):
-        resource = resource.get_upstream()
-    import cupy
-
-    cupy.cuda.runtime.deviceSynchronize()
-    return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
-
-
-@pytest.mark.parametrize("of", ["iterate", "redistribute"])
-def test_no_memory_of_the_gpu_is_lost(client, way, of):
-    def there_and_back(ctx, x):
-        for _ in range(5):
-            x = ctx.redistribute(ctx.redistribute(x, (1,)), from_partition=(1,))
-        return x
-
-    def run():
-        if of == "iterate":
-            y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
-        else:
-            y = persisted(client, spmd(there_and_back, x))
-        del y
-
-    x = persisted(client, on_gpu(np.zeros((2048, 2048), "f4"), (512, 2048)))
-    for _ in range(3):
-        run()
-    nothing_is_left(client)
-    before = client.run(used_bytes)
-    for _ in range(20):
-        run()
-    nothing_is_left(client)
-    after = client.run(used_bytes)
-    for worker, (pool_bytes, free_bytes) in after.items():
-        assert pool_bytes == before[worker][0]
-        assert free_bytes >= before[worker][1] - 2**26
 
 
 def test_estimate_has_the_memory_of_the_gpu(client):

@@ -17,6 +17,7 @@ from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
+from tests.support import output_of
 from tests.tools.unstarted import Unstarted, UnstartedCUDACluster
 
 
@@ -83,6 +84,29 @@ def test_workers_have_the_plugin_from_the_start():
         made.scale(3)
         client.wait_for_workers(3)
         assert [*client.run(has_plugin).values()] == [True, True, True]
+
+
+PATIENCE = """
+import dask, distributed
+import dask_p2p
+
+option = "distributed.deploy.lost-worker-timeout"
+found = [dask.config.get(option)]
+for _ in range(2):
+    with dask_p2p.local_cluster(1, gpus=False, processes=False):
+        found.append(dask.config.get(option))
+print(*found, sep=", ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [(None, "15s, 5 minutes, 5 minutes"), ("20 s", "20 s, 20 s, 20 s")],
+)
+def test_nannies_have_time_to_restart_workers(setting, found):
+    """After Dask's timeout a cluster would stop the nanny, and stay without the worker."""
+    given = {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
+    assert output_of("-c", PATIENCE, **given).strip() == found
 
 
 @pytest.mark.usefixtures("no_gpus")
