@@ -25,6 +25,9 @@ from dask_p2p.monitoring.page.feed import INTERVAL_S
 from tests.support import in_process, own_client
 from tests.transports.loopback import true_later, wait_until
 
+# Of Bokeh's client, which makes an event loop for this thread, on Python 3.12 and 3.13.
+pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")
+
 PLOTS = [f"/individual-p2p-{part}" for part in ("links", "runs", "stages", "steps", "waiting")]
 CLUSTER = {
     "n_workers": 1,
