@@ -43,31 +43,12 @@ from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
-from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.one_rank import ONE_RANK
 from dask_p2p.types import DType, Kind
 
 _DONE_EVERY = 16  # calls between two reports of rank 0
 _BEGIN = "begin of a resident gang"
-
-
-class ResidentContext(ProgramContext):
-    """The context of a rank of a resident gang."""
-
-    def __init__(
-        self,
-        ranks: Any,
-        rank: int = 0,
-        connections: Connections = ONE_RANK,
-        checkpoints: Checkpoints | None = None,  # None: one rank, whose handles are not saved
-        *others: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(ranks, rank, connections, checkpoints, *others, **options)
-        self.checkpoints = checkpoints
 
 
 @dataclass(frozen=True)
@@ -83,13 +64,9 @@ class RunResident:
     # Name and number of the handles that a gang has stored, which this gang goes on with.
     stored: tuple[str, int] | None
     is_resident: ClassVar[bool] = True  # the gang shares its workers
+    context: ClassVar[Any] = ProgramContext
 
-    @staticmethod
-    def context(*given: Any, **options: Any) -> ResidentContext:
-        """Return the context of a rank: see `ProgramContext`."""
-        return ResidentContext(*given, **options)
-
-    def __call__(self, ctx: ResidentContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
+    def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         program, worker = unpacked(self.program), get_worker()
         if ctx.connections.is_alone:
             secede()  # as ranks of a gang do: the rank mostly waits
@@ -114,7 +91,7 @@ class RunResident:
 
 
 def stored_in(
-    name: str, number: int, ctx: ResidentContext, worker: Worker
+    name: str, number: int, ctx: ProgramContext, worker: Worker
 ) -> tuple[int, memoryview | None]:
     """Return the number of stored handles, and this rank's; 0 if some rank's are lost."""
     found = sync(worker.loop, stored_state, worker, name, ctx.rank)
@@ -123,7 +100,7 @@ def stored_in(
 
 
 def announce(
-    gang: str, ctx: ResidentContext, queue: CommandQueue, worker: Worker, resume: int
+    gang: str, ctx: ProgramContext, queue: CommandQueue, worker: Worker, resume: int
 ) -> None:
     """Send the client the addresses of all ranks, once all of them receive commands.
 
@@ -144,7 +121,7 @@ def announce(
 class ResidentRunner(Runner):
     """Runs its program many times. A failed task gives a failed value, and the program goes on."""
 
-    def __init__(self, ctx: ResidentContext, ready: ReadyProgram) -> None:
+    def __init__(self, ctx: ProgramContext, ready: ReadyProgram) -> None:
         super().__init__(ctx, ready)
         self._rank = ctx.rank
         self._progress = Progress()  # that of the rank counts calls
@@ -192,7 +169,7 @@ class ResidentRank:
 
     def __init__(
         self,
-        ctx: ResidentContext,
+        ctx: ProgramContext,
         worker: Worker,
         queue: CommandQueue,
         table: HandleTable,

@@ -42,11 +42,7 @@ class _RunProgram:
     dtype: DType | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
     runs_again: bool  # whether workers keep the program for later gangs
-
-    @staticmethod
-    def context(*given: Any, **options: Any) -> ProgramContext:
-        """Return the context of a rank: see `ProgramContext`."""
-        return ProgramContext(*given, **options)
+    context: ClassVar[Any] = ProgramContext
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         own = [block for block in blocks if ctx.device.holds(block)]

@@ -13,6 +13,7 @@ from dask_p2p.fusing.running.values import LiveValues
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
+from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
@@ -26,11 +27,12 @@ class ProgramContext:
         ranks: Any,  # grid of all ranks
         rank: int = 0,
         connections: Connections = ONE_RANK,  # to the other ranks
-        checkpoints: Any = None,  # unused, since a program has no state
+        checkpoints: Checkpoints | None = None,  # of the handles of a resident gang
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,
     ) -> None:
         self.rank, self.connections, self.device = rank, connections, device
+        self.checkpoints = checkpoints
         self.reads_memory = reads_memory and not connections.is_alone
         self.progress = Progress()
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle  # Dask's functions would log an error for each object without a pickle
 import numpy as np
@@ -100,6 +100,7 @@ class RankBody:
     inputs: tuple[InputSpec, ...]
     outputs: Outputs
     kind: Kind = "numpy"
+    context: ClassVar[Any] = Context
 
     @property
     def dtype(self) -> DType:
@@ -107,11 +108,6 @@ class RankBody:
         of_each: list[Any] = [*self.outputs.each, *self.inputs]
         found: DType = np.dtype(of_each[0].dtype)
         return found
-
-    @staticmethod
-    def context(*given: Any, **options: Any) -> Context:
-        """Return the context of a rank: see `Context`."""
-        return Context(*given, **options)
 
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)

@@ -50,7 +50,7 @@ def run_rank(
 ) -> Any:
     """Do the work of a rank's task.
 
-    The body is called with a context, which its method ``context`` returns, and the blocks. Its
+    The body is called with a context, which its ``context`` makes, and the blocks. Its
     ``dtype`` is that of the blocks that it returns. Its ``kind`` is that of the blocks that it gets
     and returns. If it has ``is_resident``, the gang shares its workers with other gangs.
     """

@@ -16,10 +16,11 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.resident import replayed_calls
 from dask_p2p.fusing.resident.handle_table import HandleTable
-from dask_p2p.fusing.resident.rank import ResidentContext, ResidentRunner
+from dask_p2p.fusing.resident.rank import ResidentRunner
 from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
 from dask_p2p.fusing.running.failures import FailedValue
 from dask_p2p.fusing.running.ready_program import ReadyProgram
+from dask_p2p.fusing.running.runner import ProgramContext
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu.device import Gpu
@@ -133,7 +134,7 @@ class Calls:
             return made
 
         grid = RankGrid(((1,) * self.ranks,), (self.ranks,))
-        by_rank = run_gang(grid, function, context=ResidentContext, device=device)
+        by_rank = run_gang(grid, function, context=ProgramContext, device=device)
         gc.collect()
         self.gpu.check()
         return by_rank
