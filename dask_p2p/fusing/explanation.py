@@ -10,7 +10,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import checked_options
-from dask_p2p.errors import InputError
+from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.graph import choice_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
@@ -59,13 +59,13 @@ def explain(*collections: Any) -> str:
     parts = arrays_of(expr) or [each if hasattr(each, "_meta") else None for each in found]
     try:
         of = [optimizer_for("auto", each) for each in parts]
-    except InputError as exc:
+        for obstacle in of[0].obstacles:
+            raise UnsupportedArrayError(obstacle)
+        graph, keys = _graph_of(found, expr)
+        cluster = cluster_of(workers_of(current_client()).values())
+        return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))
+    except (FuseError, UnsupportedArrayError) as exc:
         return f"by Dask's tasks: {exc}"
-    for obstacle in of[0].obstacles:
-        return f"by Dask's tasks: {obstacle}"
-    graph, keys = _graph_of(found, expr)
-    cluster = cluster_of(workers_of(current_client()).values())
-    return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))
 
 
 def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any]:

@@ -13,7 +13,6 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import Alias, Task
 
 from dask_p2p.config import Options
-from dask_p2p.errors import FuseError, UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
@@ -45,18 +44,15 @@ class Known:
 
 @dataclass(frozen=True)
 class Choice:
-    """The programs that run a graph, or the reason why Dask runs it."""
+    """The programs that run a graph; none if all of its tasks stay with Dask."""
 
     read: ReadGraph
     programs: Sequence[Program] = ()
     kind: Kind = "numpy"  # of the blocks that ranks compute with
-    error: FuseError | UnsupportedArrayError | None = None  # why Dask runs it
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
     is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
 
     def __str__(self) -> str:
-        if self.error is not None:
-            return f"by Dask's tasks: {self.error}"
         if not self.programs:
             return "by Dask's tasks: all tasks stay with Dask"
         return (
@@ -74,7 +70,10 @@ def choice_of(
     known: Known = Known(),
     is_auto: bool = True,
 ) -> Choice:
-    """Return whether a gang runs a graph. Only obstacles count, unless `is_auto`."""
+    """Return the programs for a graph. Only obstacles count, unless `is_auto`.
+
+    Raises `FuseError` or `UnsupportedArrayError` if Dask runs the graph.
+    """
     tasks, annotations = _tasks(graph, options)
     tasks |= known.tasks
     wanted, after = before_stores(tasks, list(flatten([keys])))
@@ -84,20 +83,17 @@ def choice_of(
     read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
     if not outputs:
         return Choice(read, is_known=bool(known.tasks) and not after)
-    try:
-        check_tasks(read)
-        check_annotations(annotations, read.tasks)
-        sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
-        kind = kind_of(kinds, read)
-        size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
-        if is_auto:
-            check_count(read.tasks)
-            check_gain(read.tasks, size)  # before programs are made
-        programs = programs_of(read.tasks, size, sizes_bytes)
-        if is_auto:
-            check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
-    except (FuseError, UnsupportedArrayError) as exc:
-        return Choice(read, error=exc)
+    check_tasks(read)
+    check_annotations(annotations, read.tasks)
+    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
+    kind = kind_of(kinds, read)
+    size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
+    if is_auto:
+        check_count(read.tasks)
+        check_gain(read.tasks, size)  # before programs are made
+    programs = programs_of(read.tasks, size, sizes_bytes)
+    if is_auto:
+        check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
     return Choice(read, programs, kind, after=after)
 
 

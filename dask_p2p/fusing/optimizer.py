@@ -134,10 +134,7 @@ class AtScheduler:
         if self.is_auto and isinstance(graph, HighLevelGraph):
             check_layers(graph.layers, len(outputs), cluster)
         known = _known(graph, outputs, scheduler)
-        given = self.options, self.kinds, known, self.is_auto
-        choice = choice_of(graph, keys, cluster, *given)
-        if choice.error is not None:
-            raise choice.error
+        choice = choice_of(graph, keys, cluster, self.options, self.kinds, known, self.is_auto)
         try:
             made = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
