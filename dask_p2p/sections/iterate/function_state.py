@@ -43,9 +43,8 @@ class FunctionState:
         functions += [each.function for frames in of.stores.frames for each in frames.computed]
         functions += [end for spec in of.fields for end in functions_of(spec.boundary)]
         functions += [] if of.until is None else [of.until]
-        given = [*of.kwargs.values(), *(spec.value for spec in of.constants)]
         self._kept: list[Any] = [each for each in functions if not is_replayable(each)]
-        self._kept += [each for each in given if not is_constant(each)]
+        self._kept += [each for each in of.fixed_arguments if not is_constant(each)]
         self._ctx, self._has_warned = ctx, False
         #: True if a function may keep arrays that it receives. Other libraries have their own.
         self.may_keep = bool(self._kept) and all(can_refuse(ctx.device, f) for f in functions)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.replayable import is_constant
 from dask_p2p.sections.api.estimate import SectionEstimate
 from dask_p2p.sections.api.output_kinds import Output, Same
 from dask_p2p.sections.api.outputs import Outputs
@@ -62,6 +63,16 @@ class Iteration:
         bindings = [each.binding for each in self.phases]
         bindings += [each.binding for each in self.series]
         return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
+
+    @property
+    def fixed_arguments(self) -> list[Any]:
+        """Keywords and constants: arguments that are the same in each step."""
+        return [*self.kwargs.values(), *(spec.value for spec in self.constants)]
+
+    @property
+    def has_constant_arguments(self) -> bool:
+        """True if no function can change the keywords and constants."""
+        return all(map(is_constant, self.fixed_arguments))
 
     @cached_property
     def is_staggered(self) -> bool:

@@ -19,7 +19,7 @@ from dask.utils import funcname
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.replayable import is_constant, is_replayable
+from dask_p2p.replayable import is_replayable
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.divided import are_close, copies_of, halves, warn_of_division
 from dask_p2p.sections.iterate.call import Call
@@ -66,17 +66,11 @@ class Parts:
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
-        return self._are_constant and is_replayable(call.phase.function)
+        return self._of.has_constant_arguments and is_replayable(call.phase.function)
 
     def copies(self, call: Call) -> Callable[[], Callable[..., Any]] | None:
         """Return a function that returns copies of the call's function, for further calls."""
-        return copies_of(call.phase.function) if self._are_constant else None
-
-    @property
-    def _are_constant(self) -> bool:
-        """True if no function can change the constants and keywords."""
-        given = [*self._of.kwargs.values(), *(spec.value for spec in self._of.constants)]
-        return all(map(is_constant, given))
+        return copies_of(call.phase.function) if self._of.has_constant_arguments else None
 
     @contextmanager
     def kept(self, call: Call) -> Iterator[None]:

@@ -26,7 +26,7 @@ from dask_p2p.geometry import Box, box_size, cut_box
 from dask_p2p.replayable import is_replayable
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.divided import copies_of
-from dask_p2p.sections.iterate.functions.binding import AT, UNNAMED, VALUES, Binding
+from dask_p2p.sections.iterate.functions.binding import UNNAMED, Binding
 from dask_p2p.sections.iterate.functions.writes import arrays_in
 from dask_p2p.sections.iterate.output.series import OPS, SeriesSpec
 
@@ -67,7 +67,7 @@ class Combined:
     @property
     def copies(self) -> Callable[[], Callable[..., Any]] | None:
         """A function that returns copies for further calls, for any part of the block."""
-        return None if VALUES[AT] in self.binding.names else copies_of(self.function)
+        return None if self.binding.reads_at else copies_of(self.function)
 
 
 class SumChecks:

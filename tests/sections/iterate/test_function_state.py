@@ -95,7 +95,7 @@ def state_of(function, until=None, checkpoint=None, boundary=(), computed=(), **
 
     phases = [SimpleNamespace(function=function)]
     of = SimpleNamespace(
-        phases=phases, series=(), until=until, kwargs=kwargs, constants=(),
+        phases=phases, series=(), until=until, fixed_arguments=[*kwargs.values()],
         stores=SimpleNamespace(checkpoint=checkpoint, frames=[SimpleNamespace(computed=computed)]),
         fields=[SimpleNamespace(boundary=boundary)],
     )  # fmt: skip

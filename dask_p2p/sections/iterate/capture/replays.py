@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
-from dask_p2p.replayable import is_constant, is_replayable
+from dask_p2p.replayable import is_replayable
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.graphs import can_wait_for_peers, own_gpu, share_gpus
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
-from dask_p2p.sections.iterate.functions.binding import AT, VALUES
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
 if TYPE_CHECKING:
@@ -116,10 +115,6 @@ class Replays:
 
 def _is_replayable(of: Iteration) -> bool:
     """Return whether the code of an iteration shows that all steps do the same."""
-    given: list[Any] = [*of.kwargs.values(), *(spec.value for spec in of.constants)]
-    if of.overlap is True or of.scalars or not all(map(is_constant, given)):
+    if of.overlap is True or of.scalars or not of.has_constant_arguments:
         return False
-    return all(
-        VALUES[AT] not in phase.binding.names and is_replayable(phase.function)
-        for phase in of.phases
-    )
+    return all(not each.binding.reads_at and is_replayable(each.function) for each in of.phases)

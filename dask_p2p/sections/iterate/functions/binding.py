@@ -43,6 +43,11 @@ class Binding:
         """True if the function fills a parameter named `out`."""
         return VALUES[OUT] in self.names
 
+    @property
+    def reads_at(self) -> bool:
+        """True if the function has a parameter `at`."""
+        return VALUES[AT] in self.names
+
     def bound(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
         """Return a function without parameters, which has the values of some names."""
         positional = (

@@ -16,7 +16,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions.binding import AT, OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
 from dask_p2p.sections.iterate.functions.writes import Reader
 from dask_p2p.types import Array, DTypeLike
 
@@ -108,12 +108,12 @@ def checked_series(
         own = replace(own, shape=shape, dtype=dtype)
         binding = bound_by_name(own.function, names)
         checked_choice(f"op of the record {name!r}", own.op, OPS)
-        if VALUES[OUT] in binding.names:
+        if binding.fills_out:
             raise InputError(
                 f"record: expected a function without a parameter {OUT}, got {name!r}. Return the "
                 f"number."
             )
-        is_same = binding.names.isdisjoint((*divided, VALUES[AT]))
+        is_same = not binding.reads_at and binding.names.isdisjoint(divided)
         found.append(SeriesSpec(name, own, binding, is_same))
     return tuple(found)
 

@@ -15,7 +15,7 @@ from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions.binding import OUT, VALUES, Binding, bound_by_name
+from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
 from dask_p2p.sections.iterate.output.folders import absolute
 from dask_p2p.sections.iterate.output.named_axes import Coordinate, checked_coords, checked_dims
 
@@ -132,7 +132,7 @@ def _checked_computed(
         check_name(name, "a computed field")
         check_function(function, "fields", "compute={'square': lambda u: u**2}")
         binding = bound_by_name(function, known)
-        if name in names or VALUES[OUT] in binding.names:
+        if name in names or binding.fills_out:
             raise InputError(
                 f"compute: expected a name that no field has, and a function that returns a local "
                 f"block, without a parameter {OUT}, got {name!r}. Change it."
