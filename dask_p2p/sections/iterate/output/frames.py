@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -236,38 +236,6 @@ class Frames:
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
 
 
-class FrameWriter:
-    """Runs one function at a time in a thread; it starts with the first one."""
-
-    def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
-        self._work: Future[None] | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Run a function in the thread. The previous one must have ended: see `wait`."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "p2p-frames")
-        self._work = self._thread.submit(work)
-
-    def check(self) -> None:
-        """Raise the error of a function that has ended."""
-        if self._work is not None and self._work.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until the function has ended; raise its error."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.result()
-
-    def close(self) -> None:
-        """End the thread, after its function."""
-        if self._work is not None:
-            wait([self._work])
-        if self._thread is not None:
-            self._thread.shutdown()
-
-
 class BackgroundFrames:
     """Frames of one rank, of some groups: a thread writes them while steps go on.
 
@@ -276,7 +244,9 @@ class BackgroundFrames:
     """
 
     def __init__(self, ctx: Context, frames: Sequence[Frames]) -> None:
-        self._ctx, self._frames, self._writer = ctx, frames, FrameWriter()
+        self._ctx, self._frames = ctx, frames
+        self._thread = ThreadPoolExecutor(1, "p2p-frames")  # which begins with the first frame
+        self._writing: Future[None] | None = None
         # Frames that are written, or in the thread: each function records one in its store.
         self._unrecorded: list[Callable[[], None]] = []
 
@@ -286,7 +256,8 @@ class BackgroundFrames:
 
     def check(self) -> None:
         """Raise the error of a write that has ended."""
-        self._writer.check()
+        if self._writing is not None and self._writing.done():
+            self._wait()
 
     def write(self, step: int, values: Callable[[Sequence[Frames]], Values]) -> None:
         """Begin to write the frames that are due; `values` returns the values for them."""
@@ -298,7 +269,7 @@ class BackgroundFrames:
         for frames in due:
             frames.copy(step, of_step)
         alone = [frames.write for frames in due if not frames.in_turn]
-        self._writer.start(partial(_call, [*written, *alone]))
+        self._writing = self._thread.submit(_call, [*written, *alone])
         self._unrecorded = [partial(frames.record, step) for frames in due]
         for frames in due:
             for rank in range(self._ctx.size if frames.in_turn else 0):
@@ -311,16 +282,22 @@ class BackgroundFrames:
         _call(self._awaited())
 
     def close(self) -> None:
-        """End the thread."""
-        self._writer.close()
+        """End the thread, after its frame."""
+        self._thread.shutdown()
 
     def _awaited(self) -> list[Callable[[], None]]:
         """Wait until all ranks have written their frames; return the records for rank 0 to make."""
-        self._writer.wait()
+        self._wait()
         written, self._unrecorded = self._unrecorded, []
         if written:
             self._ctx.barrier()
         return written if self._ctx.rank == 0 else []
+
+    def _wait(self) -> None:
+        """Wait until the thread has written its frames; raise its error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 def _call(functions: Sequence[Callable[[], None]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import dask
@@ -21,7 +22,7 @@ from dask_p2p.errors import (
     MissingPackageError,
     P2PWarning,
 )
-from dask_p2p.sections.iterate.output.frames import FrameWriter
+from dask_p2p.sections.iterate.output import frames as frames_module
 from dask_p2p.sections.iterate.output.specs import part_of_slice
 from tests.sections.iterate.output.test_stores import A, B, fields, states
 from tests.sections.iterate.test_coupled import array, inner, react
@@ -173,17 +174,18 @@ def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
 
 def test_at_most_one_frame_is_in_the_thread(tmp_path, monkeypatch):
     """A frame that is due while the previous one is written waits."""
-    order, start = [], FrameWriter.start
+    order = []
 
-    def recorded(self, work):
-        def noted():
-            work()
-            order.append("written")
+    class Recorded(ThreadPoolExecutor):
+        def submit(self, work, *given):
+            def noted():
+                work(*given)
+                order.append("written")
 
-        order.append("copied")
-        start(self, noted)
+            order.append("copied")
+            return super().submit(noted)
 
-    monkeypatch.setattr(FrameWriter, "start", recorded)
+    monkeypatch.setattr(frames_module, "ThreadPoolExecutor", Recorded)
     lazy = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 5, save=Save(tmp_path, 1), ranks=1)
     dask.compute(lazy, scheduler="sync")
     assert order == ["copied", "written"] * 5
