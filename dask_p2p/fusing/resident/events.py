@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dask_p2p.fusing.resident.command_queues import TOPIC
+
+if TYPE_CHECKING:
+    from dask_p2p.fusing.resident.client_streams import ClientStreams
 
 #: Address, token and memory limit of each rank.
 Ranks: TypeAlias = Sequence[tuple[str, str, int]]
 
 
-class Receiver(Protocol):
-    """Receives the ranks of a gang."""
-
-    def record_ranks(self, ranks: Ranks, resume: int) -> None:
-        """Record the ranks of an attempt, which have the handles of a checkpoint."""
+#: Streams of a client, by the name of the gang.
+_Streams: TypeAlias = "WeakValueDictionary[str, ClientStreams]"
+_streams: WeakKeyDictionary[Any, _Streams] = WeakKeyDictionary()  # by client
 
 
-#: Receivers of a client, by the name of the gang.
-_Receivers: TypeAlias = "WeakValueDictionary[str, Receiver]"
-_receivers: WeakKeyDictionary[Any, _Receivers] = WeakKeyDictionary()  # by client
-
-
-def receive(client: Any, gang: str, receiver: Receiver) -> None:
-    """Call a receiver on the event loop when all ranks of a gang have begun."""
-    receivers = _receivers.setdefault(client, WeakValueDictionary())
-    for name in [name for name, each in receivers.items() if each is receiver]:
-        del receivers[name]  # the gang before
-    receivers[gang] = receiver
+def receive(client: Any, gang: str, streams: ClientStreams) -> None:
+    """Record the ranks of a gang in its streams when all of them have begun."""
+    known = _streams.setdefault(client, WeakValueDictionary())
+    for name in [name for name, each in known.items() if each is streams]:
+        del known[name]  # the gang before
+    known[gang] = streams
     # Once more for each gang: the client may have connected to another scheduler.
-    client.subscribe_topic(TOPIC, partial(_pass_on, receivers))
+    client.subscribe_topic(TOPIC, partial(_pass_on, known))
 
 
 def workers_of(ranks: Ranks) -> set[str]:
@@ -40,8 +36,8 @@ def workers_of(ranks: Ranks) -> set[str]:
     return {address for address, *_ in ranks}
 
 
-def _pass_on(receivers: _Receivers, event: tuple[float, Mapping[str, Any]]) -> None:
-    """Pass an event to the receiver of its gang; other clients ignore it."""
+def _pass_on(known: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
+    """Pass an event to the streams of its gang; other clients ignore it."""
     _, message = event
-    if (receiver := receivers.get(message["gang"])) is not None:
-        receiver.record_ranks(message["ranks"], message["resume"])
+    if (streams := known.get(message["gang"])) is not None:
+        streams.record_ranks(message["ranks"], message["resume"])

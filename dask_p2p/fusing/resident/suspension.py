@@ -5,38 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from dask_p2p import tuning
 from dask_p2p.fusing.resident.command_log import KEEP, STORE
-from dask_p2p.fusing.resident.events import Ranks
 from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
+
+if TYPE_CHECKING:
+    from dask_p2p.fusing.resident.client_streams import ClientStreams
 
 _PREFIX = "p2p-suspended"  # of the names of stored handles
 
 
-class Suspendable(Protocol):
-    """The streams of a client to the ranks of a gang."""
-
-    ranks: Ranks
-
-    @property
-    def client(self) -> Any:
-        """The client."""
-
-    @property
-    def idle_s(self) -> float:
-        """Time without a command."""
-
-    async def ask(self, kind: str, *arguments: Any) -> tuple[int, Sequence[Any]]:
-        """Send a request; return its number and the answers of all ranks, by rank."""
-
-    def suspend(self, stored: StoredHandles, last: int) -> bool:
-        """End the ranks, and return True, if a command is still the last one."""
-
-
-async def suspend_when_idle(streams: Suspendable, end_s: float) -> None:
+async def suspend_when_idle(streams: ClientStreams, end_s: float) -> None:
     """Suspend a gang that has had no command for some time."""
     while True:
         while (left_s := end_s - streams.idle_s) > 0:
@@ -46,7 +28,7 @@ async def suspend_when_idle(streams: Suspendable, end_s: float) -> None:
         await asyncio.sleep(tuning.current.suspend_pause_s)
 
 
-async def _is_suspended(streams: Suspendable) -> bool:
+async def _is_suspended(streams: ClientStreams) -> bool:
     """Store the handles of a gang, and suspend it unless a command has come in between."""
     name = f"{_PREFIX}-{uuid4().hex}"
     number, answers = await streams.ask(KEEP)
