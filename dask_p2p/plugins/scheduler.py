@@ -22,6 +22,7 @@ from distributed.protocol.pickle import dumps
 from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
 from dask_p2p.errors import RegistrationError
+from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.monitoring import prometheus
@@ -69,7 +70,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self._set_ups: dict[str, _SetUp] = {}  # by worker address
         self._failed: dict[str, str] = {}  # by worker address: cause of the failed installation
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = Background()
         self._records = RecordStore()
         self._starts = RunStarts()
         self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
@@ -104,8 +105,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._gangs.close()
         self.feed.close()
         prometheus.unregister(self.scheduler)
-        for task in [*self._background, *(each.task for each in self._set_ups.values())]:
-            task.cancel()
+        self._background.cancel()
+        for each in self._set_ups.values():
+            each.task.cancel()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Install the plugin on a worker that joins."""
@@ -167,9 +169,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         await asyncio.gather(*waiting)
         silent = [worker for worker, each in self._set_ups.items() if not each.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
-        probing = asyncio.ensure_future(self._probe_peers(sorted(ready)))
-        self._background.add(probing)  # the loop has only a weak reference
-        probing.add_done_callback(self._background.discard)
+        self._background.start(self._probe_peers(sorted(ready)))
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
 
     @answering

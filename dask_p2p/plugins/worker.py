@@ -25,6 +25,7 @@ from dask_p2p.backends.host.allocator import keep_small_buffers
 from dask_p2p.config import Options, options
 from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context
+from dask_p2p.interprocess.background import Background
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, DEVICE_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
@@ -62,7 +63,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, options: Options | None = None) -> None:
         self.options = options
         self._at_once = AtOnce()
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = Background()
         self._parts: dict[Any, Any] = {}  # by the function that made the part
         self._device_bytes = 0  # memory of the GPU, once it is known
 
@@ -78,10 +79,11 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def add_to(self, dask_worker: Worker) -> None:
         """Install the plugin on a worker, unless a working one is there.
 
-        The scheduler sends this method, not `set_up`. A method travels with its object, and
+        The scheduler sends this method, not a function. A method travels with its object, and
         `versioned.read` imports the classes of objects faster than Python those of functions.
         """
-        await set_up(self, dask_worker)
+        if plugin_context(dask_worker) is None:
+            await dask_worker.plugin_add(self, catch_errors=False)
 
     def setup(self, worker: Worker) -> None:
         """Replace the worker's handlers, and add those of the transports: all or none."""
@@ -110,7 +112,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         worker.metrics = {**worker.metrics, **own_metrics}
         self._end_spilling = on_spilled(worker.data, self._on_spilled)
         prometheus.register(worker, "worker", self.figures)
-        self._warming = asyncio.ensure_future(self._warm_up())
+        self._background.start(self._warm_up())
         handlers = worker.stream_handlers
         self._originals = {op: handlers[op] for op in ("compute-task", "remove-worker")}
         handlers["compute-task"] = self._on_compute_task
@@ -187,9 +189,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         if start in ("executing", "long-running") and not state.ready and not state.executing:
             self._at_once.send(self._worker.batched_stream)
         if finish == "error" and worker_backend().on_device:
-            looking = asyncio.ensure_future(self._look_after_device())
-            self._background.add(looking)  # the loop has only a weak reference
-            looking.add_done_callback(self._background.discard)
+            self._background.start(self._look_after_device())
         if start == "memory" and finish != "memory":
             self._context.on_released(key)
             for transport in self._transports.values():
@@ -229,15 +229,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             self._originals["remove-worker"](**message)
 
 
-async def set_up(plugin: P2PPlugin, dask_worker: Worker) -> None:
-    """Install the plugin on a worker, unless a working one is there."""
-    if plugin_context(dask_worker) is None:
-        await dask_worker.plugin_add(plugin, catch_errors=False)
-
-
 async def part_on(worker: Worker, make: Callable[[Worker], _Part]) -> _Part:
     """Return a part of a worker's plugin: see `P2PPlugin.part`. Install the plugin if missing."""
-    await set_up(P2PPlugin(), worker)
+    await P2PPlugin().add_to(worker)
     part: _Part = worker.plugins[PLUGIN_NAME].part(make)
     return part
 

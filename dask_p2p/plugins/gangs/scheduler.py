@@ -17,6 +17,7 @@ from functools import wraps
 from typing import Any
 
 from dask_p2p.config import options
+from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.bars import Bars, UnderWay
@@ -58,7 +59,7 @@ class Gangs:
         self._overlay_target()
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
-        self._telling: set[asyncio.Future[Any]] = set()
+        self._background = Background()
         self._stalls = Stalls(scheduler)
         scheduler.handlers |= {
             JOIN: self.join,
@@ -201,14 +202,7 @@ class Gangs:
         for worker in self._keepers.pop(gang, ()):
             if worker in self._scheduler.workers:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
-                telling = asyncio.ensure_future(call)
-                self._telling.add(telling)
-                telling.add_done_callback(self._log_failure)
-
-    def _log_failure(self, telling: asyncio.Future[Any]) -> None:
-        self._telling.discard(telling)
-        if not telling.cancelled():
-            telling.exception()  # ignored: the worker is closing, or has no plugin any more
+                self._background.start(call)  # it fails if the worker is closing
 
     def update_graph(self, client: str, tasks: list[Any]) -> None:
         """Watch the gangs of a graph from its submission."""

@@ -22,6 +22,7 @@ from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
+from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
@@ -87,7 +88,7 @@ class RankAttempt:
         def notify() -> None:
             # Not cancelled with this attempt: the scheduler must record each worker with states.
             telling = self._call(SAVES, worker=self._worker.address)
-            self._worker.loop.add_callback(self._ranks.finish, telling)
+            self._worker.loop.add_callback(self._ranks.background.start, telling)
 
         workers = [worker for worker, *_ in order.peers]
         states = States(self._ranks.saved, self._gang, order.resume, order.holders, notify)
@@ -204,7 +205,8 @@ class WorkerRanks:
         self._ranks: dict[str, RankAttempt] = {}  # by attempt token
         worker.handlers |= {FORGET: self.forget, REPORTS: self.reports_of}
         self._sampling = SamplingInterval(worker)
-        self._unfinished: set[asyncio.Future[Any]] = set()
+        #: Requests that are independent of the attempts of ranks.
+        self.background = Background()
         self._is_registered = False
 
     def close(self) -> None:
@@ -227,18 +229,7 @@ class WorkerRanks:
     def report_wait(self, gang: str, rank: int, token: str) -> None:
         """Report to the scheduler that a rank has waited for others for long. In its thread."""
         call = getattr(self.worker.scheduler, STALLS)(gang=gang, rank=rank, token=token)
-        self.worker.loop.add_callback(self.finish, call)
-
-    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Await a coroutine that is independent of its rank's attempt. On the event loop."""
-        task = asyncio.ensure_future(coroutine)
-        self._unfinished.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Future[Any]) -> None:
-        self._unfinished.discard(task)
-        if not task.cancelled():
-            task.exception()  # ignored: the scheduler is gone
+        self.worker.loop.add_callback(self.background.start, call)
 
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""

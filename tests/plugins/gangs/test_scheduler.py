@@ -201,7 +201,7 @@ def test_workers_forget_states_with_the_gang(end):
         await asyncio.sleep(0.01)
         assert sorted(scheduler.forgotten) == [("a", "x"), ("b", "x")]
         assert not gangs._keepers
-        assert not gangs._telling
+        assert not gangs._background._running
 
     running(main)
 
