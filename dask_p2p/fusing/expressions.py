@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 from dask_p2p.config import fuse_mode
-from dask_p2p.errors import FuseError, P2PError
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -50,25 +49,16 @@ def fused_expression(client: Any, expr: Any, keys: Sequence[Key], of_call: Any) 
     mode = fuse_mode()
     arrays = [] if mode == "off" else arrays_of(expr)
     # Only here: it imports distributed.
-    from dask_p2p.engine.task import current_worker
-    from dask_p2p.fusing.optimizer import optimizer_for
+    from dask_p2p.fusing.optimizer import optimizer_unless_dask
     from dask_p2p.plugins.registration import current_client
 
-    if not arrays or current_client() is not client or current_worker()[0] is not None:
+    if not arrays or current_client() is not client:
         return expr
-    try:
-        if mode == "auto" and any(of_call.get(name) for name in _OF_CALL):
-            raise FuseError(
-                f"expected no arguments {', '.join(_OF_CALL)} of the call: they would apply to "
-                f"ranks. Call dask_p2p.fused(x)."
-            )
-        of = [optimizer_for(mode, each) for each in arrays]
-    except P2PError as exc:
-        if mode == "on":
-            raise
-        logger.debug("computes by Dask's tasks: %s", exc)
+    if mode == "auto" and any(of_call.get(name) for name in _OF_CALL):
+        logger.debug("computes by Dask's tasks: %s would apply to ranks", ", ".join(_OF_CALL))
         return expr
-    return FusedExpression(expr, list(keys), of[0])
+    optimizer = optimizer_unless_dask(mode, arrays)
+    return expr if optimizer is None else FusedExpression(expr, list(keys), optimizer)
 
 
 def arrays_of(expr: Any) -> list[Any]:

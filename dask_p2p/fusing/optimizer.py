@@ -22,8 +22,8 @@ from dask.utils import ensure_dict
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
-from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import FuseError, RegistrationError, UnsupportedArrayError
+from dask_p2p.engine.task import PLUGIN_NAME, current_worker
+from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster, check_layers
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 #: By thread and options: the function of the present call, as long as its collections have it.
 _present: WeakValueDictionary[Any, Optimizer] = WeakValueDictionary()
 _lacking: WeakSet[Any] = WeakSet()  # connections to clusters that lack the package
+_BY_DASK = "computes by Dask's tasks: %s"  # in the log
 _NO_PICKLE = "expected functions that can be pickled. Compute the graph without p2p.fuse"
 _NO_PLUGIN = (
     "expected the plugin of dask_p2p on the scheduler, got none: it was removed. Call "
@@ -91,10 +92,7 @@ class AtScheduler:
 
         Runs in another thread than the scheduler.
         """
-        try:
-            made = self._made(graph, keys)
-        except (FuseError, UnsupportedArrayError) as exc:
-            return failing(keys, exc)
+        made = self._made(graph, keys)
         return optimize(graph, keys) if made is None else made
 
     def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
@@ -102,28 +100,26 @@ class AtScheduler:
         annotations = expr.__dask_annotations__()
         found = [each for each in annotations if each in ANNOTATIONS and annotations[each]]
         graph = expr.__dask_graph__()
-        try:
-            if found:
-                self._refuse(FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(found)}. {_ANNOTATE}"))
-                return graph
-            made = self._made(graph, keys)
-        except (FuseError, UnsupportedArrayError) as exc:
-            return failing(keys, exc)
+        made = self._made(graph, keys, found)
         if made is not None:
             return ensure_dict(made)
         # A gang may have made some of the tasks under the same keys.
         scheduler = _scheduler(self.scheduler)
         return graph if scheduler is None else graph | _known(graph, {*keys}, scheduler).tasks
 
-    def _made(self, graph: Any, keys: Any) -> Any:
-        """Return the graph of a gang; None if Dask runs its own tasks."""
+    def _made(self, graph: Any, keys: Any, annotations: Sequence[str] = ()) -> Any:
+        """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
-            return self._fused(graph, keys)
+            return self._fused(graph, keys, annotations)
         except (FuseError, UnsupportedArrayError) as exc:
-            self._refuse(exc)
+            if not self.is_auto:
+                return failing(keys, exc)
+            logger.debug(_BY_DASK, exc)
             return None
 
-    def _fused(self, graph: Any, keys: Any) -> Any:
+    def _fused(self, graph: Any, keys: Any, annotations: Sequence[str]) -> Any:
+        if annotations:
+            raise FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}")
         if self.obstacle:
             raise UnsupportedArrayError(self.obstacle)
         scheduler = _scheduler(self.scheduler)
@@ -142,12 +138,6 @@ class AtScheduler:
         logger.debug("computes %s", choice)
         return made
 
-    def _refuse(self, error: Exception) -> None:
-        """Log why Dask runs a graph if that is allowed, or raise the error."""
-        if not self.is_auto:
-            raise error
-        logger.debug("computes by Dask's tasks: %s", error)
-
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
     """Return the properties of a cluster, from Dask's information on each worker."""
@@ -161,6 +151,23 @@ def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
         device_bytes=min(filter(None, devices), default=0),
         has_resources=any(each["resources"] for each in running),
     )
+
+
+def optimizer_unless_dask(mode: str, arrays: Sequence[Any]) -> Optimizer | None:
+    """Return the function for one or more arrays; None if Dask computes them, for a logged reason.
+
+    Raises an error of `optimizer_for` if `mode` is "on".
+    """
+    if current_worker()[0] is not None:  # in a task, whose worker a gang would wait for
+        return None
+    try:
+        made = [optimizer_for(mode, each) for each in arrays]
+        return made[0]  # the same for all
+    except P2PError as exc:
+        if mode == "on":
+            raise
+        logger.debug(_BY_DASK, exc)
+        return None
 
 
 def optimizer_for(mode: str, instance: Any) -> Optimizer:

@@ -6,16 +6,12 @@ their class. `Optimization` takes the place of this attribute.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from dask.array.core import Array
 from dask.array.optimization import optimize
 
 from dask_p2p.config import fuse_mode
-from dask_p2p.errors import P2PError
-
-logger = logging.getLogger(__name__)
 
 
 class Optimization:
@@ -36,18 +32,9 @@ class Optimization:
         if mode == "off" or of_dask is not optimize:
             return of_dask
         # Only here: it imports distributed.
-        from dask_p2p.engine.task import current_worker
-        from dask_p2p.fusing.optimizer import optimizer_for
+        from dask_p2p.fusing.optimizer import optimizer_unless_dask
 
-        if current_worker()[0] is not None:  # in a task, whose worker a gang would wait for
-            return of_dask
-        try:
-            return optimizer_for(mode, instance)
-        except P2PError as exc:
-            if mode == "on":
-                raise
-            logger.debug("computes by Dask's tasks: %s", exc)
-            return of_dask
+        return optimizer_unless_dask(mode, [instance]) or of_dask
 
 
 def put_in_place() -> None:
