@@ -21,6 +21,7 @@ from dask_p2p.sections.iterate.function_state import FunctionState
 from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
+from dask_p2p.sections.iterate.output.number_state import NumberState
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
 from dask_p2p.sections.iterate.overlap import Divisions, Overlap, Parts
@@ -49,6 +50,7 @@ class RankLoop:
         given = of.shape, local_blocks, of.fields, of.constants, of.exchange
         self._series = Series(of.series, of.steps, ctx)
         self._scalars = Scalars(of.scalars, ctx)
+        self._numbers = NumberState(ctx.device, self._scalars, self._series)
         self._local = LocalFields(ctx, *given, self._series.last)
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
@@ -99,8 +101,7 @@ class RankLoop:
             is_due = step < of.steps and ctx.is_due(period, step)
             if is_due and not self._functions.has_changed():
                 self._stores.flush()  # a run that resumes here must find all frames
-                self._series.save()
-                self._scalars.save()
+                self._numbers.save()
                 ctx.checkpoint(step, *self._state)
         return self._results(step)
 
@@ -108,8 +109,7 @@ class RankLoop:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx = self._ctx
         first = ctx.restore_state(self._state, may_stay=True)
-        self._series.load(first)
-        self._scalars.load(first)
+        self._numbers.load(first)
         first = self._stores.resumed(first)
         ctx.progress.step = ctx.progress.first = first
         ctx.progress.steps = self._of.steps
@@ -133,7 +133,7 @@ class RankLoop:
     @property
     def _state(self) -> tuple[Array, ...]:
         """The arrays of a checkpoint."""
-        return (*self._local.state, *self._scalars.state, *self._series.state)
+        return (*self._local.state, *self._numbers.arrays)
 
     # --- the first step
 

@@ -12,7 +12,7 @@ from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_dtype
 from dask_p2p.sections.context.context import Context
-from dask_p2p.types import Array, DTypeLike
+from dask_p2p.types import DTypeLike
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Scalars:
         self._ctx = ctx
         #: The newest values.
         self.values: dict[str, Any] = {spec.name: spec.value for spec in specs}
-        self._on_device: list[Array] = []
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Take over new values that a function has returned."""
@@ -79,25 +78,3 @@ class Scalars:
                     f"{name!r}, got {low[0]:g} to {high[0]:g}. Compute it from numbers that all "
                     f"ranks have: record a value of all ranks, and read at.last[...]."
                 )
-
-    # --- checkpoints in memory: arrays of the fields' kind
-
-    @property
-    def state(self) -> list[Array]:
-        """The numbers as arrays of the rank's device, for `save` and `load`."""
-        if not self._on_device:
-            zeros = self._ctx.device.zeros
-            self._on_device = [zeros((1,), value.dtype) for value in self.values.values()]
-        return self._on_device
-
-    def save(self) -> None:
-        """Copy the numbers into the arrays of `state`."""
-        for array, value in zip(self.state, self.values.values(), strict=True):
-            self._ctx.device.copy_from_host(array, value[np.newaxis])
-
-    def load(self, step: int) -> None:
-        """Copy the arrays of `state`, after a number of steps, into the numbers."""
-        if not step:
-            return
-        for name, array in zip(self.values, self.state, strict=True):
-            self.values[name] = self._ctx.device.to_host(array)[0]

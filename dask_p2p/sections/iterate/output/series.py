@@ -128,7 +128,6 @@ class Series:
         self._values = [spec.unset(steps) for spec in specs]
         self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
         self._counts = [0] * len(specs)  # values that are combined
-        self._on_device: list[Array] = []
 
     @property
     def names(self) -> set[str]:
@@ -189,35 +188,9 @@ class Series:
             if spec.name in values:
                 own = values[spec.name][: step // spec.record.every]
                 self._values[number][: len(own)] = own
-            self._set_count(number, step)
-
-    def _set_count(self, number: int, step: int) -> None:
-        self._counts[number] = count = step // self._specs[number].record.every
-        if count:
-            self.last[self._specs[number].name] = self._values[number][count - 1]
-
-    # --- checkpoints in memory: arrays of the fields' kind
-
-    @property
-    def state(self) -> list[Array]:
-        """The series as arrays of the rank's device, for `save` and `load`."""
-        device = self._ctx.device
-        if not self._on_device:
-            self._on_device = [device.zeros(each.shape, each.dtype) for each in self._values]
-        return self._on_device
-
-    def save(self) -> None:
-        """Copy the combined values into the arrays of `state`."""
-        self.combine()
-        for array, values in zip(self.state, self._values, strict=True):
-            self._ctx.device.copy_from_host(array, values)
-
-    def load(self, step: int) -> None:
-        """Copy the arrays of `state`, after a number of steps, into the series."""
-        for number, (spec, array) in enumerate(zip(self._specs, self.state, strict=True)):
-            count = step // spec.record.every
-            self._values[number][:count] = self._ctx.device.to_host(array)[:count]
-            self._set_count(number, step)
+            self._counts[number] = count = step // spec.record.every
+            if count:
+                self.last[spec.name] = self._values[number][count - 1]
 
     def results(self) -> list[Array]:
         """Return all series."""
