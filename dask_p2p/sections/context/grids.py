@@ -233,8 +233,7 @@ def _coarse(axis: int, sizes: Sequence[int], factor: int) -> tuple[int, ...]:
 
 def _by_name(boundary: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the boundary of each array, from one for all or a dict by name."""
-    names = [key for key in boundary if isinstance(key, str)] if _is_dict(boundary) else []
-    if not names:
+    if not isinstance(boundary, Mapping) or not any(isinstance(key, str) for key in boundary):
         return dict.fromkeys(blocks, boundary)
     missing = [name for name in blocks if name not in boundary and "*" not in boundary]
     unknown = [name for name in boundary if name not in blocks and name != "*"]
@@ -244,7 +243,3 @@ def _by_name(boundary: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
             f'others by "*".'
         )
     return {name: boundary.get(name, boundary.get("*")) for name in blocks}
-
-
-def _is_dict(boundary: Any) -> bool:
-    return isinstance(boundary, Mapping)
