@@ -208,19 +208,10 @@ class CompiledFunction:
         """Submit a resident gang; return the future of its commit task."""
         own, name = self._gang, name_of_gang(PREFIX, token)
         begin = None if stored is None else (stored.name, stored.number)
-        bodies = [
-            RunResident(
-                name,
-                each.body.program,
-                own.arguments,
-                each.body.dtype,
-                each.body.kind,
-                idle_s,
-                begin,
-            )
-            for each in own.ranks
-        ]
-        ranks = [each._replace(body=body) for each, body in zip(own.ranks, bodies, strict=True)]
+        ranks = []
+        for each in own.ranks:
+            of_each = each.body.program, own.arguments, each.body.dtype, each.body.kind
+            ranks.append(each._replace(body=RunResident(name, *of_each, idle_s, begin)))
         names, graphs = zip(*map(named_graph, arrays), strict=True)
         tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)
         graph = HighLevelGraph.merge(*graphs, HighLevelGraph({name: tasks}, {name: {*names}}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import isnan, prod
 
 from dask.utils import format_bytes
@@ -40,9 +40,6 @@ class HandleMemory:
         for (address, _, limit_bytes), each in zip(ranks, self._bytes, strict=False):
             wanted[address] += sum((self._live[n] + 1) * size for n, size in enumerate(each))
             limits[address] = limit_bytes
-        self._check_limits(wanted, limits)
-
-    def _check_limits(self, wanted: Mapping[str, int], limits: Mapping[str, int]) -> None:
         for address, size_bytes in wanted.items():
             most_bytes = int(_MOST_MEMORY * limits[address])
             if most_bytes and size_bytes > most_bytes:
