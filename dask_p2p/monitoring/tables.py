@@ -37,7 +37,7 @@ def cells(run: Run) -> dict[str, str]:
 
 def _steps(run: Run) -> str:
     """Return the ranks' steps and speed, and the number of the attempt from the second on."""
-    steps = max((record.steps for record in run.latest), default=0)
+    steps = run.all_steps
     attempt = max((record.attempt for record in run.latest), default=0)
     text = f"{run.steps} of {steps}, {run.steps_per_s:.3g}/s" if steps else ""
     return ", ".join(filter(None, [text, f"attempt {attempt}" if attempt > 1 else ""]))

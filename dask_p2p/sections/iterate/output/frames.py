@@ -50,8 +50,8 @@ class Frames:
         self._first = next(iter(local.fields.values()))  # computed fields have its shape
         self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}
         self._fields |= {each.name: self._first for each in spec.computed}
-        readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
-        self._readers = readers  # by computed field
+        #: By computed field.
+        self._readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
         may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
         self._kept_views = KeptViews(local, may_keep)
         self._comparisons = {each.name: self._comparison(each, local) for each in spec.computed}
