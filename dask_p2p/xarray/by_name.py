@@ -22,9 +22,12 @@ from dask_p2p.xarray.variables import (
     as_dask,
     changed_coords,
     check_data,
+    check_labels,
     in_memory,
     values_of,
 )
+
+_LABELS = "expected the sizes and labels of the newest field along its dimensions"
 
 
 def by_dimension(
@@ -190,7 +193,7 @@ def _aligned(levels: Sequence[Any]) -> list[Any]:
                 f"fields: expected the newest field's dimensions {dims} for all, got {level.dims}. "
                 "Give all fields the same dimensions."
             )
-        _check_coordinates(first, level, "fields")
+        check_labels(first, level, f"fields: {_LABELS}")
         data = as_dask(level.variable.transpose(*dims), level.name)
         arrays.append(data if data.chunks == arrays[0].chunks else rechunk(data, arrays[0].chunks))
     return arrays
@@ -244,23 +247,12 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
             f"constants: expected only dimensions of the fields, {field.dims}, got an array with "
             f"{constant.dims}. Pass constant.values to give the whole array to all ranks."
         )
-    _check_coordinates(field, constant, "constants")
+    check_labels(field, constant, f"constants: {_LABELS}")
     along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
     # Rechunk before the array is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
     whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
     return whole.data
-
-
-def _check_coordinates(field: Any, other: Any, subject: str) -> None:
-    """Refuse arrays with different labels: elements with the same index would not correspond."""
-    try:
-        xr.align(field, other, join="exact", copy=False)
-    except ValueError as exc:
-        raise InputError(
-            f"{subject}: expected the sizes and labels of the newest field along its dimensions: "
-            f"{str(exc).partition(chr(10))[0]}. Align them first: xarray.align."
-        ) from exc
 
 
 def _by_axis(dims: Sequence[Hashable], subject: str, given: Any) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from dask.array.utils import meta_from_array
 
 from dask_p2p.errors import InputError
 from dask_p2p.xarray.spectra import along, ascending, checked_dims, numbers, spectrum
-from dask_p2p.xarray.variables import as_dask
+from dask_p2p.xarray.variables import as_dask, check_labels
 
 #: Name of a window, or a function of its length that returns its values.
 Window: TypeAlias = str | Callable[[int], Any]
@@ -111,13 +111,7 @@ def _like(a: Any, other: Any) -> Any:
             f"other: expected a DataArray with the dimensions {a.dims}, got {got}. Broadcast it "
             "first: xarray.broadcast."
         )
-    try:
-        xr.align(a, other, join="exact", copy=False)
-    except ValueError as exc:
-        raise InputError(
-            f"other: expected the sizes and labels of the first array: "
-            f"{str(exc).partition(chr(10))[0]}. Align them first: xarray.align."
-        ) from exc
+    check_labels(a, other, "other: expected the sizes and labels of the first array")
     return other.transpose(*a.dims)
 
 

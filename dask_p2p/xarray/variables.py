@@ -12,7 +12,7 @@ from dask.base import is_dask_collection
 from xarray.groupers import Resampler
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import ChunksError, UnsupportedArrayError
+from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.graph.libraries import is_dask_array
 
 # Encoding keys for chunks of a file: Zarr chunks, Zarr shards, chunks as read, netCDF chunks.
@@ -85,6 +85,16 @@ def check_data(data: Any, name: Hashable) -> None:
         f"{of}: expected an array of NumPy, CuPy or Dask, got {kind.__module__}."
         f"{kind.__qualname__}. The result would not keep that type. {remedy}."
     )
+
+
+def check_labels(first: Any, other: Any, expected: str) -> None:
+    """Refuse arrays with other labels: elements with the same index would not correspond."""
+    try:
+        xr.align(first, other, join="exact", copy=False)
+    except ValueError as exc:
+        raise InputError(
+            f"{expected}: {str(exc).partition(chr(10))[0]}. Align them first: xarray.align."
+        ) from exc
 
 
 def sizes_by_name(chunks: Mapping[Any, Any], given: Any) -> dict[Hashable, Any]:
