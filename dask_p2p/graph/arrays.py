@@ -44,6 +44,20 @@ def planned_array(
     return new_da_object(graph, name, layer.chunks, meta=meta, dtype=meta.dtype)
 
 
+def arrays_with_halos(
+    arrays: Sequence[Any],
+    plans: Sequence[Plan],  # of blocks with halos, by array
+    options: Options,  # sent with the tasks
+) -> list[Any]:
+    """Return arrays of blocks with halos. Arrays without a halo keep their blocks."""
+    return [
+        with_fixed_blocks(x)
+        if plan.chunks == x.chunks
+        else planned_array("p2p-overlap", x, plan, options)
+        for x, plan in zip(arrays, plans, strict=True)
+    ]
+
+
 def layered_array(
     name: str,
     tasks: Mapping[Any, Any],  # by key: they make the blocks

@@ -13,8 +13,8 @@ from dask.utils import has_keyword
 from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import FUSABLE
-from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.libraries import functions_of, with_fixed_blocks
+from dask_p2p.graph.arrays import arrays_with_halos
+from dask_p2p.graph.libraries import functions_of
 from dask_p2p.on_gpu.arguments import (
     check_functions,
     checked_arrays,
@@ -177,12 +177,7 @@ def _mapped_by_dask(
     kwargs: Mapping[str, Any],
 ) -> DaskArray:
     """Return the array whose tasks call the function for blocks with halos."""
-    with_halo = [
-        with_fixed_blocks(x)
-        if plan.chunks == x.chunks
-        else planned_array("p2p-overlap", x, plan, mapped.options)
-        for x, plan in zip(inputs, plans, strict=True)
-    ]
+    with_halo = arrays_with_halos(inputs, plans, mapped.options)
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     axes = tuple(range(len(mapped.sizes)))
     made: DaskArray = functions_of(inputs[0]).blockwise(

@@ -23,14 +23,13 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.arrays import arrays_with_halos, planned_array
 from dask_p2p.graph.layer import Epilogue
 from dask_p2p.graph.libraries import (
     check_one_library,
     functions_of,
     is_dask_array,
     is_of_dask_array,
-    with_fixed_blocks,
 )
 from dask_p2p.ops.arguments import (
     check_array,
@@ -254,16 +253,10 @@ def _mapped_by_dask(
     """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
     func, kwargs, has_block_id = _bound(func, kwargs)
     map_blocks = functions_of(arrays[0]).map_blocks
-    options = checked_options()
     meta = arrays[0]._meta
     if kwargs.get("dtype") is not None and "meta" not in kwargs and backend_for(meta).on_device:
         kwargs["meta"] = meta_from_array(meta, dtype=kwargs["dtype"])  # Dask would declare NumPy's
-    with_halo = [
-        with_fixed_blocks(x)
-        if plan.chunks == x.chunks
-        else planned_array("p2p-overlap", x, plan, options)
-        for x, plan in zip(arrays, plans, strict=True)
-    ]
+    with_halo = arrays_with_halos(arrays, plans, checked_options())
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
         # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
