@@ -10,38 +10,41 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
-from dask_p2p.fusing.planning.tasks import keys_of, name_of
+from dask_p2p.fusing.planning.rules import check_annotations, check_tasks
+from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, name_of, read_graph
 from dask_p2p.graph.arrays import is_expression, optimised_tasks
 from dask_p2p.types import DaskArray, Key
 
 
 @dataclass(frozen=True)
 class ArraysGraph:
-    """The tasks of some arrays together."""
+    """The graph of some arrays together."""
 
     tasks_of: Mapping[str, Mapping[Key, Any]]  # by layer; expressions have one
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
-
-    @property
-    def tasks(self) -> dict[Key, Any]:
-        """All tasks by key."""
-        return {key: task for tasks in self.tasks_of.values() for key, task in tasks.items()}
+    read: ReadGraph  # all tasks, with those that ranks run set apart
 
 
 def graph_of(arrays: Sequence[DaskArray], options: Options) -> ArraysGraph:
-    """Return the graph of some arrays. Raises `FuseError` as `tasks_of_layer`."""
+    """Return the graph of some arrays.
+
+    Raises `FuseError` or `UnsupportedArrayError` if ranks cannot run it.
+    """
+    tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):
-        tasks: dict[Key, Any] = {}
-        keys = []
-        for x in arrays:
-            own, of_blocks = optimised_tasks(x)
-            tasks |= own
-            keys.append(of_blocks)
-        return ArraysGraph({"": tasks}, keys, HighLevelGraph({}, {}))
-    layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    tasks_of = {name: tasks_of_layer(layer, options) for name, layer in layers.layers.items()}
-    return ArraysGraph(tasks_of, [keys_of(x) for x in arrays], layers)
+        found, keys = zip(*map(optimised_tasks, arrays), strict=True)
+        layers = HighLevelGraph({}, {})
+        tasks_of = {"": {key: task for each in found for key, task in each.items()}}
+    else:
+        keys = tuple(map(keys_of, arrays))
+        layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
+        tasks_of = {name: tasks_of_layer(each, options) for name, each in layers.layers.items()}
+    tasks = {key: task for each in tasks_of.values() for key, task in each.items()}
+    read = read_graph(tasks, keys)
+    check_tasks(read)
+    check_annotations(layers.layers, read.tasks)
+    return ArraysGraph(tasks_of, keys, layers, read)
 
 
 def named_graph(x: DaskArray) -> tuple[str, HighLevelGraph]:

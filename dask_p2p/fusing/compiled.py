@@ -19,14 +19,8 @@ from dask_p2p.fusing.arguments import argument, check_reads, pinned
 from dask_p2p.fusing.array_graphs import graph_of, named_graph
 from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.rules import (
-    check_annotations,
-    check_arrays,
-    check_tasks,
-    kind_of,
-    kinds_of,
-)
-from dask_p2p.fusing.planning.tasks import name_of, read_graph
+from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
+from dask_p2p.fusing.planning.tasks import name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.handle_memory import HandleMemory
@@ -236,9 +230,7 @@ def _compiled(
 ) -> CompiledFunction:
     options = checked_options()
     graph = graph_of(outputs, options)
-    read = read_graph(graph.tasks, graph.keys)
-    check_tasks(read)
-    check_annotations(graph.layers.layers, read.tasks)
+    read = graph.read
     size = min(most, read.tasks.widest)
     programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
     names = tuple(x.name for x in given)

@@ -10,14 +10,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask_p2p.config import checked_options
 from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.rules import (
-    check_annotations,
-    check_arrays,
-    check_tasks,
-    kind_of,
-    kinds_of,
-)
-from dask_p2p.fusing.planning.tasks import ReadGraph, read_graph
+from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import register_if_possible
@@ -105,9 +98,7 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     """Return the arrays that a gang of at most this number of ranks computes."""
     options = checked_options()
     graph = graph_of(arrays, options)
-    read = read_graph(graph.tasks, graph.keys)
-    check_annotations(graph.layers.layers, read.tasks)
-    check_tasks(read)
+    read = graph.read
     programs = programs_of(read.tasks, min(most, read.tasks.widest))
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
     given = read.tasks, programs, names, arrays[0].dtype, kind, options, arrays
@@ -115,23 +106,21 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
         work = fused_gang(*given, kept=read.kept)
         return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
     gang = GangTasks.of(fused_gang(*given))
-    inputs, dependencies = _input_layers(graph, read, gang.token)
+    inputs, dependencies = _input_layers(graph, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)
     before = HighLevelGraph(inputs, dependencies)
     return [gang.array(number, before) for number in range(len(arrays))]
 
 
-def _input_layers(
-    graph: ArraysGraph, read: ReadGraph, token: str
-) -> tuple[dict[str, Any], dict[str, set[str]]]:
+def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[str, set[str]]]:
     """Return layers of the tasks that stay with Dask, and the layers that each depends on.
 
     Their names are new, since a layer of another array may have more tasks under the old name.
     """
-    layers, names = {}, {}
+    layers, names, kept = {}, {}, graph.read.kept
     for name, layer in graph.layers.layers.items():
-        tasks = {key: read.kept[key] for key in graph.tasks_of[name] if key in read.kept}
+        tasks = {key: kept[key] for key in graph.tasks_of[name] if key in kept}
         if tasks:
             names[name] = f"{name}-{token}"
             layers[names[name]] = made = MaterializedLayer(tasks)
