@@ -234,7 +234,7 @@ def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
     stack = [
         key
         for key, task in graph.items()
-        if not _is_future(task) and _is_known(scheduler.tasks.get(key), key in outputs)
+        if type(task).__name__ != "Future" and _is_known(scheduler.tasks.get(key), key in outputs)
     ]
     tasks: dict[Key, Any] = {}
     while stack:
@@ -245,10 +245,6 @@ def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
     states = {key: scheduler.tasks.get(key) for key, _ in graph.items()}
     sizes = {key: each.nbytes for key, each in states.items() if each and each.nbytes > 0}
     return Known(tasks, sizes)
-
-
-def _is_future(task: Any) -> bool:
-    return type(task).__name__ == "Future"
 
 
 def _is_known(state: Any, is_output: bool) -> bool:

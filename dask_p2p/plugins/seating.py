@@ -58,14 +58,11 @@ def is_full(ws: Any, ts: Any) -> bool:
     long = [
         other
         for other, seconds in ws.executing.items()
-        if seconds >= _LONG_S and other in ws.processing and not _is_rank_key(other)
+        if seconds >= _LONG_S and other in ws.processing
+        if not isinstance(other.run_spec, RankTask)
     ]
     in_threads = [other for other in long if other not in ws.long_running]
     return len(in_threads) >= ws.nthreads or not has_room(ws, ts, long)
-
-
-def _is_rank_key(ts: Any) -> bool:
-    return isinstance(ts.run_spec, RankTask)
 
 
 def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:

@@ -41,11 +41,6 @@ def check_op(op: Any) -> None:
         )
 
 
-def is_elementwise(op: str) -> bool:
-    """Return whether an operation combines two arrays to one of the same dtype."""
-    return op in _UFUNCS
-
-
 def prepared(own: Array, op: str) -> Array:
     """Return an array with the dtype of the result, which `combined` needs.
 
@@ -122,7 +117,7 @@ class Reductions(Collectives):
         """
         check_op(op)
         of_value = leaves(value)
-        if is_elementwise(op) and any(map(self._is_in_parts, of_value)):
+        if op in _UFUNCS and any(map(self._is_in_parts, of_value)):
             return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
         own = self._prepared(value, op)
         return self._like(value, self._combined(self._gathered("allreduce", own, op), op))

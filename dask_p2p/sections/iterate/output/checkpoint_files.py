@@ -20,6 +20,8 @@ from dask_p2p.sections.iterate.scalars import Scalars
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.output.stores import Checkpoint
 
+_SERIES = "series."  # start of the names of the arrays of series
+
 
 class CheckpointFiles(CheckpointFolder):
     """The checkpoints in files of the fields of one rank."""
@@ -54,7 +56,11 @@ class CheckpointFiles(CheckpointFolder):
         for name, block, field in self._levels():
             self.ctx.device.copy_from_host(block, group[name][box_slices(field.box)])
         self._scalars.update({name: group[name][()] for name in self._scalars.values})
-        series = {name: np.asarray(values) for name, values in _series_of(group)}
+        series = {
+            name.removeprefix(_SERIES): np.asarray(array[...])
+            for name, array in group.arrays()
+            if name.startswith(_SERIES)
+        }
         self._series.resume(series, int(group.attrs["step"]))
 
     def _prepare(self) -> None:
@@ -71,10 +77,4 @@ class CheckpointFiles(CheckpointFolder):
         for name, value in self._scalars.values.items():
             stored(group, name)[()] = value
         for name, values in self._series.values.items():
-            group.create_array(f"series.{name}", data=values, config=CONFIG)
-
-
-def _series_of(group: Any) -> Iterator[tuple[str, Any]]:
-    for name, array in group.arrays():
-        if name.startswith("series."):
-            yield name.removeprefix("series."), array[...]
+            group.create_array(f"{_SERIES}{name}", data=values, config=CONFIG)
