@@ -191,14 +191,14 @@ class RecordLog:
         self.size = size
         self._kept: deque[TaskRecord] = deque()
         self._weight = 0
-        self._count = 0  # number of all records so far, including dropped ones
+        self.count = 0  # number of all records so far, including dropped ones
         self._lock = threading.Lock()
 
     def append(self, record: TaskRecord) -> None:
         """Add a record. Drop the oldest ones if the log is full."""
         with self._lock:
             self._kept.append(record)
-            self._count += 1
+            self.count += 1
             self._weight += 1 + len(record.stages)
             while self._weight > self.size and len(self._kept) > 1:
                 self._weight -= 1 + len(self._kept.popleft().stages)
@@ -209,8 +209,8 @@ class RecordLog:
         Records are numbered from 0.
         """
         with self._lock:
-            gone = self._count - len(self._kept)
-            first = min(max(number, gone), self._count)
+            gone = self.count - len(self._kept)
+            first = min(max(number, gone), self.count)
             return first, list(self._kept)[first - gone :]
 
     def newest(self, size: int) -> list[TaskRecord]:
@@ -223,11 +223,6 @@ class RecordLog:
                     break
                 found.append(record)
             return found[::-1]
-
-    @property
-    def count(self) -> int:
-        """Number of all records so far, including dropped ones."""
-        return self._count
 
     def __len__(self) -> int:
         return len(self._kept)

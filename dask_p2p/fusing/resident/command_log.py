@@ -52,9 +52,9 @@ class CommandLog:
         size: int,  # number of ranks
         most: int,  # commands before those before a checkpoint are dropped
     ) -> None:
-        self.most = most
-        self._size, self._last = size, 0  # number of the last command
-
+        self.most, self._size = most, size
+        #: Number of the last command.
+        self.last = 0
         # Number of the last command that the log has dropped.
         self._forgotten = 0
 
@@ -62,7 +62,8 @@ class CommandLog:
         self._unsent: deque[Command] = deque()  # not sent in this attempt
         self._running: deque[int] = deque()  # calls that rank 0 has not completed
         self._answers: dict[int, dict[int, Any]] = {}  # by request and rank
-        self._kept = 0  # number of the last complete checkpoint
+        #: Number of the last complete checkpoint.
+        self.kept = 0
         #: True while a checkpoint is under way.
         self.is_keeping = False
 
@@ -72,29 +73,19 @@ class CommandLog:
         return len(self._running)
 
     @property
-    def last(self) -> int:
-        """Number of the last command."""
-        return self._last
-
-    @property
-    def kept(self) -> int:
-        """Number of the last complete checkpoint."""
-        return self._kept
-
-    @property
     def since_kept(self) -> int:
         """Number of commands after the last complete checkpoint."""
-        return self._last - self._kept
+        return self.last - self.kept
 
     def add(self, kind: str, *arguments: Any) -> int:
         """Add a command; return its number."""
-        self._last += 1
-        self._commands[self._last] = command = (self._last, kind, *arguments)
+        self.last += 1
+        self._commands[self.last] = command = (self.last, kind, *arguments)
         self._unsent.append(command)
         if kind == CALL:
-            self._running.append(self._last)
+            self._running.append(self.last)
         self.is_keeping = self.is_keeping or kind == KEEP
-        return self._last
+        return self.last
 
     def take_unsent(self) -> list[Command]:
         """Return the commands that were not sent in this attempt; they count as sent."""
@@ -149,7 +140,7 @@ class CommandLog:
 
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""
-        self._kept = number
+        self.kept = number
         is_late = len(self._commands) > self.most
         self._forgotten = number if is_late else self._forgotten
         self._commands = {

@@ -61,20 +61,21 @@ class Messages:
     """The exchanges of a rank with the other ranks of its gang."""
 
     def __init__(self, connections: Connections, assembling: Assembling) -> None:
-        self._connections, self._assembling = connections, assembling
+        self._connections = connections
+        self.assembling = assembling  # the blocks that regions are part of
         #: Returns the value that is sent in place of an unsuitable one; None: its error is raised.
         self.failed_value: Callable[[Exception], FailedValue] | None = None
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
         """Send and receive the items of a superstep; add received whole values to `values`."""
         text = text_of(number)
-        memories = self._assembling.memories
+        memories = self.assembling.memories
         for memory in memories:
             memory.begin(superstep.sends)
         packed = {rank: Packing(self, rank) for rank in superstep.sends}
         sends = self._sends(packed, superstep, values)
         received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
-        self._assembling.begin_local(superstep, values)
+        self.assembling.begin_local(superstep, values)
         found = received()
         for memory in memories:
             memory.received(superstep.receives)
@@ -93,11 +94,6 @@ class Messages:
     ) -> dict[int, bytearray]:
         """Return the messages of a superstep by rank."""
         return {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
-
-    @property
-    def assembling(self) -> Assembling:
-        """The blocks that regions are part of."""
-        return self._assembling
 
 
 class Packing:

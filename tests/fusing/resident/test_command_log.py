@@ -174,7 +174,7 @@ class Residents(RuleBasedStateMachine):
     @invariant()
     def the_log_is_bounded(self):
         """Commands from before a checkpoint are few, or are requests without an answer."""
-        old = {each for each in self.log._commands if each <= self.log._kept}
+        old = {each for each in self.log._commands if each <= self.log.kept}
         assert len(old) <= MOST or old <= set(self.pending)
 
     def teardown(self):

@@ -48,7 +48,7 @@ def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
             if k == 0 or k in kills:
                 run.fetch(total)  # the ranks have begun
             if k in kills:
-                assert keep != 20 or run._streams.log._kept > 0
+                assert keep != 20 or run._streams.log.kept > 0
                 kill(client, run._streams.ranks[0][0])
                 run.fetch(u)
         got, again = run.fetch(u), run.fetch(total)
@@ -101,7 +101,7 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)
         run.fetch(u)
-        assert (run._streams.log._kept > 0) == (keep == 5)
+        assert (run._streams.log.kept > 0) == (keep == 5)
         kill(client, *workers_of(client))
         assert same_bits(run.fetch(run(u)), repeated(heat, x, 22).compute())
     del u
