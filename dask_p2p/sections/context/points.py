@@ -56,9 +56,9 @@ class LocalPoints:
     ) -> None:
         """`others` has shapes of blocks with halo, and the index in each where the box begins."""
         self._count: int = xy.shape[1]
-        self._module, self._shape = module, box_shape(box)
+        self._module = module
         self._starts: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
-        for shape, start in (*others, (self._shape, (0,) * len(box))):
+        for shape, start in (*others, (box_shape(box), (0,) * len(box))):
             self._starts.setdefault(shape, set()).add(start)
         numbers, weights, index = _neighbours(xy, box)
         self._numbers, self._weights = module.asarray(numbers), module.asarray(weights)
