@@ -7,9 +7,8 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.wire.connection import RankAddress
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.sections.wire.endpoint import RankAddress, Reach
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.one_rank import ONE_RANK
 from tests.support import BOUND_S

@@ -21,7 +21,7 @@ from dask_p2p.sections.context.transfers import (
     wrong_message,
 )
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_header
+from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_frame
 from dask_p2p.sections.exchange.values import copied, encoded
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.messages.format import (
@@ -233,8 +233,8 @@ class Messaging:
                 self._to_itself.append(kept)
             return DONE
         connections = self._connections
-        header = small_header(value, tag, self.communicator)
-        if header is not None and connections.send_inline(dest, header):
+        frame = small_frame(value, tag, self.communicator)
+        if frame is not None and connections.send_small(dest, frame):
             return DONE
         own = encoded(value, self.device)
         arrays = own.on_device
@@ -253,7 +253,7 @@ class Messaging:
         """Return the next value of a rank."""
         if source is None:
             return None
-        small = self._connections.receive_inline(source)
+        small = self._connections.receive_small(source)
         if small is None:
             return self._received(source, tag, out).wait()
         found, communicator, description, data = small

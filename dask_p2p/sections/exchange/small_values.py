@@ -1,4 +1,4 @@
-"""Small values as bytes: numbers and arrays that lie in the header of a message.
+"""Small values as bytes: numbers and arrays whose messages fit in a slot.
 
 A message of a few bytes takes about as long as the calls that make it. So the values that are most
 frequent are made here with few calls, into the same bytes as by `values`.
@@ -19,9 +19,11 @@ from dask_p2p.sections.wire.messages.format import (
     HEADER,
     MOST_INLINE_BYTES,
     VALUE,
+    header_before,
     inline_format,
     inline_start,
 )
+from dask_p2p.sections.wire.messages.slots import MOST_BYTES
 from dask_p2p.types import DType
 
 _KINDS = "biufc"
@@ -51,8 +53,8 @@ _NUMBERS = {bool: _Number(False, "?"), int: _Number(0, "q"), float: _Number(0.0,
 _BY_DESCRIPTION = {number.description: number for number in _NUMBERS.values()}
 
 
-def small_header(value: Any, tag: int, communicator: int) -> bytes | None:
-    """Return the header of a message with a value; None for other values than small ones."""
+def small_frame(value: Any, tag: int, communicator: int) -> bytes | None:
+    """Return the bytes of a message with a value; None for other values than small ones."""
     kind = type(value)
     if (number := _NUMBERS.get(kind)) is not None:
         return number.header(value, tag, communicator)
@@ -63,7 +65,7 @@ def small_header(value: Any, tag: int, communicator: int) -> bytes | None:
         return None
     try:
         return b"".join((around[0], value, around[1]))
-    except TypeError:  # in another order of memory
+    except (TypeError, BufferError):  # in another order of memory
         return None
 
 
@@ -71,13 +73,15 @@ def small_header(value: Any, tag: int, communicator: int) -> bytes | None:
 def _around(
     dtype: DType, shape: tuple[int, ...], tag: int, communicator: int
 ) -> tuple[bytes, bytes] | None:
-    """Return a header's bytes before and after the elements; None if they do not fit in it."""
+    """Return a message's bytes before and after the elements; None if they do not fit in a slot."""
     size_bytes = prod(shape) * dtype.itemsize
-    if dtype.kind not in _KINDS or size_bytes > MOST_INLINE_BYTES:
+    if dtype.kind not in _KINDS or size_bytes > MOST_BYTES:
         return None
     description, _ = encoded(np.empty(shape, dtype), HOST)
-    if len(description) + size_bytes > MOST_INLINE_BYTES:
+    if len(description) > MOST_INLINE_BYTES:
         return None
+    if len(description) + size_bytes > MOST_INLINE_BYTES:
+        return header_before(tag, communicator, description, size_bytes), b""
     start = inline_start(tag, communicator, description)
     return start, bytes(HEADER.size - len(start) - size_bytes)
 

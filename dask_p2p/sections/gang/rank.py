@@ -22,7 +22,8 @@ from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.gang.inside import within_gang
 from dask_p2p.sections.gang.progress import Watch
 from dask_p2p.sections.gpu.device import device_for
-from dask_p2p.sections.wire.connection import AttemptEndedError, RankAddress
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.endpoint import RankAddress
 from dask_p2p.types import Kind
 from dask_p2p.versioned import check_readable
 

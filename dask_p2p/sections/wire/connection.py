@@ -10,39 +10,31 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dask_p2p import tuning
-from dask_p2p.errors import P2PError, SectionError
+from dask_p2p.errors import P2PError
+from dask_p2p.sections.wire.calls import check_call, text_of
 from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.messages.format import (
     HEADER,
     TEXT_BYTES,
-    InlineValue,
     SentMessage,
-    inline_value,
+    SmallValue,
     is_message,
+    small_value,
 )
 from dask_p2p.sections.wire.messages.mailbox import Frame, Mailbox
-from dask_p2p.sections.wire.messages.slots import LOOKS
+from dask_p2p.sections.wire.messages.slots import LOOKS, MOST_BYTES, Slot
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Connection", "RankAddress"]
+__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Connection"]
 
 _MOST_BUFFERS = 256  # of one system call, which takes at most 1024
 
 
 class AttemptEndedError(P2PError):
     """The rank's current attempt cannot continue, or has ended."""
-
-
-@dataclass(frozen=True)
-class RankAddress:
-    """One rank of the gang, this rank included."""
-
-    worker: str  # address of its worker
-    token: str  # its attempt token: a secret of the gang
-    endpoint: str  # address of its listeners: `Connections.endpoint`
 
 
 @dataclass
@@ -103,14 +95,20 @@ class Connection:
         """Return the UCX channel for a message; None if it goes through the socket."""
         return self.channel if payload is not None and self.carries(len(payload)) else None
 
-    def begin_to_send(self, text: bytes, given: Buffer) -> None:
-        """Begin to send a message, labelled with the text of its call."""
+    def begin_to_send(self, text: bytes, given: Buffer, may_use_slot: bool = False) -> bool:
+        """Begin to send a message, labelled with the text of its call; return if a slot has it."""
         payload = _bytes_of(given)
-        self.sending.append(memoryview(HEADER.pack(self.number, len(payload), text)))
+        header = HEADER.pack(self.number, len(payload), text)
+        may_use_slot = may_use_slot and len(payload) <= MOST_BYTES and not self.sending
+        slots = self.mailbox.slots if may_use_slot else None
+        if slots and slots.put(slots.sent_calls, self.number, b"".join((header, payload))):
+            return True
+        self.sending.append(memoryview(header))
         if channel := self.channel_for(payload):
             channel.send(payload)
         elif len(payload):
             self.sending.append(payload)
+        return False
 
     def begin_to_receive(self, into: Buffer | None) -> None:
         """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
@@ -123,6 +121,16 @@ class Connection:
 
     def _begin_header(self) -> None:
         self.receiving, self.is_header = self.header, True
+
+    def puts(self, number: int, message: SentMessage) -> bool:
+        """Put a message into the slot, if its value is small; return whether it is there."""
+        slots = None if self.sending or message.parts else self.mailbox.slots
+        if slots is None or message.size_bytes > MOST_BYTES:
+            return False
+        if not slots.put(slots.sent_messages, number, b"".join(message.buffers)):
+            return False
+        message.end = self.sent_buffers
+        return True
 
     def post(self, message: SentMessage) -> None:
         """Begin to send a message of `ctx.send`."""
@@ -151,8 +159,8 @@ class Connection:
             self.early.append((header, payload))
             self.receiving, self.is_header, self.is_early = payload, False, True
 
-    def receive_inline(self, most_s: float) -> InlineValue | None:
-        """Poll for the next message; return it if its value lies in the header.
+    def receive_small(self, most_s: float) -> SmallValue | None:
+        """Poll for the next message; return it if its value lies in a slot, or in the header.
 
         None: it is another one, or has yet to arrive, or earlier ones are to be received before.
         Then `receive_messages` continues with the bytes that have arrived.
@@ -161,9 +169,13 @@ class Connection:
         earlier = self.mailbox.arrived or self.mailbox.receives or self.early
         if is_begun or not self.is_header or earlier:
             return None
-        header, mailbox, since_s = self.header, self.mailbox, 0.0
-        self.receiving = header
-        while (found := mailbox.value_in_slot(LOOKS)) is None:
+        header, mailbox, since_s, found = self.header, self.mailbox, 0.0, None
+        slot = None if mailbox.slots is None else mailbox.slots.messages
+        number, self.receiving = mailbox.received + 1, header
+        while True:
+            if slot is not None and slot.has(number, LOOKS):
+                found = mailbox.value_in_slot(slot)
+                break
             try:
                 count = self.socket.recv_into(header)
             except BlockingIOError:
@@ -174,27 +186,25 @@ class Connection:
                 continue
             if not count:
                 raise ConnectionResetError("closed by the peer")
-            # The peer has filled the slot before it sent this header.
-            if (found := mailbox.value_in_slot()) is None and count == HEADER.size:
-                found = inline_value(header)
-                if found is not None:
-                    mailbox.received += 1
-                    break
             self.receiving = header[count:]
+            # The peer has filled the slot before it sent this header.
+            if slot is not None and slot.has(number):
+                found = mailbox.value_in_slot(slot)
+            elif count == HEADER.size and (found := small_value(header)) is not None:
+                mailbox.received, self.receiving = number, header
             break
         if since_s:
             self.waited_s += time.perf_counter() - since_s
         return found
 
     def _ends_early(self) -> bool:
-        if self.is_early:
-            self.is_early = False
+        ends, self.is_early = self.is_early, False
+        if ends:
             self._begin_header()
-            return True
-        return False
+        return ends
 
     @property
-    def _has_call(self) -> bool:
+    def has_call(self) -> bool:
         """True if the header of a call of all ranks is complete."""
         has_header = self.is_header and self.receiving is not None and not self.receiving
         return has_header and not is_message(self.header)
@@ -202,16 +212,19 @@ class Connection:
     @property
     def _stops(self) -> bool:
         """True if a call of all ranks is here, and no answer of the peer comes after it."""
-        return self._has_call and not (self.mailbox.unread or self.mailbox.owed)
+        return self.has_call and not (self.mailbox.unread or self.mailbox.owed)
 
     @property
     def call(self) -> str:
         """Text of the call of all ranks that the peer makes; "" if that is unknown."""
-        if not self.early and not self._has_call:
+        slot, header = self._call_slot, self.header
+        if slot is not None and slot.has(self.number + 1):
+            header = slot.header
+        elif self.early:
+            header = memoryview(self.early[0][0])
+        elif not self.has_call:
             return ""
-        header = self.early[0][0] if self.early else self.header
-        text: bytes = HEADER.unpack(header)[2]
-        return text.rstrip(b"\0").decode(errors="replace")
+        return text_of(header)
 
     def _takes_frame(self) -> bool:
         """Take a header or a payload that is complete, if it belongs to a message."""
@@ -233,21 +246,8 @@ class Connection:
         return True
 
     def _check_call(self, header: Any, text: bytes, own: int, rank: int) -> None:
-        """Raise `SectionError` if the received header belongs to another call."""
-        number, count, peers_text = HEADER.unpack(header)
-        peers_text = peers_text.rstrip(b"\0")
-        wanted = count if self.payload is None else len(self.payload)
-        if (number, count, peers_text) == (self.number, wanted, text):
-            return
-        calls = sorted([(own, self.number, text), (rank, number, peers_text)])
-        named = " and ".join(
-            f"rank {each} called {call.decode(errors='replace')} as number {at}"
-            for each, at, call in calls
-        )
-        raise SectionError(
-            f"expected the same calls on all ranks, in the same order, but {named}. Make no call "
-            f"of the context depend on the rank, or on values that differ between ranks."
-        )
+        size_bytes = None if self.payload is None else len(self.payload)
+        check_call(header, (self.number, size_bytes, text), own, rank)
 
     def _begin_payload(self) -> None:
         """Begin to receive the payload, whose length the header gives."""
@@ -267,42 +267,53 @@ class Connection:
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
-        if self.early and not self.is_early:
-            self._take_early(text, own, rank)
+        if not self.has_received:
+            self._take_call(text, own, rank, LOOKS)
         while not self.has_received and self.fill():
             if self.is_header and not is_message(self.header):
-                self._check_call(self.header, text, own, rank)
-                self._begin_payload()
+                # The peer may have filled the slot before it sent this header of a later call.
+                if not self._take_call(text, own, rank):
+                    self._check_call(self.header, text, own, rank)
+                    self._begin_payload()
             elif self.is_header or self.frame is not None:
                 self._takes_frame()
-            elif self.is_early and self._ends_early():
-                self._take_early(text, own, rank)
+            elif self._ends_early():
+                self._take_call(text, own, rank)
             else:
                 self.has_received, self.receiving = True, None
         if self.sending:  # perhaps the answer to a message
             has_sent = self.send()
         return has_sent and self.has_received
 
-    def _take_early(self, text: bytes, own: int, rank: int) -> None:
-        """Complete an exchange whose data has come early."""
-        header, payload = self.early.popleft()
-        self._check_call(header, text, own, rank)
+    def _take_call(self, text: bytes, own: int, rank: int, looks: int = 1) -> bool:
+        """Complete an exchange whose data is in the slot, or has come early; return if it is."""
+        slot = self._call_slot
+        if slot is not None and slot.has(self.number, looks):
+            self._check_call(slot.header, text, own, rank)
+            self._take(slot.payload[: HEADER.unpack(slot.header)[1]])
+            slot.free(self.number)
+        elif self.early and not self.is_early:
+            header, payload = self.early.popleft()
+            self._check_call(header, text, own, rank)
+            self._take(payload)
+        return self.has_received
+
+    def _take(self, payload: memoryview) -> None:
         if self.payload is None:
-            self.payload = payload
+            self.payload = memoryview(bytearray(payload))
         else:
             self.payload[:] = payload
         self.has_received = True
+
+    @property
+    def _call_slot(self) -> Slot | None:
+        return None if self.mailbox.slots is None else self.mailbox.slots.calls
 
     def send(self) -> bool:
         """Send without blocking; return whether everything has been sent."""
         while self.sending:
             try:
-                some = (
-                    self.sending
-                    if len(self.sending) < _MOST_BUFFERS
-                    else self.sending[:_MOST_BUFFERS]
-                )
-                sent = self.socket.sendmsg(some)
+                sent = self.socket.sendmsg(self.sending[:_MOST_BUFFERS])
             except BlockingIOError:
                 return False
             while self.sending and sent >= len(self.sending[0]):

@@ -14,8 +14,8 @@ from contextlib import suppress
 from math import inf
 
 from dask_p2p.errors import TransferError
-from dask_p2p.sections.wire.connection import Connection, RankAddress
-from dask_p2p.sections.wire.endpoint import Endpoint, Reach
+from dask_p2p.sections.wire.connection import Connection
+from dask_p2p.sections.wire.endpoint import Endpoint, RankAddress, Reach
 from dask_p2p.sections.wire.files import reserve_files
 from dask_p2p.sections.wire.in_process import Bell, Stream
 

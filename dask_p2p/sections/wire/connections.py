@@ -23,15 +23,9 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.channel import Channel
-from dask_p2p.sections.wire.connection import (
-    TEXT_BYTES,
-    AttemptEndedError,
-    Buffer,
-    Connection,
-    RankAddress,
-)
+from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Buffer, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.endpoint import Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.endpoint import RankAddress, Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.polling import Polling
 from dask_p2p.sections.wire.waits import CurrentWait
@@ -215,6 +209,7 @@ class Connections(PointToPoint):
         self._current.since_s = time.perf_counter()
         self._join()
         self._advance_all()
+        self._wake_up()
         for rank in self._receives:
             connection = self._connections[rank]
             found[rank] = connection.payload
@@ -257,12 +252,15 @@ class Connections(PointToPoint):
         connection.number += 1
         try:
             if rank in self._sends:
-                connection.begin_to_send(self._current.text, self._sends[rank])
+                # The last messages use the socket, and come after all others there.
+                data, may_use_slot = self._sends[rank], not self._is_finishing
+                if may_use_slot:
+                    self._share_slots(rank, connection, len(data))
+                if connection.begin_to_send(self._current.text, data, may_use_slot):
+                    self._wake(rank, connection)
             if rank in self._receives:
                 connection.begin_to_receive(self._receives[rank])
-            receiving = connection.receiving
-            if (connection.early or not receiving) and receiving is not None and connection.call:
-                # Its header has come with a message.
+            if connection.early or connection.has_call:  # its header has come with a message
                 is_done = connection.advance(self._current.text, self._rank, rank)
             else:
                 is_done = connection.send() and connection.has_received

@@ -41,6 +41,15 @@ _TCP_INFO_BYTES = 60
 
 
 @dataclass(frozen=True)
+class RankAddress:
+    """One rank of the gang, this rank included."""
+
+    worker: str  # address of its worker
+    token: str  # its attempt token: a secret of the gang
+    endpoint: str  # address of its listeners: `Connections.endpoint`
+
+
+@dataclass(frozen=True)
 class Reach:
     """Connections between a worker's ranks and those on other hosts."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.messages.format import InlineValue, SentMessage
+from dask_p2p.sections.wire.messages.format import SentMessage, SmallValue
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.types import Array
 
@@ -69,11 +69,11 @@ class GroupConnections(Connections):
     def send_message(self, rank: int, message: SentMessage) -> None:
         self._whole.send_message(self._ranks[rank], message)
 
-    def send_inline(self, rank: int, header: bytes) -> bool:
-        return self._whole.send_inline(self._ranks[rank], header)
+    def send_small(self, rank: int, frame: bytes) -> bool:
+        return self._whole.send_small(self._ranks[rank], frame)
 
-    def receive_inline(self, rank: int) -> InlineValue | None:
-        return self._whole.receive_inline(self._ranks[rank])
+    def receive_small(self, rank: int) -> SmallValue | None:
+        return self._whole.receive_small(self._ranks[rank])
 
     def receive_message(self, rank: int, receive: Receive) -> None:
         self._whole.receive_message(self._ranks[rank], receive)

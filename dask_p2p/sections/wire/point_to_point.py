@@ -14,25 +14,15 @@ from math import inf
 from typing import Any
 
 from dask_p2p import tuning
-from dask_p2p.errors import SectionError, TransferError
-from dask_p2p.sections.wire.connection import (
-    HEADER,
-    TEXT_BYTES,
-    AttemptEndedError,
-    Connection,
-)
+from dask_p2p.errors import TransferError
+from dask_p2p.sections.wire.calls import no_message
+from dask_p2p.sections.wire.connection import HEADER, TEXT_BYTES, AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.messages.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.messages.format import (
-    PROBE,
-    SLOTS,
-    InlineValue,
-    SentMessage,
-    sent_text,
-)
+from dask_p2p.sections.wire.messages.format import PROBE, SLOTS, SentMessage, SmallValue, sent_text
 from dask_p2p.sections.wire.messages.lender import Lender
 from dask_p2p.sections.wire.messages.mailbox import Receive
-from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, STORE_S, Slots
+from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Slots
 from dask_p2p.sections.wire.polling import LostConnectionError, Polling
 from dask_p2p.sections.wire.waits import CurrentWait
 from dask_p2p.types import Array
@@ -62,6 +52,7 @@ class PointToPoint(ABC):
         self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
+        self._asleep: list[Slots] = []  # those that peers may not fill, until a wait ends
         self._waits = 0  # number of waits for messages so far
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
         #: Lends this rank's arrays in messages; None if their bytes are sent.
@@ -116,6 +107,12 @@ class PointToPoint(ABC):
         self.complete()
         self.has_messages = True
         self._sent[rank] += 1
+        connection = self._connection_to(rank)
+        if connection is not None:
+            self._share_slots(rank, connection, message.size_bytes)
+            if connection.puts(self._sent[rank], message):
+                self._wake(rank, connection)
+                return
         self._post(rank, message)
 
     def _post(self, rank: int, message: SentMessage) -> None:
@@ -126,49 +123,55 @@ class PointToPoint(ABC):
         connection.post(message)
         self._flush(rank, connection)
 
-    def send_inline(self, rank: int, header: bytes) -> bool:
-        """Send a message that lies in its header; return False if anything has to go before it."""
+    def send_small(self, rank: int, frame: bytes) -> bool:
+        """Send a message that fits in a slot; return False if anything has to go before it."""
         connection = self._connections.get(rank)
         if connection is None or connection.sending or self._found is not None or self._failure:
             return False
         slots = connection.mailbox.slots
-        if slots is not None and slots.put(self._sent[rank] + 1, header):
+        if slots is not None and slots.put(slots.sent_messages, self._sent[rank] + 1, frame):
             self.has_messages = True
             self._sent[rank] += 1
-            if slots.peer_sleeps:
-                self._post(rank, sent_text(SLOTS, b""))
+            self._wake(rank, connection)
             return True
-        if connection.may_share_slots:
-            self._share_slots(rank, connection)
-            if connection.sending:
-                return False
+        self._share_slots(rank, connection, len(frame))
+        if connection.sending:
+            return False
         try:
-            sent = connection.socket.send(header)
+            sent = connection.socket.send(frame)
         except BlockingIOError:
             return False
         except OSError as exc:
             raise self._broken(rank, exc) from exc
-        if sent < len(header):
-            connection.sending.append(memoryview(header)[sent:])
+        if sent < len(frame):
+            connection.sending.append(memoryview(frame)[sent:])
         self.has_messages = True
         self._sent[rank] += 1
         return True
 
-    def _share_slots(self, rank: int, connection: Connection) -> None:
-        """Make slots, and send the peer their name."""
+    def _share_slots(self, rank: int, connection: Connection, size_bytes: int) -> None:
+        """Make slots at the first small message or call, and send the peer their name."""
+        if not connection.may_share_slots or size_bytes > MOST_BYTES:
+            return
         connection.may_share_slots = False
         if (made := Slots.made(HEADER.size)) is not None:
             connection.mailbox.slots, name = made
             self._post(rank, sent_text(SLOTS, name))
 
-    def receive_inline(self, rank: int) -> InlineValue | None:
-        """Return the next message of a rank if it lies in its header, and arrives soon."""
+    def _wake(self, rank: int, connection: Connection) -> None:
+        """Wake a rank that has begun to sleep since this one filled its slot."""
+        slots = connection.mailbox.slots
+        if slots is not None and slots.peer_sleeps:
+            self._post(rank, sent_text(SLOTS, b""))
+
+    def receive_small(self, rank: int) -> SmallValue | None:
+        """Return the next message of a rank if it is small, and arrives soon."""
         connection = self._connections.get(rank)
         if connection is None or self._found is not None or self._failure:
             return None
         self.has_messages = True
         try:
-            return connection.receive_inline(self._spin_s)
+            return connection.receive_small(self._spin_s)
         except OSError as exc:
             raise self._broken(rank, exc) from exc
 
@@ -195,16 +198,12 @@ class PointToPoint(ABC):
         """Wait until a message is here. `call` is the text of the call that receives it."""
 
         def is_done() -> bool:
-            if receive.is_complete:
-                return True
             connection = self._connections.get(rank)
-            if receive.arrival is None and connection is not None and connection.call:
-                raise SectionError(
-                    f"expected a message of rank {rank} for {call} of rank {self._rank}, but rank "
-                    f"{rank} called {connection.call}. Let it send first, ctx.send(value, "
-                    f"dest={self._rank}), and make the other calls in the same order on all ranks."
-                )
-            return False
+            if not receive.has_begun and connection is not None and connection.call:
+                self._move(rank, connection)  # the rank may have sent it before that call
+                if not receive.has_begun:
+                    raise no_message(self._rank, call, rank, connection.call)
+            return receive.is_complete
 
         self._awaited = rank, call
         try:
@@ -239,8 +238,7 @@ class PointToPoint(ABC):
                     self._sleep(rank, inf if has_probed else tuning.current.deadlock_probe_s)
         connection = self._connections[rank]
         connection.waited_s += time.perf_counter() - since_s
-        if connection.mailbox.slots is not None:
-            connection.mailbox.slots.sleeps = False
+        self._wake_up()
 
     def _move_some(self, ranks: Collection[int]) -> None:
         for rank in ranks:
@@ -297,11 +295,6 @@ class PointToPoint(ABC):
 
     def _sleep(self, rank: int, most_s: float) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
-        connection = self._connections.get(rank)
-        slots = None if connection is None else connection.mailbox.slots
-        if slots is not None and not slots.sleeps:
-            slots.sleeps = True
-            most_s = min(most_s, STORE_S)
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
         _, ready = self._poll((), self._connections.keys(), missing, most_s)
         self._called(ready)
@@ -315,17 +308,30 @@ class PointToPoint(ABC):
     ) -> tuple[set[int], set[int]]:
         """Wait until a connection is ready: see `Polling.wait`."""
         connections = {rank: self._connections[rank] for rank in (*waiting, *others)}
+        awake = set[int]()  # peers that may fill slots before they see that this rank sleeps
         for rank, connection in connections.items():
             connection.listens = rank in others
+            slots = connection.mailbox.slots
+            if slots is not None and not slots.sleeps:
+                slots.sleeps, most_s = True, min(most_s, STORE_S)
+                self._asleep.append(slots)
+                awake.add(rank)
         try:
             found = self._polling.wait(connections, missing, most_s)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
+        found[0].update(awake)
         if not found[1]:
             ranks = self._waiting or {*(self._awaited or ())[:1]}
             self._current.log_if_long(self._rank, len(self._peers), ranks)
         self._check_awake()
         return found
+
+    def _wake_up(self) -> None:
+        """Let peers use the slots again, at the end of a wait."""
+        for slots in self._asleep:
+            slots.sleeps = False
+        self._asleep.clear()
 
     def _check_awake(self) -> None:
         if self._is_woken:

@@ -81,12 +81,12 @@ def test_small_values_wait_for_all_that_was_begun():
         ctx.barrier()
         header, connection = inline_header(0, 0, b"", b""), own._connections[other]
         connection.sending.append(memoryview(b""))
-        assert not own.send_inline(other, header)
+        assert not own.send_small(other, header)
         connection.sending.clear()
-        connection.receive_inline = None  # is not called
+        connection.receive_small = None  # is not called
         end = own.begin("exchange", {other: b"data"}, {other: None})
-        assert not own.send_inline(other, header)
-        assert own.receive_inline(other) is None
+        assert not own.send_small(other, header)
+        assert own.receive_small(other) is None
         return bytes(end()[other])
 
     assert run_gang(grid(2), program) == [b"data"] * 2

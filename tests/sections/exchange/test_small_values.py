@@ -4,26 +4,27 @@ import numpy as np
 import pytest
 
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_header
+from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_frame
 from dask_p2p.sections.exchange.values import encoded
 from dask_p2p.sections.wire.messages.format import (
     HEADER,
     MOST_INLINE_BYTES,
-    inline_header,
-    inline_value,
+    sent_message,
+    small_value,
 )
+from dask_p2p.sections.wire.messages.slots import MOST_BYTES
 from tests.sections.exchange.test_values import ARRAYS
 
 NUMBERS = [True, False, 0, -(2**63), 2**63 - 1, 2.5, float("inf"), 1j, np.float32(0.5)]
 
 
 def small(value):
-    """Return the description and the bytes of a small value, from its header; else None."""
-    header = small_header(value, 3, 5)
-    if header is None:
+    """Return the description and the bytes of a small value, from its message; else None."""
+    frame = small_frame(value, 3, 5)
+    if frame is None:
         return None
-    assert len(header) == HEADER.size
-    tag, communicator, description, data = inline_value(memoryview(header))
+    header, payload = memoryview(frame)[: HEADER.size], memoryview(frame)[HEADER.size :]
+    tag, communicator, description, data = small_value(header, payload)
     assert (tag, communicator) == (3, 5)
     return description, data
 
@@ -31,9 +32,9 @@ def small(value):
 @pytest.mark.parametrize("value", [*ARRAYS, *NUMBERS], ids=repr)
 def test_values_have_the_same_bytes_as_large_ones(value):
     description, parts = encoded(value, HOST)
-    data = b"".join(map(bytes, parts))
     if (own := small(value)) is not None:
-        assert small_header(value, 3, 5) == inline_header(3, 5, description, data)
+        message = sent_message(3, 5, description, parts, has_address=False)
+        assert small_frame(value, 3, 5) == b"".join(message.buffers)
         found = decoded_small(*own, None, HOST)
         assert type(found) is type(value)
         assert (np.asarray(found) == np.asarray(value)).all()
@@ -43,15 +44,19 @@ def test_values_have_the_same_bytes_as_large_ones(value):
 
 def test_which_values_are_small():
     assert None not in map(small, (1, True, 0.5, np.zeros(3), np.zeros((2, 2), "i2")))
-    others = (2**63, "text", None, (1, 2), np.zeros(30), np.arange(9)[::2], np.ma.masked_array([1]))
+    large = np.zeros(MOST_BYTES // 8 + 1)
+    others = (2**63, "text", None, (1, 2), large, np.arange(9)[::2], np.ma.masked_array([1]))
     assert {*map(small, others)} == {None}
 
 
 def test_arrays_that_just_fit():
-    found = [small(np.zeros(count, "i1")) for count in range(300)]
-    sizes = [len(each[0]) + count for count, each in enumerate(found) if each is not None]
-    assert max(sizes) == MOST_INLINE_BYTES
-    assert set(found[len(sizes) :]) == {None}
+    for count in (*range(300), MOST_BYTES):
+        values = np.zeros(count, "i1")
+        frame, (description, data) = small_frame(values, 3, 5), small(values)
+        is_inline = len(description) + count <= MOST_INLINE_BYTES
+        assert len(frame) == HEADER.size + (0 if is_inline else count)
+        assert data[:count] == bytes(count)
+    assert small(np.zeros(MOST_BYTES + 1, "i1")) is None
 
 
 def test_memory_for_an_array():

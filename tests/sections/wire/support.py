@@ -8,9 +8,8 @@ from functools import cache
 
 from distributed import Security
 
-from dask_p2p.sections.wire.connection import RankAddress
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.sections.wire.endpoint import RankAddress, Reach
 from tests.support import BOUND_S
 
 LARGE = 5_000_000  # bytes: more than the buffers of a socket

@@ -28,9 +28,9 @@ def test_the_value_of_a_small_message(ends):
     connection, peer = ends
     peer.send(header(7) + header(8))
     for tag in (7, 8):
-        found, communicator, description, data = connection.receive_inline(0.0)
+        found, communicator, description, data = connection.receive_small(0.0)
         assert (found, communicator, description, data[:8]) == (tag, 5, b"of it", b"12345678")
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     assert connection.mailbox.received == 2
 
 
@@ -38,9 +38,9 @@ def test_the_value_of_a_small_message(ends):
 def test_a_header_in_two_pieces(ends, first):
     connection, peer = ends
     peer.send(header(7)[:first])
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     peer.send(header(7)[first:] + header(8))
-    assert connection.receive_inline(0.0) is None, "the rest is received as other messages are"
+    assert connection.receive_small(0.0) is None, "the rest is received as other messages are"
     connection.mailbox.receive(receive := Receive(7, 5))
     connection.receive_messages()
     assert receive.is_complete
@@ -52,7 +52,7 @@ def test_earlier_messages_come_first(ends):
     peer.send(header(7))
     connection.receive_messages()
     peer.send(header(8))
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     for tag in (7, 8):
         connection.mailbox.receive(receive := Receive(0, 0))
         connection.receive_messages()
@@ -63,7 +63,7 @@ def test_receives_that_were_begun_come_first(ends):
     connection, peer = ends
     connection.mailbox.receive(receive := Receive(7, 5))
     peer.send(header(7))
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     connection.receive_messages()
     assert receive.is_complete
 
@@ -72,7 +72,7 @@ def test_calls_of_all_ranks_that_were_earlier_come_first(ends):
     connection, peer = ends
     connection.early.append((HEADER.pack(1, 0, b"barrier()"), memoryview(b"")))
     peer.send(header(7))
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     assert connection.call == "barrier()"
 
 
@@ -80,7 +80,7 @@ def test_a_larger_message_is_received_otherwise(ends):
     connection, peer = ends
     message = sent_message(3, 0, b"text", [memoryview(bytes(range(250)))], has_address=False)
     peer.sendmsg(message.buffers)
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     connection.mailbox.receive(receive := Receive(3, 0))
     connection.receive_messages()
     assert receive.arrival.data.tolist() == [*range(250)]
@@ -90,7 +90,7 @@ def test_a_call_of_all_ranks_is_kept(ends):
     connection, peer = ends
     connection.number = 1
     peer.send(HEADER.pack(1, 0, b"barrier()"))
-    assert connection.receive_inline(0.0) is None
+    assert connection.receive_small(0.0) is None
     assert connection.call == "barrier()"
     connection.begin_to_receive(None)
     assert connection.advance(b"barrier()", 0, 1)
@@ -100,4 +100,4 @@ def test_a_peer_that_has_closed(ends):
     connection, peer = ends
     peer.close()
     with pytest.raises(ConnectionResetError):
-        connection.receive_inline(0.0)
+        connection.receive_small(0.0)

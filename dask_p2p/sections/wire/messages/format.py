@@ -46,8 +46,8 @@ _START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload si
 _INLINE = struct.Struct(f"{_START.format}{ROOM_BYTES}s")  # with the description and the value
 PART = struct.Struct("<QQ")  # address, size
 OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
-#: A message in its header: tag, number of the communicator, description, bytes of the value.
-InlineValue: TypeAlias = tuple[int, int, bytes, bytes]
+#: A small message. Its tag, communicator and description, and the bytes of the value.
+SmallValue: TypeAlias = tuple[int, int, bytes, bytes]
 
 
 @dataclass
@@ -58,6 +58,11 @@ class SentMessage:
     parts: Sequence[Any] = ()  # bytes of the value, which its receiver copies from here
     lent: int = 0  # number of arrays among them that a `Lender` offers
     end: int | None = None  # number of buffers that the connection has sent after this message
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the bytes that follow the header."""
+        return sum(map(len, self.buffers[1:]))
 
     def is_done(self, sent_buffers: int) -> bool:
         """Return whether the value may change, from the number of buffers sent so far."""
@@ -74,6 +79,13 @@ def inline_start(tag: int, communicator: int, description: bytes) -> bytes:
     return _START.pack(tag, 0, VALUE, communicator, len(description)) + description
 
 
+def header_before(tag: int, communicator: int, description: bytes, size_bytes: int) -> bytes:
+    """Return the header of a message with the description of a value, whose bytes follow."""
+    return HEADER.pack(
+        tag, size_bytes, LABEL.pack(VALUE, communicator, len(description)) + description
+    )
+
+
 def inline_header(tag: int, communicator: int, description: bytes, data: bytes) -> bytes:
     """Return the header of a message with a value of at most `MOST_INLINE_BYTES`."""
     return (inline_start(tag, communicator, description) + data).ljust(HEADER.size, b"\0")
@@ -88,12 +100,16 @@ def inline_format(length: int, elements: str) -> struct.Struct:
     return struct.Struct(f"{begun}{HEADER.size - struct.calcsize(begun)}x")
 
 
-def inline_value(header: memoryview) -> InlineValue | None:
-    """Return the message in a header; None for any other header, and for larger values."""
+def small_value(header: memoryview, payload: memoryview | None = None) -> SmallValue | None:
+    """Return the message in a header, and in its payload if that is here; else None."""
     tag, size_bytes, kind, communicator, length, rest = _INLINE.unpack_from(header)
-    if kind != VALUE or size_bytes or length > ROOM_BYTES:
+    if kind != VALUE or length > ROOM_BYTES:
         return None
-    return tag, communicator, rest[:length], rest[length:]
+    if not size_bytes:
+        return tag, communicator, rest[:length], rest[length:]
+    if payload is None:
+        return None
+    return tag, communicator, rest[:length], payload[:size_bytes].tobytes()
 
 
 def sent_message(

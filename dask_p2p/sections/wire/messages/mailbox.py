@@ -37,15 +37,15 @@ from dask_p2p.sections.wire.messages.format import (
     ROOM_BYTES,
     SLOTS,
     VALUE,
-    InlineValue,
     SentMessage,
+    SmallValue,
     aligned,
     frame_of,
-    inline_value,
     padded,
+    small_value,
 )
 from dask_p2p.sections.wire.messages.lender import Lender
-from dask_p2p.sections.wire.messages.slots import Slots
+from dask_p2p.sections.wire.messages.slots import Slot, Slots
 from dask_p2p.types import Array
 
 _BYTE = np.dtype(np.uint8)
@@ -74,6 +74,11 @@ class Receive:
     memory: Any = None  # destination of the value's bytes, if it is given
     lent_memory: Any = None  # the same for an array that the sender lends
     arrival: Arrival | None = None  # the message, once its header is here
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the message's header is here."""
+        return self.arrival is not None
 
     @property
     def is_complete(self) -> bool:
@@ -115,18 +120,19 @@ class Mailbox:
     def take_slot(self) -> None:
         """Take the message in the slot, if it comes next."""
         slots, number = self.slots, self.received + 1
-        if slots is not None and slots.has(number):
-            self.close(self.open(*HEADER.unpack(slots.received_header)))
-            slots.free(number)
+        if slots is not None and (slot := slots.messages).has(number):
+            frame = self.open(*HEADER.unpack(slot.header))
+            memoryview(frame.payload)[:] = slot.payload[: len(frame.payload)]
+            self.close(frame)
+            slot.free(number)
 
-    def value_in_slot(self, looks: int = 1) -> InlineValue | None:
-        """Return the message in the slot, if it comes next and is here after some looks."""
-        slots, number = self.slots, self.received + 1
-        if slots is None or not slots.has(number, looks):
-            return None
-        found = inline_value(slots.received_header)
-        self.received = number
-        slots.free(number)
+    def value_in_slot(self, slot: Slot) -> SmallValue | None:
+        """Return the value of the message in a slot; None if its description is not in a header."""
+        if (found := small_value(slot.header, slot.payload)) is not None:
+            self.received += 1
+            slot.free(self.received)
+            if (size_bytes := len(found[-1])) > ROOM_BYTES:  # of a payload
+                self.received_bytes += size_bytes
         return found
 
     def open(self, number: int, size_bytes: int, text: bytes) -> Frame:

@@ -1,10 +1,10 @@
-"""Slots: small messages in memory that ranks of two processes of one host share.
+"""Slots: small frames in memory that ranks of two processes of one host share.
 
-Most of the time of a small message in a socket is that of two system calls. A slot needs none. Each
-connection has one slot in each direction, for the header of a message with a small value. The
-receiver polls the slot as long as it polls the socket. The sender uses the socket if the slot is
-occupied, or if the receiver sleeps. Messages are numbered, in slots and sockets alike, so they keep
-their order.
+Most of the time of a small frame in a socket is that of the system calls. A slot needs none. Each
+connection has two slots in each direction: one for messages, and one for calls of all ranks. The
+receiver polls a slot as long as it polls the socket. The sender uses the socket if the slot is
+occupied, or if the receiver sleeps. Messages are numbered, in slots and sockets alike, and so are
+calls. So both keep their order.
 
 A sender that has filled the slot wakes the receiver by the socket if it has begun to sleep. Slots
 need a processor whose stores appear in order in other processes, as those of x86 do: Python has no
@@ -26,10 +26,37 @@ HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 LOOKS = 16
 #: More than the longest time until a store appears in other processes.
 STORE_S = 1e-3
+#: Size of the largest payload in a slot.
+MOST_BYTES = 1 << 14
 _WORD_BYTES, _LINE_BYTES = 8, 64
-_SLOT_BYTES = 512
-# Positions in a slot. Its sender writes the first two, and its receiver the others.
-_WRITTEN, _HEADER, _TAKEN, _SLEEPS = 0, _LINE_BYTES, 384, 384 + _WORD_BYTES
+# Positions in a slot. Its sender writes the first line, and its receiver the second.
+_WRITTEN, _TAKEN, _FRAME = 0, _LINE_BYTES, 2 * _LINE_BYTES
+_SLEEPS = 0, _LINE_BYTES  # positions of a word of each end, first that of the maker
+_FIRST_SLOT = 2 * _LINE_BYTES
+
+
+class Slot:
+    """Memory for one frame in one direction: its header, and the payload that follows."""
+
+    def __init__(self, memory: memoryview, start: int, header_bytes: int) -> None:
+        self.words = memory.cast("Q")
+        self.written, self.taken = ((start + at) // _WORD_BYTES for at in (_WRITTEN, _TAKEN))
+        self.frame = memory[start + _FRAME :][: header_bytes + MOST_BYTES]
+        #: Its parts. At the receiver they may change after `free`.
+        self.header, self.payload = self.frame[:header_bytes], self.frame[header_bytes:]
+        self.last = 0  # number of the last frame that was put into the slot
+
+    def has(self, number: int, looks: int = 1) -> bool:
+        """Return whether a frame of this number is here after some looks. The first one is 1."""
+        words, at = self.words, self.written
+        for _ in range(looks):  # noqa: SIM110  `any` takes longer
+            if words[at] == number:
+                return True
+        return False
+
+    def free(self, number: int) -> None:
+        """Free the slot: this frame has been read."""
+        self.words[self.taken] = number
 
 
 class Slots:
@@ -38,15 +65,16 @@ class Slots:
     def __init__(self, segment: Segment, header_bytes: int, is_maker: bool) -> None:
         #: Kept until the peer has opened it.
         self._segment: Segment | None = segment
-        memory = segment.bytes.data
+        memory, size_bytes = segment.bytes.data, _slot_bytes(header_bytes)
+        slots = [
+            Slot(memory, _FIRST_SLOT + number * size_bytes, header_bytes) for number in range(4)
+        ]
+        sent, received = (slots[:2], slots[2:]) if is_maker else (slots[2:], slots[:2])
+        self.sent_messages, self.sent_calls = sent
+        self.messages, self.calls = received
         self._words = memory.cast("Q")
-        sent, received = (0, _SLOT_BYTES) if is_maker else (_SLOT_BYTES, 0)
-        self._sent_header = memory[sent + _HEADER :][:header_bytes]
-        #: Header of the message that is here; it may change after `free`.
-        self.received_header = memory[received + _HEADER :][:header_bytes]
-        self._written, self._taken, self._peer_sleeps = _words(sent)
-        self._arrived, self._own_taken, self._own_sleeps = _words(received)
-        self._last = 0  # number of the last message that was put into the slot
+        ends = [at // _WORD_BYTES for at in _SLEEPS]
+        self._own_sleeps, self._peer_sleeps = ends if is_maker else ends[::-1]
         if is_maker:
             self._words[self._peer_sleeps] = 1  # until it opens the memory
 
@@ -54,7 +82,7 @@ class Slots:
     def made(cls, header_bytes: int) -> tuple[Slots, bytes] | None:
         """Return new slots, and the text for `opened` on the peer; None without shared memory."""
         try:
-            segment = Segment.make(2 * _SLOT_BYTES)
+            segment = Segment.make(_size_bytes(header_bytes))
         except OSError:  # too many open files
             return None
         return cls(segment, header_bytes, is_maker=True), " ".join(map(str, segment.name)).encode()
@@ -65,33 +93,21 @@ class Slots:
         with suppress(UnsuitableError, OSError, ValueError):
             kernel, namespace, *numbers = text.decode().split()
             name = SegmentName.parse([kernel, namespace, *map(int, numbers)])
-            if name.size_bytes == 2 * _SLOT_BYTES:
+            if name.size_bytes == _size_bytes(header_bytes):
                 found = cls(Segment.open(name), header_bytes, is_maker=False)
                 found.sleeps = False
                 return found
         return None
 
-    def put(self, number: int, header: bytes) -> bool:
-        """Put a message into the slot; return False if it is not free, or the receiver sleeps."""
+    def put(self, slot: Slot, number: int, frame: bytes) -> bool:
+        """Put a frame into a slot; return False if that is not free, or the receiver sleeps."""
         words = self._words
-        if words[self._peer_sleeps] or words[self._taken] != self._last:
+        if words[self._peer_sleeps] or words[slot.taken] != slot.last:
             return False
         self._segment = None
-        self._sent_header[:] = header
-        words[self._written] = self._last = number
+        slot.frame[: len(frame)] = frame
+        words[slot.written] = slot.last = number
         return True
-
-    def has(self, number: int, looks: int = 1) -> bool:
-        """Return whether a message of this number is here after some looks. The first one is 1."""
-        words, at = self._words, self._arrived
-        for _ in range(looks):  # noqa: SIM110  `any` takes longer
-            if words[at] == number:
-                return True
-        return False
-
-    def free(self, number: int) -> None:
-        """Free the slot: this message has been read."""
-        self._words[self._own_taken] = number
 
     @property
     def peer_sleeps(self) -> bool:
@@ -108,6 +124,9 @@ class Slots:
         self._words[self._own_sleeps] = sleeps
 
 
-def _words(start: int) -> list[int]:
-    """Return the numbers of the words of a slot."""
-    return [(start + at) // _WORD_BYTES for at in (_WRITTEN, _TAKEN, _SLEEPS)]
+def _slot_bytes(header_bytes: int) -> int:
+    return _FRAME + header_bytes + MOST_BYTES
+
+
+def _size_bytes(header_bytes: int) -> int:
+    return _FIRST_SLOT + 4 * _slot_bytes(header_bytes)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from dask_p2p import PerRank, Same, spmd
+from dask_p2p.errors import SectionError
+from dask_p2p.sections.wire import point_to_point
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, inline_header
+from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message
 from dask_p2p.sections.wire.messages.mailbox import Receive
-from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, Slots
+from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, Slots
 from tests.sections.support import nothing_is_left
-from tests.support import result_of
+from tests.sections.wire.support import Gang
+from tests.support import BOUND_S, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 on_x86 = pytest.mark.skipif(not HAS_ORDERED_STORES, reason="stores appear in any order")
@@ -23,6 +27,16 @@ on_x86 = pytest.mark.skipif(not HAS_ORDERED_STORES, reason="stores appear in any
 
 def header(tag):
     return inline_header(tag, 5, b"of it", b"12345678")
+
+
+def large(tag, size_bytes):
+    """A message with its tag in each byte of its value."""
+    data = bytes([tag]) * size_bytes
+    return b"".join(sent_message(tag, 5, b"of it", [data], has_address=False).buffers)
+
+
+def call(number, text=b"barrier()", data=b""):
+    return HEADER.pack(number, len(data), text) + data
 
 
 @pytest.fixture
@@ -44,34 +58,47 @@ def connected(ends):
     other.close()
 
 
-def test_a_slot_has_one_message(ends):
+def directions(ends):
+    """Yield the slots of each direction: their sender, and the slot at both ends."""
     for one, other in (ends, ends[::-1]):
-        assert not other.has(1, looks=3)
-        assert one.put(1, header(7))
-        assert not one.put(2, header(8)), "the first one has not been taken"
-        assert other.has(1)
-        assert not other.has(2)
-        assert bytes(other.received_header) == header(7)
-        other.free(1)
-        assert one.put(2, header(8))
-        assert other.has(2, looks=3)
+        yield one, one.sent_messages, other.messages
+        yield one, one.sent_calls, other.calls
+
+
+def test_a_slot_has_one_frame(ends):
+    for number, (sender, sent, received) in enumerate(directions(ends)):
+        frame, payload = header(number), bytes([number]) * MOST_BYTES
+        assert not received.has(1, looks=3)
+        assert sender.put(sent, 1, frame + payload)
+        assert not sender.put(sent, 2, header(8)), "the first one has not been taken"
+        assert received.has(1)
+        assert not received.has(2)
+    for number, (sender, sent, received) in enumerate(directions(ends)):
+        assert bytes(received.header) == header(number)
+        assert bytes(received.payload) == bytes([number]) * MOST_BYTES
+        received.free(1)
+        assert sender.put(sent, 2, header(8))
+        assert received.has(2, looks=3)
+        assert bytes(received.header) == header(8)
 
 
 def test_an_end_that_sleeps_gets_no_message(ends):
     for one, other in (ends, ends[::-1]):
         other.sleeps = True
         assert one.peer_sleeps
-        assert not one.put(1, header(7))
+        assert not one.put(one.sent_messages, 1, header(7))
+        assert not one.put(one.sent_calls, 1, header(7))
         other.sleeps = False
-        assert one.put(1, header(7))
+        assert one.put(one.sent_messages, 1, header(7))
+        assert one.put(one.sent_calls, 1, header(7))
 
 
 def test_slots_are_used_once_the_peer_has_opened_them():
     maker, name = Slots.made(HEADER.size)
-    assert not maker.put(1, header(7))
+    assert not maker.put(maker.sent_messages, 1, header(7))
     opened = Slots.opened(name, HEADER.size)
-    assert maker.put(1, header(7))
-    assert opened.has(1)
+    assert maker.put(maker.sent_messages, 1, header(7))
+    assert opened.messages.has(1)
 
 
 @pytest.mark.parametrize("text", [b"", b"kernel namespace 1 2 3 4", b"a b c d e f", b"\xff"])
@@ -81,22 +108,28 @@ def test_other_names_are_not_opened(text):
 
 @pytest.mark.parametrize("in_slots", [(1,), (2,), (4,), (1, 3)])
 @pytest.mark.parametrize("is_inline", [True, False])
-def test_messages_keep_their_order(connected, in_slots, is_inline):
+@pytest.mark.parametrize("size_bytes", [8, 1000, MOST_BYTES])
+def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
     """A message in the slot comes between those of the socket by its number."""
     connection, peer, slots = connected
     for number in range(1, 5):
-        if number not in in_slots or not slots.put(number, header(number)):
-            peer.send(header(number))
+        frame = header(number) if size_bytes == 8 else large(number, size_bytes)
+        if number not in in_slots or not slots.put(slots.sent_messages, number, frame):
+            peer.send(frame)
     found = []
     for _ in range(4):
-        value = connection.receive_inline(0.0) if is_inline else None
+        value = connection.receive_small(0.0) if is_inline else None
         if value is None:
             connection.mailbox.receive(receive := Receive(0, 0))
             connection.receive_messages()
             found.append(receive.arrival.tag)
+            data = receive.arrival.data
         else:
             found.append(value[0])
+            data = value[-1]
+        assert size_bytes == 8 or bytes(data) == bytes([found[-1]]) * size_bytes
     assert found == [1, 2, 3, 4]
+    assert connection.mailbox.received_bytes == (0 if size_bytes == 8 else 4 * size_bytes)
 
 
 @pytest.mark.parametrize("later", [header(2), HEADER.pack(1, 0, b"barrier()")])
@@ -106,12 +139,12 @@ def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
 
     class Socket:
         def recv_into(self, memory):
-            assert slots.put(1, header(1))
+            assert slots.put(slots.sent_messages, 1, header(1))
             peer.send(later)
             return own.recv_into(memory)
 
     own, connection.socket = connection.socket, Socket()
-    assert connection.receive_inline(0.0)[0] == 1
+    assert connection.receive_small(0.0)[0] == 1
     connection.socket = own
     connection.receive_messages()
     assert connection.call or connection.mailbox.arrived[0].tag == 2
@@ -119,11 +152,163 @@ def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
 
 def test_a_message_in_the_slot_comes_before_a_later_call(connected):
     connection, peer, slots = connected
-    assert slots.put(1, header(1))
+    assert slots.put(slots.sent_messages, 1, header(1))
     peer.send(HEADER.pack(1, 0, b"barrier()"))
     connection.receive_messages()
     assert connection.call == "barrier()"
     assert [each.tag for each in connection.mailbox.arrived] == [1]
+
+
+@pytest.mark.parametrize("in_slots", [(1,), (2,), (3,), (1, 3), ()])
+@pytest.mark.parametrize("gives_memory", [True, False])
+def test_calls_keep_their_order(connected, in_slots, gives_memory):
+    """Each exchange gets the data of its own call, from the slot or the socket."""
+    connection, peer, slots = connected
+    for number in range(1, 4):
+        frame = call(number, data=bytes([number] * 40))
+        if number not in in_slots or not slots.put(slots.sent_calls, number, frame):
+            peer.send(frame)
+    for number in range(1, 4):
+        connection.number = number
+        connection.begin_to_receive(bytearray(40) if gives_memory else None)
+        assert connection.advance(b"barrier()", 0, 1)
+        assert bytes(connection.payload) == bytes([number] * 40)
+
+
+def test_a_later_call_in_the_socket_waits_for_the_one_in_the_slot(connected):
+    """Its sender has filled the slot after this rank has looked at it."""
+    connection, peer, slots = connected
+
+    class Socket:
+        def recv_into(self, memory):
+            if slots.sent_calls.last == 0:
+                assert slots.put(slots.sent_calls, 1, call(1, data=b"1"))
+                peer.send(call(2, data=b"2"))
+            return own.recv_into(memory)
+
+    own, connection.socket = connection.socket, Socket()
+    for number in (1, 2):
+        connection.number = number
+        connection.begin_to_receive(None)
+        assert connection.advance(b"barrier()", 0, 1)
+        assert bytes(connection.payload) == str(number).encode()
+
+
+def test_data_of_a_call_that_came_early_waits_for_the_one_in_the_slot(connected):
+    connection, peer, slots = connected
+    connection.mailbox.unread.append(None)  # so it receives the data of calls as well
+    assert slots.put(slots.sent_calls, 1, call(1, data=b"1"))
+    peer.send(call(2, data=b"2"))
+    connection.receive_messages()
+    assert connection.early
+    assert connection.call == "barrier()"
+    for number in (1, 2):
+        connection.number = number
+        connection.begin_to_receive(None)
+        assert connection.advance(b"barrier()", 0, 1)
+        assert bytes(connection.payload) == str(number).encode()
+
+
+def test_another_call_in_the_slot_is_named(connected):
+    connection, _, slots = connected
+    assert slots.put(slots.sent_calls, 1, call(1, b"barrier()"))
+    connection.number = 1
+    connection.begin_to_receive(None)
+    with pytest.raises(
+        SectionError, match=r"rank 0 called sum\(\) as number 1 and rank 1 called ba"
+    ):
+        connection.advance(b"sum()", 0, 1)
+
+
+def test_a_rank_that_begins_to_sleep_looks_at_its_slots_again(processes, monkeypatch):
+    """A peer that does not see yet that it sleeps may fill them."""
+    monkeypatch.setattr(point_to_point, "STORE_S", 0.0)
+    with Gang(2) as gang:
+        gang.run(lambda rank, own: [own.gather("barrier()", b"") for _ in range(2)])
+        _, other = gang.connections
+        maker, name = Slots.made(HEADER.size)
+        slots = other._connections[0].mailbox.slots = Slots.opened(name, HEADER.size)
+        assert other._poll({0}, (), None) == ({0}, set())
+        assert slots.sleeps
+        assert maker.peer_sleeps
+        other._wake_up()
+        assert not maker.peer_sleeps
+
+
+def test_nothing_overtakes_bytes_that_have_yet_to_be_sent(connected):
+    """A rank that sees a call in the slot has all earlier messages in its socket."""
+    connection, _, slots = connected
+    connection.number, message = 1, sent_message(1, 5, b"of it", [b"1"], has_address=False)
+    connection.sending.append(memoryview(b"bytes"))
+    assert not connection.begin_to_send(b"barrier()", b"", may_use_slot=True)
+    assert not connection.puts(1, message)
+    assert not slots.calls.has(1)
+    connection.sending.clear()
+    assert connection.begin_to_send(b"barrier()", b"", may_use_slot=True)
+    assert connection.puts(1, message)
+    assert slots.calls.has(1)
+    assert slots.messages.has(1)
+
+
+def test_the_last_messages_come_after_those_in_the_socket(processes):
+    """A rank that returns has received all messages of the others, to name those left."""
+    begun = threading.Event()
+
+    def program(rank, own):
+        if rank == 0:
+            own.send_message(1, sent_message(7, 0, b"", [bytes(40_000)], has_address=False))
+            connection = own._connections[1]
+            begin = connection.begin_to_send
+            connection.begin_to_send = lambda *args: (begin(*args), begun.set())[0]
+        elif not begun.wait(BOUND_S):
+            raise TimeoutError
+        own.finish()
+
+    with Gang(2) as gang:
+        for own in gang.connections:
+            own._spin_s = 1e-5
+        gang.run(lambda rank, own: [own.gather("barrier()", b"") for _ in range(9)])
+        with pytest.raises(SectionError, match=r"1 of rank 0, the first by send\(dest=1, tag=7\)"):
+            gang.run(program)
+
+
+@on_x86
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_message_comes_before_a_call_in_the_slot(client, size):
+    """A rank that sees the call first has yet to receive the message from the socket."""
+
+    def program(ctx):
+        other = 1 - ctx.rank
+        for _ in range(20):
+            ctx.barrier()
+        for number in range(100):
+            if ctx.rank == 0:
+                ctx.send((number, np.zeros(size)), other)
+            else:
+                assert ctx.recv(other)[0] == number
+            ctx.barrier()
+        return 1.0
+
+    y = spmd(program, outputs=Same(0.0), ranks=2)
+    assert result_of(client, client.compute(y)) == 1.0
+
+
+@on_x86
+def test_a_rank_that_waits_for_a_message_sees_the_call_in_the_slot(client):
+    def program(ctx):
+        for _ in range(20):
+            ctx.barrier()
+        if ctx.rank == 0:
+            ctx.barrier()
+        else:
+            ctx.recv(0)
+        return 1.0
+
+    y = spmd(program, outputs=Same(0.0), ranks=2)
+    with pytest.raises(
+        Exception, match=r"for recv\(source=0, tag=0\) of rank 1, but rank 0 called bar"
+    ):
+        result_of(client, client.compute(y))
 
 
 @on_x86
@@ -133,13 +318,19 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
     def program(ctx, seed):
         draw, other = random.Random(seed), 1 - ctx.rank
         for number in range(1500):
-            sender, kind = draw.randrange(2), draw.randrange(40)
-            size, count = draw.choice([1, 1, 1, 20, 10_000]), draw.choice([1, 1, 2, 5])
+            sender, kind = draw.randrange(2), draw.randrange(12)
+            size, count = draw.choice([1, 1, 20, 200, 10_000]), draw.choice([1, 1, 2, 5])
             pause_s = draw.choice([0, 0, 0, 1e-4, 2e-3]) if draw.random() < 0.2 else 0
             if pause_s and draw.randrange(2) == ctx.rank:
                 time.sleep(pause_s)
             if kind == 0:
                 assert ctx.allreduce(number) == 2 * number
+            elif kind == 1:  # only one rank receives
+                found = ctx.broadcast(np.full(size, number if ctx.rank == sender else 0), sender)
+                assert (found[0], found[-1]) == (number, number)
+            elif kind == 2:
+                value = np.full(size, ctx.rank), number  # a tuple
+                assert ctx.sendrecv(value, other, other)[1] == number
             elif sender == ctx.rank:
                 for each in range(count):
                     ctx.send(np.full(size, number + each), other)
@@ -148,7 +339,7 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
                     found = ctx.recv(other)
                     assert (len(found), found[0], found[-1]) == (size, *[number + each] * 2)
         slots = ctx._connections._connections[other].mailbox.slots
-        return -1 if slots is None else slots._last
+        return -1 if slots is None else min(slots.sent_messages.last, slots.sent_calls.last)
 
     for seed in range(4):
         y = spmd(program, outputs=PerRank(0), ranks=2, seed=seed)
@@ -157,12 +348,13 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
 
 
 @on_x86
-def test_a_receiver_that_begins_to_sleep_is_woken(client):
+@pytest.mark.parametrize("is_call", [False, True])
+def test_a_receiver_that_begins_to_sleep_is_woken(client, is_call):
     """It does so after the sender has seen that it polls."""
 
     class Late:
-        def __init__(self, slots):
-            self.slots, self.memory = slots, slots._sent_header
+        def __init__(self, slots, slot):
+            self.slots, self.memory = slots, slot.frame
 
         def __setitem__(self, where, value):
             self.memory[where] = value
@@ -174,16 +366,20 @@ def test_a_receiver_that_begins_to_sleep_is_woken(client):
             ctx.sendrecv(number, other, other)
         ctx.barrier()
         slots, post = own._connections[other].mailbox.slots, own._post
+        slot = slots.sent_calls if is_call else slots.sent_messages
         if ctx.rank == 0:
-            slots._sent_header = Late(slots)
+            ctx.recv(other)  # so that it has taken the data of the barrier
+            slot.frame = Late(slots, slot)
             own._post = lambda rank, message: (posted.append(message), post(rank, message))
             slots._words[slots._peer_sleeps] = 0
-            ctx.send(5, other)
-            slots._sent_header = slots._sent_header.memory
-            assert slots._last == own._sent[other]
+            ctx.broadcast(5) if is_call else ctx.send(5, other)
+            slot.frame = slot.frame.memory
+            number = own._connections[other].number if is_call else own._sent[other]
+            assert slot.last == number
             assert len(posted) == 1
         else:
-            assert ctx.recv(other) == 5
+            ctx.send(0, other)
+            assert (ctx.broadcast(0) if is_call else ctx.recv(other)) == 5
         for number in range(100):
             assert ctx.sendrecv(number, other, other) == number
         return 1.0
@@ -192,13 +388,16 @@ def test_a_receiver_that_begins_to_sleep_is_woken(client):
     assert result_of(client, client.compute(y)) == 1.0
 
 
-def test_a_message_in_a_slot_that_is_not_received_is_named(client):
+@pytest.mark.parametrize("size", [1, 100, 5000])
+def test_a_message_that_is_not_received_is_named(client, size):
+    """It is in the slot, or in the socket."""
+
     def program(ctx):
         other = 1 - ctx.rank
         for number in range(100):
             ctx.sendrecv(number, other, other)
         if ctx.rank == 0:
-            ctx.send(1, other)
+            ctx.send(np.zeros(size), other)
         return 1.0
 
     y = spmd(program, outputs=Same(0.0), ranks=2)

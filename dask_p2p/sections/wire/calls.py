@@ -1,0 +1,48 @@
+"""Calls of all ranks: their headers, and the errors of ranks that make different calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dask_p2p.errors import SectionError
+from dask_p2p.sections.wire.messages.format import HEADER
+
+
+def text_of(header: Any) -> str:
+    """Return the text of the call in a header."""
+    return _decoded(HEADER.unpack(header)[2])
+
+
+def check_call(
+    header: Any,  # received from `rank`
+    wanted: tuple[int, int | None, bytes],  # number, payload size, text; None: any size
+    own: int,  # this rank
+    rank: int,
+) -> None:
+    """Raise `SectionError` if a header belongs to another call than this rank's."""
+    number, size_bytes, text = HEADER.unpack(header)
+    own_number, wanted_bytes, own_text = wanted
+    is_size = wanted_bytes is None or size_bytes == wanted_bytes
+    if number == own_number and is_size and text.rstrip(b"\0") == own_text:
+        return
+    calls = sorted([(own, own_number, own_text), (rank, number, text)])
+    named = " and ".join(
+        f"rank {each} called {_decoded(call)} as number {at}" for each, at, call in calls
+    )
+    raise SectionError(
+        f"expected the same calls on all ranks, in the same order, but {named}. Make no call "
+        f"of the context depend on the rank, or on values that differ between ranks."
+    )
+
+
+def no_message(own: int, call: str, rank: int, its_call: str) -> SectionError:
+    """Return the error of a rank that waits for a message of one that makes a call of all ranks."""
+    return SectionError(
+        f"expected a message of rank {rank} for {call} of rank {own}, but rank {rank} called "
+        f"{its_call}. Let it send first, ctx.send(value, dest={own}), and make the other calls in "
+        f"the same order on all ranks."
+    )
+
+
+def _decoded(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
