@@ -58,7 +58,7 @@ class Collectives(Messaging):
             return self._exchanged(
                 dict.fromkeys(range(self.size), value), CALL_TAGS["allgather(ragged=True)"]
             )
-        return self._like(value, self._stacked(self._gathered("allgather", self._own(value))))
+        return self._like(value, self._stacked(self._gathered("allgather()", self._own(value))))
 
     def gather(self, value: Any, root: int = 0, ragged: bool = False) -> Any:
         """Return the values of all ranks on one rank, and None on the others.
@@ -222,21 +222,23 @@ class Collectives(Messaging):
 
     def _like(self, value: Any, found: Sequence[Any]) -> Any:
         """Return a value with the structure and the kinds of arrays of another one."""
-        made = []
-        for like, each in zip(leaves(value), found, strict=True):
-            parts = each if isinstance(each, tuple) else (each,)
-            own = tuple(self.device.from_host(part, like) for part in parts)
-            made.append(own if isinstance(each, tuple) else own[0])
+        from_host = self.device.from_host
+        made = [
+            tuple([from_host(part, like) for part in each])
+            if isinstance(each, tuple)
+            else from_host(each, like)
+            for like, each in zip(leaves(value), found, strict=True)
+        ]
         return with_leaves(value, made)
 
     def _stacked(self, given: Sequence[Sequence[Array]]) -> list[Array]:
         return [np.stack(each) for each in zip(*given, strict=True)]
 
-    def _gathered(self, name: str, own: Sequence[Array], *args: Any) -> list[list[Array]]:
-        """Return the arrays of all ranks, by rank."""
-        data = b"".join([each.tobytes() for each in own])
-        call = text_of_arrays(f"{name}({', '.join(map(repr, args))})", own)
-        return [arrays_in(each, own) for each in self._connections.gather(call, data)]
+    def _gathered(self, call: str, own: Sequence[Array]) -> list[Sequence[Array]]:
+        """Return the arrays of all ranks, by rank: those of this rank itself, read-only others."""
+        data, text = b"".join([each.tobytes() for each in own]), text_of_arrays(call, own)
+        found = enumerate(self._connections.gather(text, data))
+        return [own if rank == self.rank else arrays_in(each, own) for rank, each in found]
 
     def _at_root(self, own: Sequence[Array], call: str, root: int) -> list[list[Array]] | None:
         """Return the arrays of all ranks, by rank, on the rank `root`; None on the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from dask_p2p.sections.context.collectives import Collectives
 from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.values import leaves, with_leaves
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 _UFUNCS: dict[str, Any] = {
     "sum": np.add,
@@ -51,11 +51,17 @@ def prepared(own: Array, op: str) -> Array:
             if own.dtype.kind in "biufmM":
                 return own
             raise TypeError
-        return own.astype(_UFUNCS[op].reduce(np.ones(1, own.dtype)).dtype, copy=False)
+        return own.astype(_result_dtype(own.dtype, op), copy=False)
     except TypeError:
         raise InputError(
             f"value: expected a dtype that {op!r} combines, got {own.dtype}."
         ) from None
+
+
+@lru_cache(256)
+def _result_dtype(dtype: DType, op: str) -> DType:
+    found: DType = _UFUNCS[op].reduce(np.ones(1, dtype)).dtype
+    return found
 
 
 def combined(given: Sequence[Array], op: str, out: Array | None = None) -> Any:
@@ -68,10 +74,12 @@ def combined(given: Sequence[Array], op: str, out: Array | None = None) -> Any:
         found = _EXTREMES[op](stacked, axis=0)
         values = np.take_along_axis(stacked, found[np.newaxis], axis=0)[0]
         return values[()], found
-    first, *others = given
-    total = first.copy() if out is None else out
-    for number, other in enumerate(others):
-        _UFUNCS[op](total if number else first, other, out=total)
+    total, *others = given
+    if not others:
+        return total.copy()[()]
+    for other in others:
+        total = _UFUNCS[op](total, other, out=out)
+        out = total if total.ndim else None
     return total[()]
 
 
@@ -120,12 +128,14 @@ class Reductions(Collectives):
         if op in _UFUNCS and any(map(self._is_in_parts, of_value)):
             return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
         own = self._prepared(value, op)
-        return self._like(value, self._combined(self._gathered("allreduce", own, op), op))
+        given = self._gathered(f"allreduce({op!r})", own)
+        return self._like(value, self._combined(given, op))
 
     def _is_in_parts(self, leaf: Any) -> bool:
         """Return whether an array is so large that each rank reduces one part."""
-        is_here = isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)
-        return is_here and self.size > 1 and leaf.nbytes >= tuning.current.parted_reduction_bytes
+        if self.size == 1 or getattr(leaf, "nbytes", 0) < tuning.current.parted_reduction_bytes:
+            return False
+        return isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)
 
     def _reduced(self, leaf: Any, op: str) -> Any:
         if not self._is_in_parts(leaf):
@@ -202,7 +212,7 @@ class Reductions(Collectives):
         Parameters, result and errors are those of `allreduce`.
         """
         own = self._prepared(value, op)
-        given = self._gathered("scan", own, op)[: self.rank + 1]
+        given = self._gathered(f"scan({op!r})", own)[: self.rank + 1]
         return self._like(value, self._combined(given, op))
 
     def exscan(self, value: Any, op: str = "sum") -> Any:
@@ -212,12 +222,12 @@ class Reductions(Collectives):
         the position of a rank's first element in the whole array.
         """
         own = self._prepared(value, op)
-        given = self._gathered("exscan", own, op)[: self.rank]
+        given = self._gathered(f"exscan({op!r})", own)[: self.rank]
         return self._like(value, self._combined(given, op)) if given else None
 
     def _prepared(self, value: Any, op: Any) -> list[Array]:
         check_op(op)
-        return [prepared(own, op) for own in self._own(value)]
+        return [prepared(self._numbers(leaf), op) for leaf in leaves(value)]
 
     def _combined(self, given: Sequence[Sequence[Array]], op: str) -> list[Any]:
         return [combined(each, op) for each in zip(*given, strict=True)]

@@ -105,15 +105,14 @@ def copied(value: Any, device: Host) -> Any:
 
 def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:
     """Return the text of a call with arrays, different for other shapes and dtypes."""
-    return shortened(f"{call} of {', '.join(f'{x.dtype.str} {x.shape}' for x in arrays)}")
+    return _text_of_call(call, *[(each.dtype, each.shape) for each in arrays])
 
 
 def arrays_in(data: Any, like: Sequence[Array]) -> list[Array]:
     """Return the arrays in the bytes of a message, with the shapes and dtypes of other arrays."""
     found, at = [], 0
     for each in like:
-        part = memoryview(data)[at : at + each.nbytes]
-        found.append(np.frombuffer(part, each.dtype).reshape(each.shape))
+        found.append(np.ndarray(each.shape, each.dtype, data, at))
         at += each.nbytes
     return found
 
@@ -224,6 +223,11 @@ def _made(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
     if kind == "dict":
         return {key: _made(each, leaf, device) for key, each in zip(*spec[1:], strict=True)}
     return leaf(spec[1], ()).item()
+
+
+@lru_cache(1024)
+def _text_of_call(call: str, *kinds: tuple[DType, tuple[int, ...]]) -> str:
+    return shortened(f"{call} of {', '.join(f'{dtype.str} {shape}' for dtype, shape in kinds)}")
 
 
 @lru_cache(1024)

@@ -13,18 +13,20 @@ def text_of(header: Any) -> str:
     return _decoded(HEADER.unpack(header)[2])
 
 
-def check_call(
+def checked_call(
     header: Any,  # received from `rank`
     wanted: tuple[int, int | None, bytes],  # number, payload size, text; None: any size
     own: int,  # this rank
     rank: int,
-) -> None:
-    """Raise `SectionError` if a header belongs to another call than this rank's."""
+) -> int:
+    """Return the size of a call's payload. Raises `SectionError` for another call than wanted."""
+    number: int
+    size_bytes: int
     number, size_bytes, text = HEADER.unpack(header)
     own_number, wanted_bytes, own_text = wanted
     is_size = wanted_bytes is None or size_bytes == wanted_bytes
     if number == own_number and is_size and text.rstrip(b"\0") == own_text:
-        return
+        return size_bytes
     calls = sorted([(own, own_number, own_text), (rank, number, text)])
     named = " and ".join(
         f"rank {each} called {_decoded(call)} as number {at}" for each, at, call in calls

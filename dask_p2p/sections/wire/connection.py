@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from dask_p2p import tuning
 from dask_p2p.errors import P2PError
-from dask_p2p.sections.wire.calls import check_call, text_of
+from dask_p2p.sections.wire.calls import checked_call, text_of
 from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.messages.format import (
@@ -93,7 +93,9 @@ class Connection:
 
     def channel_for(self, payload: Any) -> Channel | None:
         """Return the UCX channel for a message; None if it goes through the socket."""
-        return self.channel if payload is not None and self.carries(len(payload)) else None
+        if self.channel is None or payload is None or not self.carries(len(payload)):
+            return None
+        return self.channel
 
     def begin_to_send(self, text: bytes, given: Buffer, may_use_slot: bool = False) -> bool:
         """Begin to send a message, labelled with the text of its call; return if a slot has it."""
@@ -245,15 +247,16 @@ class Connection:
                 self.post(answer)
         return True
 
-    def _check_call(self, header: Any, text: bytes, own: int, rank: int) -> None:
+    def _checked_call(self, header: Any, text: bytes, own: int, rank: int) -> int:
+        """Return the size of a call's payload. Raises `SectionError` for another call."""
         size_bytes = None if self.payload is None else len(self.payload)
-        check_call(header, (self.number, size_bytes, text), own, rank)
+        return checked_call(header, (self.number, size_bytes, text), own, rank)
 
-    def _begin_payload(self) -> None:
-        """Begin to receive the payload, whose length the header gives."""
+    def _begin_payload(self, size_bytes: int) -> None:
+        """Begin to receive the payload of a call."""
         is_begun = self.payload is not None
         if not is_begun:
-            self.payload = memoryview(bytearray(HEADER.unpack(self.header)[1]))
+            self.payload = memoryview(bytearray(size_bytes))
         self.receiving, self.is_header = self.payload, False
         if channel := self.channel_for(self.payload):
             if not is_begun:
@@ -273,8 +276,7 @@ class Connection:
             if self.is_header and not is_message(self.header):
                 # The peer may have filled the slot before it sent this header of a later call.
                 if not self._take_call(text, own, rank):
-                    self._check_call(self.header, text, own, rank)
-                    self._begin_payload()
+                    self._begin_payload(self._checked_call(self.header, text, own, rank))
             elif self.is_header or self.frame is not None:
                 self._takes_frame()
             elif self._ends_early():
@@ -289,12 +291,12 @@ class Connection:
         """Complete an exchange whose data is in the slot, or has come early; return if it is."""
         slot = self._call_slot
         if slot is not None and slot.has(self.number, looks):
-            self._check_call(slot.header, text, own, rank)
-            self._take(slot.payload[: HEADER.unpack(slot.header)[1]])
+            size_bytes = self._checked_call(slot.header, text, own, rank)
+            self._take(slot.payload[:size_bytes])
             slot.free(self.number)
         elif self.early and not self.is_early:
             header, payload = self.early.popleft()
-            self._check_call(header, text, own, rank)
+            self._checked_call(header, text, own, rank)
             self._take(payload)
         return self.has_received
 
@@ -346,5 +348,6 @@ class Connection:
 
 def _bytes_of(buffer: Any) -> Any:
     """Return a buffer as bytes; a GPU array already is an array of bytes."""
-    is_on_host = isinstance(buffer, (bytes, bytearray, memoryview))
-    return memoryview(buffer).cast("B") if is_on_host else buffer
+    if isinstance(buffer, memoryview):
+        return buffer.cast("B")
+    return memoryview(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer

@@ -38,7 +38,7 @@ class ConnectionSetup:
         #: Knocks with tokens still to send, by file descriptor.
         self._knocks: dict[int, Connection] = {}
         self._knocked = set[int]()  # ranks that got a knock in this attempt: one at most
-        self._knock_s = inf  # time of the next knock
+        self._knock_s = inf  # time of the next knock; infinite until a rank is missed
 
     def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the attempt tokens and addresses of all ranks."""
@@ -73,8 +73,8 @@ class ConnectionSetup:
         return Connection(made, [memoryview(tokens)])
 
     def begin(self) -> None:
-        """Set the time of the next knock, as an exchange begins."""
-        self._knock_s = time.monotonic() + _KNOCK_S
+        """Forget the time of the next knock, as an exchange begins."""
+        self._knock_s = inf
 
     def register(self, poll: select.poll, missing: Iterable[int]) -> float:
         """Register descriptors to poll for `callers`; return the longest time to poll, in seconds.
@@ -82,7 +82,11 @@ class ConnectionSetup:
         `missing` are ranks without a connection. Lower ones are expected to connect.
         """
         missing = [each for each in missing if each < self._rank and each not in self._knocked]
-        left_s = self._knock_s - time.monotonic() if missing else inf
+        left_s = inf
+        if missing:
+            now_s = time.monotonic()
+            self._knock_s = min(self._knock_s, now_s + _KNOCK_S)
+            left_s = self._knock_s - now_s
         if left_s <= 0.0:
             for rank in missing:
                 self._knock(rank)

@@ -209,7 +209,8 @@ class Connections(PointToPoint):
         self._current.since_s = time.perf_counter()
         self._join()
         self._advance_all()
-        self._wake_up()
+        if self._asleep:
+            self._wake_up()
         for rank in self._receives:
             connection = self._connections[rank]
             found[rank] = connection.payload
@@ -254,7 +255,7 @@ class Connections(PointToPoint):
             if rank in self._sends:
                 # The last messages use the socket, and come after all others there.
                 data, may_use_slot = self._sends[rank], not self._is_finishing
-                if may_use_slot:
+                if may_use_slot and connection.may_share_slots:
                     self._share_slots(rank, connection, len(data))
                 if connection.begin_to_send(self._current.text, data, may_use_slot):
                     self._wake(rank, connection)
