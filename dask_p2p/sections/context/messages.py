@@ -29,6 +29,7 @@ from dask_p2p.sections.wire.messages.format import (
     MOST_TAG,
     offered_message,
     sent_message,
+    small_value,
 )
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.types import Array
@@ -82,7 +83,13 @@ class Messaging:
         UnsupportedArrayError
             If an array is masked.
         """
-        self._sent(value, self._checked_rank("dest", dest), _checked_tag(tag)).wait()
+        if type(dest) is not int or not 0 <= dest < self.size:
+            dest = self._checked_rank("dest", dest)
+        if type(tag) is not int or not 0 <= tag < MOST_TAG:
+            tag = _checked_tag(tag)
+        sent = self._sent(value, dest, tag)
+        if sent is not DONE:
+            sent.wait()
 
     def isend(self, value: Any, dest: int | None, tag: int = 0) -> Transfer:
         """Begin to send a value, without waiting. Parameters and errors are those of `send`.
@@ -122,7 +129,11 @@ class Messaging:
             If the next message has another tag, or the other rank makes a call of all ranks, or
             has returned.
         """
-        return self._next(self._checked_rank("source", source), _checked_tag(tag), out)
+        if type(source) is not int or not 0 <= source < self.size:
+            source = self._checked_rank("source", source)
+        if type(tag) is not int or not 0 <= tag < MOST_TAG:
+            tag = _checked_tag(tag)
+        return self._next(source, tag, out)
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
         """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.
@@ -253,18 +264,18 @@ class Messaging:
         """Return the next value of a rank."""
         if source is None:
             return None
-        small = self._connections.receive_small(source)
-        if small is None:
+        frame = self._connections.receive_small(source)
+        if frame is None:
             return self._received(source, tag, out).wait()
-        found, communicator, description, data = small
+        if out is not None and self._last_out.fill(out, tag, frame):
+            return out
+        found, communicator, description, data = small_value(frame)
         if found != tag or communicator != self.communicator:
             is_other = communicator != self.communicator
             raise wrong_message(tag, found, source, self.rank, is_other)
-        if out is not None and self._last_out.fill(out, description, data):
-            return out
         value = decoded_small(description, data, out, self.device)
         if out is not None and value is out:
-            self._last_out.set(out, description)
+            self._last_out.set(out, tag, frame, len(frame) - len(data))
         return value if out is None or value is out else copied_into(out, value)
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:

@@ -94,20 +94,22 @@ class LastOut:
 
     def __init__(self) -> None:
         self._out: Any = None
-        self._description, self._memory, self._length = b"", memoryview(bytearray()), 0
+        self._tag, self._begun, self._where = -1, b"", slice(0)
+        self._memory = memoryview(bytearray())
 
-    def fill(self, out: Any, description: bytes, data: bytes) -> bool:
-        """Fill the array if it is `out`, and was filled with such a value; return whether."""
-        if out is not self._out or description != self._description:
+    def fill(self, out: Any, tag: int, frame: bytes) -> bool:
+        """Fill the array if it is `out`, and was filled with such a message; return whether."""
+        if out is not self._out or tag != self._tag or not frame.startswith(self._begun):
             return False
-        self._memory[:] = data[: self._length]
+        self._memory[:] = frame[self._where]
         return True
 
-    def set(self, out: Any, description: bytes) -> None:
-        """Take an array, which was filled with a value of this description."""
+    def set(self, out: Any, tag: int, frame: bytes, at: int) -> None:
+        """Take an array, which was filled from the bytes of a message from `at` on."""
         if out.base is None and out.flags.c_contiguous and out.size:
-            self._out, self._description = out, description
-            self._memory, self._length = memoryview(out.reshape(-1).view(np.uint8)), out.nbytes
+            self._out, self._tag, self._begun = out, tag, frame[:at]
+            self._where = slice(at, at + out.nbytes)
+            self._memory = memoryview(out.reshape(-1).view(np.uint8))
 
 
 def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> Any:

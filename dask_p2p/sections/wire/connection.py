@@ -16,19 +16,15 @@ from dask_p2p.sections.wire.channel import Channel
 from dask_p2p.sections.wire.in_process import Stream
 from dask_p2p.sections.wire.messages.format import (
     HEADER,
-    TEXT_BYTES,
     SentMessage,
-    SmallValue,
+    is_inline,
     is_message,
-    small_value,
 )
 from dask_p2p.sections.wire.messages.mailbox import Frame, Mailbox
-from dask_p2p.sections.wire.messages.slots import LOOKS, MOST_BYTES, Slot
+from dask_p2p.sections.wire.messages.slots import FIRST_LOOKS, LOOKS, MOST_BYTES, Slot
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-__all__ = ["HEADER", "TEXT_BYTES", "AttemptEndedError", "Buffer", "Connection"]
 
 _MOST_BUFFERS = 256  # of one system call, which takes at most 1024
 
@@ -93,9 +89,8 @@ class Connection:
 
     def channel_for(self, payload: Any) -> Channel | None:
         """Return the UCX channel for a message; None if it goes through the socket."""
-        if self.channel is None or payload is None or not self.carries(len(payload)):
-            return None
-        return self.channel
+        may_carry = self.channel is not None and payload is not None
+        return self.channel if may_carry and self.carries(len(payload)) else None
 
     def begin_to_send(self, text: bytes, given: Buffer, may_use_slot: bool = False) -> bool:
         """Begin to send a message, labelled with the text of its call; return if a slot has it."""
@@ -116,7 +111,7 @@ class Connection:
         """Begin to receive a message into a buffer; None: allocate it when its size arrives."""
         self.has_received = False
         if self.receiving is None:  # otherwise the header is here, or a message is in transit
-            self.receiving, self.is_header = self.header, True
+            self._begin_header()
         self.payload = payload = None if into is None else _bytes_of(into)
         if channel := self.channel_for(payload):
             channel.receive(payload)
@@ -129,10 +124,9 @@ class Connection:
         slots = None if self.sending or message.parts else self.mailbox.slots
         if slots is None or message.size_bytes > MOST_BYTES:
             return False
-        if not slots.put(slots.sent_messages, number, b"".join(message.buffers)):
-            return False
-        message.end = self.sent_buffers
-        return True
+        if slots.put(slots.sent_messages, number, b"".join(message.buffers)):
+            message.end = self.sent_buffers
+        return message.end is not None
 
     def post(self, message: SentMessage) -> None:
         """Begin to send a message of `ctx.send`."""
@@ -161,26 +155,26 @@ class Connection:
             self.early.append((header, payload))
             self.receiving, self.is_header, self.is_early = payload, False, True
 
-    def receive_small(self, most_s: float) -> SmallValue | None:
-        """Poll for the next message; return it if its value lies in a slot, or in the header.
+    def receive_small(self, most_s: float) -> bytes | None:
+        """Poll for the next message; return its bytes if it is in a slot, or in a header alone.
 
         None: it is another one, or has yet to arrive, or earlier ones are to be received before.
         Then `receive_messages` continues with the bytes that have arrived.
         """
-        is_begun = self.receiving is not None and len(self.receiving) != HEADER.size
-        earlier = self.mailbox.arrived or self.mailbox.receives or self.early
-        if is_begun or not self.is_header or earlier:
-            return None
         header, mailbox, since_s, found = self.header, self.mailbox, 0.0, None
+        is_begun = self.receiving is not None and len(self.receiving) != len(header)
+        if is_begun or not self.is_header or mailbox.arrived or mailbox.receives or self.early:
+            return None
         slot = None if mailbox.slots is None else mailbox.slots.messages
-        number, self.receiving = mailbox.received + 1, header
+        number, looks, self.receiving = mailbox.received + 1, 1, header
         while True:
-            if slot is not None and slot.has(number, LOOKS):
-                found = mailbox.value_in_slot(slot)
+            if slot is not None and slot.has(number, looks):
+                found = slot.take(number)
                 break
             try:
                 count = self.socket.recv_into(header)
             except BlockingIOError:
+                looks = FIRST_LOOKS if looks == 1 else LOOKS
                 now_s = time.perf_counter()
                 since_s = since_s or now_s
                 if now_s >= since_s + most_s:
@@ -191,10 +185,13 @@ class Connection:
             self.receiving = header[count:]
             # The peer has filled the slot before it sent this header.
             if slot is not None and slot.has(number):
-                found = mailbox.value_in_slot(slot)
-            elif count == HEADER.size and (found := small_value(header)) is not None:
-                mailbox.received, self.receiving = number, header
+                found = slot.take(number)
+            elif count == len(header) and is_inline(header):
+                found, self.receiving = bytes(header), header
             break
+        if found is not None:
+            mailbox.received = number
+            mailbox.received_bytes += len(found) - len(header)
         if since_s:
             self.waited_s += time.perf_counter() - since_s
         return found

@@ -23,9 +23,10 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.channel import Channel
-from dask_p2p.sections.wire.connection import TEXT_BYTES, AttemptEndedError, Buffer, Connection
+from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.endpoint import RankAddress, Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.messages.format import TEXT_BYTES
 from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.polling import Polling
 from dask_p2p.sections.wire.waits import CurrentWait

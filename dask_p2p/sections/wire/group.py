@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.messages.format import SentMessage, SmallValue
+from dask_p2p.sections.wire.messages.format import SentMessage
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.types import Array
 
@@ -72,7 +72,7 @@ class GroupConnections(Connections):
     def send_small(self, rank: int, frame: bytes) -> bool:
         return self._whole.send_small(self._ranks[rank], frame)
 
-    def receive_small(self, rank: int) -> SmallValue | None:
+    def receive_small(self, rank: int) -> bytes | None:
         return self._whole.receive_small(self._ranks[rank])
 
     def receive_message(self, rank: int, receive: Receive) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from dask_p2p import tuning
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.wire.calls import no_message
-from dask_p2p.sections.wire.connection import HEADER, TEXT_BYTES, AttemptEndedError, Connection
+from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
 from dask_p2p.sections.wire.connection_setup import ConnectionSetup
 from dask_p2p.sections.wire.messages.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.messages.format import PROBE, SLOTS, SentMessage, SmallValue, sent_text
+from dask_p2p.sections.wire.messages.format import PROBE, SLOTS, TEXT_BYTES, SentMessage, sent_text
 from dask_p2p.sections.wire.messages.lender import Lender
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Slots
@@ -109,7 +109,8 @@ class PointToPoint(ABC):
         self._sent[rank] += 1
         connection = self._connection_to(rank)
         if connection is not None:
-            self._share_slots(rank, connection, message.size_bytes)
+            if connection.may_share_slots:
+                self._share_slots(rank, connection, message.size_bytes)
             if connection.puts(self._sent[rank], message):
                 self._wake(rank, connection)
                 return
@@ -129,10 +130,11 @@ class PointToPoint(ABC):
         if connection is None or connection.sending or self._found is not None or self._failure:
             return False
         slots = connection.mailbox.slots
-        if slots is not None and slots.put(slots.sent_messages, self._sent[rank] + 1, frame):
-            self.has_messages = True
-            self._sent[rank] += 1
-            self._wake(rank, connection)
+        number = self._sent[rank] + 1
+        if slots is not None and slots.put(slots.sent_messages, number, frame):
+            self.has_messages, self._sent[rank] = True, number
+            if slots.peer_sleeps:
+                self._wake(rank, connection)
             return True
         self._share_slots(rank, connection, len(frame))
         if connection.sending:
@@ -145,8 +147,7 @@ class PointToPoint(ABC):
             raise self._broken(rank, exc) from exc
         if sent < len(frame):
             connection.sending.append(memoryview(frame)[sent:])
-        self.has_messages = True
-        self._sent[rank] += 1
+        self.has_messages, self._sent[rank] = True, number
         return True
 
     def _share_slots(self, rank: int, connection: Connection, size_bytes: int) -> None:
@@ -154,7 +155,7 @@ class PointToPoint(ABC):
         if not connection.may_share_slots or size_bytes > MOST_BYTES:
             return
         connection.may_share_slots = False
-        if (made := Slots.made(HEADER.size)) is not None:
+        if (made := Slots.made()) is not None:
             connection.mailbox.slots, name = made
             self._post(rank, sent_text(SLOTS, name))
 
@@ -164,8 +165,8 @@ class PointToPoint(ABC):
         if slots is not None and slots.peer_sleeps:
             self._post(rank, sent_text(SLOTS, b""))
 
-    def receive_small(self, rank: int) -> SmallValue | None:
-        """Return the next message of a rank if it is small, and arrives soon."""
+    def receive_small(self, rank: int) -> bytes | None:
+        """Return the bytes of a rank's next message if it is small, and arrives soon."""
         connection = self._connections.get(rank)
         if connection is None or self._found is not None or self._failure:
             return None

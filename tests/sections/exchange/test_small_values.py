@@ -23,8 +23,7 @@ def small(value):
     frame = small_frame(value, 3, 5)
     if frame is None:
         return None
-    header, payload = memoryview(frame)[: HEADER.size], memoryview(frame)[HEADER.size :]
-    tag, communicator, description, data = small_value(header, payload)
+    tag, communicator, description, data = small_value(frame)
     assert (tag, communicator) == (3, 5)
     return description, data
 
@@ -71,28 +70,31 @@ def test_memory_for_an_array():
 
 
 @pytest.mark.parametrize("dtype", ["f8", ">f8", "f2", "c16", "?", "i1", ">u4", "g"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (300,)])
 def test_the_last_memory_is_filled_again(dtype, shape):
     values = [np.full(shape, number, dtype) for number in (1, 0, 1)]
     out, other, last = np.zeros(shape, dtype), np.zeros(shape, dtype), LastOut()
-    description, data = small(values[0])
-    assert not last.fill(out, description, data)
-    last.set(out, description)
+    frame, (_, data) = small_frame(values[0], 3, 5), small(values[0])
+    assert not last.fill(out, 3, frame)
+    last.set(out, 3, frame, len(frame) - len(data))
     for value in values:
-        description, data = small(value)
-        assert last.fill(out, description, data)
+        frame = small_frame(value, 3, 5)
+        assert last.fill(out, 3, frame)
         assert (out == value).all()
-        assert not last.fill(other, description, data)
-        assert not last.fill(out, small(np.zeros((*shape, 2), dtype))[0], data)
+        assert not last.fill(other, 3, frame)
+        assert not last.fill(out, 4, frame), "another tag is received"
+        for changed in ((4, 5), (3, 6)):
+            assert not last.fill(out, 3, small_frame(value, *changed))
+        assert not last.fill(out, 3, small_frame(np.zeros((*shape, 2), dtype), 3, 5))
     assert not other.any()
 
 
 def test_views_and_other_orders_are_not_kept():
     last = LastOut()
     for out in (np.zeros(9)[:3], np.zeros((2, 2), order="F"), np.zeros(0)):
-        description, data = small(np.zeros(out.shape))
-        last.set(out, description)
-        assert not last.fill(out, description, data)
+        frame = small_frame(np.zeros(out.shape), 3, 5)
+        last.set(out, 3, frame, HEADER.size)
+        assert not last.fill(out, 3, frame)
 
 
 def test_arrays_in_another_order_of_memory_are_not_small():

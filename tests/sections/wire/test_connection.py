@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message
+from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message, small_value
 from dask_p2p.sections.wire.messages.mailbox import Receive
 
 
@@ -28,7 +28,7 @@ def test_the_value_of_a_small_message(ends):
     connection, peer = ends
     peer.send(header(7) + header(8))
     for tag in (7, 8):
-        found, communicator, description, data = connection.receive_small(0.0)
+        found, communicator, description, data = small_value(connection.receive_small(0.0))
         assert (found, communicator, description, data[:8]) == (tag, 5, b"of it", b"12345678")
     assert connection.receive_small(0.0) is None
     assert connection.mailbox.received == 2

@@ -43,7 +43,6 @@ ROOM_BYTES = TEXT_BYTES - LABEL.size
 #: Size of the largest description and value that lie in a header.
 MOST_INLINE_BYTES = ROOM_BYTES
 _START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
-_INLINE = struct.Struct(f"{_START.format}{ROOM_BYTES}s")  # with the description and the value
 PART = struct.Struct("<QQ")  # address, size
 OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
 #: A small message. Its tag, communicator and description, and the bytes of the value.
@@ -100,16 +99,20 @@ def inline_format(length: int, elements: str) -> struct.Struct:
     return struct.Struct(f"{begun}{HEADER.size - struct.calcsize(begun)}x")
 
 
-def small_value(header: memoryview, payload: memoryview | None = None) -> SmallValue | None:
-    """Return the message in a header, and in its payload if that is here; else None."""
-    tag, size_bytes, kind, communicator, length, rest = _INLINE.unpack_from(header)
-    if kind != VALUE or length > ROOM_BYTES:
-        return None
-    if not size_bytes:
-        return tag, communicator, rest[:length], rest[length:]
-    if payload is None:
-        return None
-    return tag, communicator, rest[:length], payload[:size_bytes].tobytes()
+def is_inline(header: memoryview) -> bool:
+    """Return whether a header is that of a message with its value in it."""
+    _, size_bytes, kind, *_ = _START.unpack_from(header)
+    return kind == VALUE and not size_bytes
+
+
+def small_value(frame: bytes) -> SmallValue:
+    """Return the value in the bytes of a message."""
+    tag, size_bytes, _, communicator, length = _START.unpack_from(frame)
+    if length > ROOM_BYTES:
+        at = HEADER.size + aligned(length)
+        return tag, communicator, frame[HEADER.size :][:length], frame[at:]
+    at = _START.size + length
+    return tag, communicator, frame[_START.size : at], frame[HEADER.size if size_bytes else at :]
 
 
 def sent_message(

@@ -38,14 +38,12 @@ from dask_p2p.sections.wire.messages.format import (
     SLOTS,
     VALUE,
     SentMessage,
-    SmallValue,
     aligned,
     frame_of,
     padded,
-    small_value,
 )
 from dask_p2p.sections.wire.messages.lender import Lender
-from dask_p2p.sections.wire.messages.slots import Slot, Slots
+from dask_p2p.sections.wire.messages.slots import Slots
 from dask_p2p.types import Array
 
 _BYTE = np.dtype(np.uint8)
@@ -121,19 +119,10 @@ class Mailbox:
         """Take the message in the slot, if it comes next."""
         slots, number = self.slots, self.received + 1
         if slots is not None and (slot := slots.messages).has(number):
-            frame = self.open(*HEADER.unpack(slot.header))
-            memoryview(frame.payload)[:] = slot.payload[: len(frame.payload)]
+            found = slot.take(number)
+            frame = self.open(*HEADER.unpack_from(found))
+            memoryview(frame.payload)[:] = found[HEADER.size :]
             self.close(frame)
-            slot.free(number)
-
-    def value_in_slot(self, slot: Slot) -> SmallValue | None:
-        """Return the value of the message in a slot; None if its description is not in a header."""
-        if (found := small_value(slot.header, slot.payload)) is not None:
-            self.received += 1
-            slot.free(self.received)
-            if (size_bytes := len(found[-1])) > ROOM_BYTES:  # of a payload
-                self.received_bytes += size_bytes
-        return found
 
     def open(self, number: int, size_bytes: int, text: bytes) -> Frame:
         """Return the frame that a header begins."""
@@ -169,7 +158,7 @@ class Mailbox:
             return None
         if frame.kind == SLOTS:  # with the name of new slots; without, it wakes this rank
             if len(frame.payload):
-                self.slots = Slots.opened(frame.payload.tobytes(), HEADER.size)
+                self.slots = Slots.opened(frame.payload.tobytes())
             return None
         if arrival is None:
             return self._answered(frame)

@@ -19,11 +19,14 @@ from contextlib import suppress
 
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.segments import Segment, SegmentName
+from dask_p2p.sections.wire.messages.format import HEADER
 
 #: True if stores appear in order in other processes.
 HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 #: Looks at the slot for each attempt to receive from the socket: half a microsecond.
 LOOKS = 16
+#: The same for the first attempts: an answer that comes at once meets no system call.
+FIRST_LOOKS = 256
 #: More than the longest time until a store appears in other processes.
 STORE_S = 1e-3
 #: Size of the largest payload in a slot.
@@ -33,17 +36,22 @@ _WORD_BYTES, _LINE_BYTES = 8, 64
 _WRITTEN, _TAKEN, _FRAME = 0, _LINE_BYTES, 2 * _LINE_BYTES
 _SLEEPS = 0, _LINE_BYTES  # positions of a word of each end, first that of the maker
 _FIRST_SLOT = 2 * _LINE_BYTES
+_HEADER_BYTES = HEADER.size
+_SLOT_BYTES = _FRAME + _HEADER_BYTES + MOST_BYTES
+_SIZE_BYTES = _FIRST_SLOT + 4 * _SLOT_BYTES
 
 
 class Slot:
     """Memory for one frame in one direction: its header, and the payload that follows."""
 
-    def __init__(self, memory: memoryview, start: int, header_bytes: int) -> None:
+    def __init__(self, memory: memoryview, start: int) -> None:
         self.words = memory.cast("Q")
         self.written, self.taken = ((start + at) // _WORD_BYTES for at in (_WRITTEN, _TAKEN))
-        self.frame = memory[start + _FRAME :][: header_bytes + MOST_BYTES]
+        self.frame = memory[start + _FRAME :][: _HEADER_BYTES + MOST_BYTES]
+        # A header begins with its number, and the size of the payload.
+        self._size = (start + _FRAME) // _WORD_BYTES + 1
         #: Its parts. At the receiver they may change after `free`.
-        self.header, self.payload = self.frame[:header_bytes], self.frame[header_bytes:]
+        self.header, self.payload = self.frame[:_HEADER_BYTES], self.frame[_HEADER_BYTES:]
         self.last = 0  # number of the last frame that was put into the slot
 
     def has(self, number: int, looks: int = 1) -> bool:
@@ -54,6 +62,13 @@ class Slot:
                 return True
         return False
 
+    def take(self, number: int) -> bytes:
+        """Return the frame of this number, and free the slot."""
+        words = self.words
+        frame = self.frame[: _HEADER_BYTES + words[self._size]].tobytes()
+        words[self.taken] = number
+        return frame
+
     def free(self, number: int) -> None:
         """Free the slot: this frame has been read."""
         self.words[self.taken] = number
@@ -62,13 +77,11 @@ class Slot:
 class Slots:
     """The slots of one connection, as one of its ends has them."""
 
-    def __init__(self, segment: Segment, header_bytes: int, is_maker: bool) -> None:
+    def __init__(self, segment: Segment, is_maker: bool) -> None:
         #: Kept until the peer has opened it.
         self._segment: Segment | None = segment
-        memory, size_bytes = segment.bytes.data, _slot_bytes(header_bytes)
-        slots = [
-            Slot(memory, _FIRST_SLOT + number * size_bytes, header_bytes) for number in range(4)
-        ]
+        memory = segment.bytes.data
+        slots = [Slot(memory, _FIRST_SLOT + number * _SLOT_BYTES) for number in range(4)]
         sent, received = (slots[:2], slots[2:]) if is_maker else (slots[2:], slots[:2])
         self.sent_messages, self.sent_calls = sent
         self.messages, self.calls = received
@@ -79,22 +92,22 @@ class Slots:
             self._words[self._peer_sleeps] = 1  # until it opens the memory
 
     @classmethod
-    def made(cls, header_bytes: int) -> tuple[Slots, bytes] | None:
+    def made(cls) -> tuple[Slots, bytes] | None:
         """Return new slots, and the text for `opened` on the peer; None without shared memory."""
         try:
-            segment = Segment.make(_size_bytes(header_bytes))
+            segment = Segment.make(_SIZE_BYTES)
         except OSError:  # too many open files
             return None
-        return cls(segment, header_bytes, is_maker=True), " ".join(map(str, segment.name)).encode()
+        return cls(segment, is_maker=True), " ".join(map(str, segment.name)).encode()
 
     @classmethod
-    def opened(cls, text: bytes, header_bytes: int) -> Slots | None:
+    def opened(cls, text: bytes) -> Slots | None:
         """Return the slots that the peer has made; None if this process cannot open them."""
         with suppress(UnsuitableError, OSError, ValueError):
             kernel, namespace, *numbers = text.decode().split()
             name = SegmentName.parse([kernel, namespace, *map(int, numbers)])
-            if name.size_bytes == _size_bytes(header_bytes):
-                found = cls(Segment.open(name), header_bytes, is_maker=False)
+            if name.size_bytes == _SIZE_BYTES:
+                found = cls(Segment.open(name), is_maker=False)
                 found.sleeps = False
                 return found
         return None
@@ -122,11 +135,3 @@ class Slots:
     @sleeps.setter
     def sleeps(self, sleeps: bool) -> None:
         self._words[self._own_sleeps] = sleeps
-
-
-def _slot_bytes(header_bytes: int) -> int:
-    return _FRAME + header_bytes + MOST_BYTES
-
-
-def _size_bytes(header_bytes: int) -> int:
-    return _FIRST_SLOT + 4 * _slot_bytes(header_bytes)

@@ -14,7 +14,7 @@ from dask_p2p import PerRank, Same, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import point_to_point
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message
+from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message, small_value
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, Slots
 from tests.sections.support import nothing_is_left
@@ -42,8 +42,8 @@ def call(number, text=b"barrier()", data=b""):
 @pytest.fixture
 def ends():
     """Both ends of slots."""
-    maker, name = Slots.made(HEADER.size)
-    return maker, Slots.opened(name, HEADER.size)
+    maker, name = Slots.made()
+    return maker, Slots.opened(name)
 
 
 @pytest.fixture
@@ -94,16 +94,16 @@ def test_an_end_that_sleeps_gets_no_message(ends):
 
 
 def test_slots_are_used_once_the_peer_has_opened_them():
-    maker, name = Slots.made(HEADER.size)
+    maker, name = Slots.made()
     assert not maker.put(maker.sent_messages, 1, header(7))
-    opened = Slots.opened(name, HEADER.size)
+    opened = Slots.opened(name)
     assert maker.put(maker.sent_messages, 1, header(7))
     assert opened.messages.has(1)
 
 
 @pytest.mark.parametrize("text", [b"", b"kernel namespace 1 2 3 4", b"a b c d e f", b"\xff"])
 def test_other_names_are_not_opened(text):
-    assert Slots.opened(text, HEADER.size) is None
+    assert Slots.opened(text) is None
 
 
 @pytest.mark.parametrize("in_slots", [(1,), (2,), (4,), (1, 3)])
@@ -125,8 +125,8 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
             found.append(receive.arrival.tag)
             data = receive.arrival.data
         else:
-            found.append(value[0])
-            data = value[-1]
+            tag, _, _, data = small_value(value)
+            found.append(tag)
         assert size_bytes == 8 or bytes(data) == bytes([found[-1]]) * size_bytes
     assert found == [1, 2, 3, 4]
     assert connection.mailbox.received_bytes == (0 if size_bytes == 8 else 4 * size_bytes)
@@ -144,7 +144,7 @@ def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
             return own.recv_into(memory)
 
     own, connection.socket = connection.socket, Socket()
-    assert connection.receive_small(0.0)[0] == 1
+    assert small_value(connection.receive_small(0.0))[0] == 1
     connection.socket = own
     connection.receive_messages()
     assert connection.call or connection.mailbox.arrived[0].tag == 2
@@ -226,8 +226,8 @@ def test_a_rank_that_begins_to_sleep_looks_at_its_slots_again(processes, monkeyp
     with Gang(2) as gang:
         gang.run(lambda rank, own: [own.gather("barrier()", b"") for _ in range(2)])
         _, other = gang.connections
-        maker, name = Slots.made(HEADER.size)
-        slots = other._connections[0].mailbox.slots = Slots.opened(name, HEADER.size)
+        maker, name = Slots.made()
+        slots = other._connections[0].mailbox.slots = Slots.opened(name)
         assert other._poll({0}, (), None) == ({0}, set())
         assert slots.sleeps
         assert maker.peer_sleeps
@@ -331,6 +331,8 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
             elif kind == 2:
                 value = np.full(size, ctx.rank), number  # a tuple
                 assert ctx.sendrecv(value, other, other)[1] == number
+            elif kind == 3:  # a long description
+                assert ctx.sendrecv((number,) * 40, other, other) == (number,) * 40
             elif sender == ctx.rank:
                 for each in range(count):
                     ctx.send(np.full(size, number + each), other)
