@@ -90,7 +90,7 @@ class Collectives(Messaging):
         sent = self._sent(value, root, tag)
         found = None
         if self.rank == root:
-            found = [self._received(rank, tag).wait() for rank in range(self.size)]
+            found = [self._next(rank, tag) for rank in range(self.size)]
         sent.wait()
         return found
 
@@ -153,7 +153,7 @@ class Collectives(Messaging):
         """Return the value that one rank has for this one; `parts` count on that rank."""
         given = parts if self.rank == root else ()
         sent = [self._sent(part, rank, tag) for rank, part in enumerate(given)]
-        found = self._received(root, tag).wait()
+        found = self._next(root, tag)
         for each in sent:
             each.wait()
         return found

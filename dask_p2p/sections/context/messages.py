@@ -260,7 +260,7 @@ class Messaging:
         connections.send_message(dest, message)
         return Sending(self, dest, message)
 
-    def _next(self, source: int | None, tag: int, out: Any) -> Any:
+    def _next(self, source: int | None, tag: int, out: Any = None) -> Any:
         """Return the next value of a rank."""
         if source is None:
             return None

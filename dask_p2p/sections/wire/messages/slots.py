@@ -25,7 +25,7 @@ from dask_p2p.sections.wire.messages.format import HEADER
 HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 #: Looks at the slot for each attempt to receive from the socket: half a microsecond.
 LOOKS = 16
-#: The same for the first attempts: an answer that comes at once meets no system call.
+#: The same after the first attempt: no system call delays an answer that comes immediately.
 FIRST_LOOKS = 256
 #: More than the longest time until a store appears in other processes.
 STORE_S = 1e-3
