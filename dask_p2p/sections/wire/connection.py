@@ -300,7 +300,7 @@ class Connection:
     def _take(self, payload: memoryview) -> None:
         if self.payload is None:
             self.payload = memoryview(bytearray(payload))
-        else:
+        elif payload:  # memory for nothing may be read-only
             self.payload[:] = payload
         self.has_received = True
 

@@ -209,6 +209,21 @@ def test_data_of_a_call_that_came_early_waits_for_the_one_in_the_slot(connected)
         assert bytes(connection.payload) == str(number).encode()
 
 
+@pytest.mark.parametrize("in_slot", [True, False])
+def test_memory_for_no_bytes_may_be_read_only(connected, in_slot):
+    connection, peer, slots = connected
+    if in_slot:
+        assert slots.put(slots.sent_calls, 1, call(1))
+    else:  # it comes early
+        connection.mailbox.unread.append(None)
+        peer.send(call(1))
+        connection.receive_messages()
+        assert connection.early
+    connection.number = 1
+    connection.begin_to_receive(memoryview(b""))
+    assert connection.advance(b"barrier()", 0, 1)
+
+
 def test_another_call_in_the_slot_is_named(connected):
     connection, _, slots = connected
     assert slots.put(slots.sent_calls, 1, call(1, b"barrier()"))
