@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import dask
+from dask.array.optimization import optimize
 from dask.base import collections_to_expr, unpack_collections
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
@@ -14,6 +16,8 @@ from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.graph import choice_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
+from dask_p2p.graph.arrays import is_expression
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.plugins.registration import current_client, workers_of
 
 
@@ -23,7 +27,8 @@ def explain(*collections: Any) -> str:
     Parameters
     ----------
     *collections : Dask collections
-        Arrays, xarray objects, or other collections of arrays, that one call would compute.
+        Arrays, xarray objects, or other collections of arrays, that one call would compute. Others
+        among them, such as delayed values, are computed by Dask's tasks in any case.
 
     Returns
     -------
@@ -34,7 +39,7 @@ def explain(*collections: Any) -> str:
     Raises
     ------
     InputError
-        If there is no collection, or expressions and other collections are mixed.
+        If there is no collection, or expressions of arrays and other collections are mixed.
 
     Notes
     -----
@@ -51,12 +56,17 @@ def explain(*collections: Any) -> str:
     if not found:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
     expr = collections_to_expr(found)
-    if not arrays_of(expr) and any(hasattr(each, "expr") for each in found):
+    parts = arrays_of(expr)
+    if not parts and any(map(_is_expression, found)):
         raise InputError(
             "expected collections of one library, got expressions and others. Explain them one by "
             "one."
         )
-    parts = arrays_of(expr) or [each if hasattr(each, "_meta") else None for each in found]
+    if not parts:
+        found = [each for each in found if _has_option(each)]
+        parts = [each if hasattr(each, "_meta") else None for each in found]
+    if not parts:
+        return "by Dask's tasks: expected Dask arrays, or collections of them, got none"
     try:
         of = [optimizer_for("auto", each) for each in parts]
         for obstacle in of[0].obstacles:
@@ -66,6 +76,18 @@ def explain(*collections: Any) -> str:
         return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))
     except (FuseError, UnsupportedArrayError) as exc:
         return f"by Dask's tasks: {exc}"
+
+
+def _is_expression(collection: Any) -> bool:
+    """Return whether a collection is an array that is an expression."""
+    # Delayed values have any attribute.
+    return is_dask_array(collection) and is_expression(collection)
+
+
+def _has_option(collection: Any) -> bool:
+    """Return whether Dask optimises the graph of a collection as that of an array."""
+    with dask.config.set({"p2p.fuse": "off"}):
+        return collection.__dask_optimize__ is optimize
 
 
 def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any]:

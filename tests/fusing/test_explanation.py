@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dask
 import dask.array as da
+import dask.bag
 import numpy as np
 import pytest
 
@@ -31,6 +32,15 @@ def test_xarray(client):
     y = stencils_of_dask_p2p(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
     data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y[:, 0])})
     assert dask_p2p.explain(data).startswith("by one gang: ")
+
+
+def test_other_collections(client):
+    y = stencils_of_dask_p2p(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
+    lazy = dask.delayed(sum)([1, 2])
+    assert "collections of them, got none" in dask_p2p.explain(lazy)
+    assert "collections of them, got none" in dask_p2p.explain(dask.bag.from_sequence([1]))
+    assert dask_p2p.explain(lazy, y) == dask_p2p.explain(y)
+    assert dask_p2p.explain(y).startswith("by one gang: ")
 
 
 def test_without_a_client():
