@@ -26,7 +26,7 @@ HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 #: Looks at the slot for each attempt to receive from the socket: half a microsecond.
 LOOKS = 16
 #: The same after the first attempt: no system call delays an answer that comes immediately.
-FIRST_LOOKS = 256
+FIRST_LOOKS = 64
 #: More than the longest time until a store appears in other processes.
 STORE_S = 1e-3
 #: Size of the largest payload in a slot.
