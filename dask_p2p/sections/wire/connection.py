@@ -21,7 +21,7 @@ from dask_p2p.sections.wire.messages.format import (
     is_message,
 )
 from dask_p2p.sections.wire.messages.mailbox import Frame, Mailbox
-from dask_p2p.sections.wire.messages.slots import FIRST_LOOKS, LOOKS, MOST_BYTES, Slot
+from dask_p2p.sections.wire.messages.slots import FIRST_LOOKS, LOOKS, MOST_BYTES, FrameSlot
 
 #: Bytes in host memory. Messages that a connection `carries` by UCX may lie in GPU memory.
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -305,7 +305,7 @@ class Connection:
         self.has_received = True
 
     @property
-    def _call_slot(self) -> Slot | None:
+    def _call_slot(self) -> FrameSlot | None:
         return None if self.mailbox.slots is None else self.mailbox.slots.calls
 
     def send(self) -> bool:

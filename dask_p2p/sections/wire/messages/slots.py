@@ -41,7 +41,7 @@ _SLOT_BYTES = _FRAME + _HEADER_BYTES + MOST_BYTES
 _SIZE_BYTES = _FIRST_SLOT + 4 * _SLOT_BYTES
 
 
-class Slot:
+class FrameSlot:
     """Memory for one frame in one direction: its header, and the payload that follows."""
 
     def __init__(self, memory: memoryview, start: int) -> None:
@@ -81,7 +81,7 @@ class Slots:
         #: Kept until the peer has opened it.
         self._segment: Segment | None = segment
         memory = segment.bytes.data
-        slots = [Slot(memory, _FIRST_SLOT + number * _SLOT_BYTES) for number in range(4)]
+        slots = [FrameSlot(memory, _FIRST_SLOT + number * _SLOT_BYTES) for number in range(4)]
         sent, received = (slots[:2], slots[2:]) if is_maker else (slots[2:], slots[:2])
         self.sent_messages, self.sent_calls = sent
         self.messages, self.calls = received
@@ -112,7 +112,7 @@ class Slots:
                 return found
         return None
 
-    def put(self, slot: Slot, number: int, frame: bytes) -> bool:
+    def put(self, slot: FrameSlot, number: int, frame: bytes) -> bool:
         """Put a frame into a slot; return False if that is not free, or the receiver sleeps."""
         words = self._words
         if words[self._peer_sleeps] or words[slot.taken] != slot.last:
