@@ -163,6 +163,7 @@ def fused_program(choose, x):
     return have[-1], have[-1].sum(axis=0)
 
 
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")  # of few rows
 @SEEDS
 def test_a_fused_graph_with_kills(seed):
     choose = random.Random(f"fused {seed}")

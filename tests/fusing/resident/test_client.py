@@ -147,6 +147,7 @@ def test_a_loop_as_one_writes_it(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")  # of few rows
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.integers(0, 99))
 def test_random_functions(client, operations, number):
