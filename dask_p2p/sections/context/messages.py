@@ -83,13 +83,7 @@ class Messaging:
         UnsupportedArrayError
             If an array is masked.
         """
-        if type(dest) is not int or not 0 <= dest < self.size:
-            dest = self._checked_rank("dest", dest)
-        if type(tag) is not int or not 0 <= tag < MOST_TAG:
-            tag = _checked_tag(tag)
-        sent = self._sent(value, dest, tag)
-        if sent is not DONE:
-            sent.wait()
+        self._sent(value, self._checked_rank("dest", dest), _checked_tag(tag)).wait()
 
     def isend(self, value: Any, dest: int | None, tag: int = 0) -> Transfer:
         """Begin to send a value, without waiting. Parameters and errors are those of `send`.
@@ -129,11 +123,7 @@ class Messaging:
             If the next message has another tag, or the other rank makes a call of all ranks, or
             has returned.
         """
-        if type(source) is not int or not 0 <= source < self.size:
-            source = self._checked_rank("source", source)
-        if type(tag) is not int or not 0 <= tag < MOST_TAG:
-            tag = _checked_tag(tag)
-        return self._next(source, tag, out)
+        return self._next(self._checked_rank("source", source), _checked_tag(tag), out)
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
         """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.

@@ -86,7 +86,7 @@ class Comparison:
         self._left = _MOST_CALLS if self._halves else 0
 
     def __bool__(self) -> bool:
-        """Whether the next call is compared."""
+        """Return whether the next call is compared."""
         return self._left > 0
 
     def __call__(

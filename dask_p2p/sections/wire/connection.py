@@ -124,9 +124,10 @@ class Connection:
         slots = None if self.sending or message.parts else self.mailbox.slots
         if slots is None or message.size_bytes > MOST_BYTES:
             return False
-        if slots.put(slots.sent_messages, number, b"".join(message.buffers)):
+        is_there = slots.put(slots.sent_messages, number, b"".join(message.buffers))
+        if is_there:
             message.end = self.sent_buffers
-        return message.end is not None
+        return is_there
 
     def post(self, message: SentMessage) -> None:
         """Begin to send a message of `ctx.send`."""

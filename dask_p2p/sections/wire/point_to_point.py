@@ -133,8 +133,7 @@ class PointToPoint(ABC):
         number = self._sent[rank] + 1
         if slots is not None and slots.put(slots.sent_messages, number, frame):
             self.has_messages, self._sent[rank] = True, number
-            if slots.peer_sleeps:
-                self._wake(rank, connection)
+            self._wake(rank, connection)
             return True
         self._share_slots(rank, connection, len(frame))
         if connection.sending:

@@ -13,11 +13,10 @@ from dask_p2p.sections import Context
 from dask_p2p.sections.context import messages
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
-from dask_p2p.sections.wire.messages.format import inline_header
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere
-from tests.sections.wire.support import TCP
+from tests.sections.wire.support import TCP, inline_header
 from tests.simulation.streams import Array
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until

@@ -10,12 +10,18 @@ from distributed import Security
 
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import RankAddress, Reach
+from dask_p2p.sections.wire.messages.format import HEADER, inline_start
 from tests.support import BOUND_S
 
 LARGE = 5_000_000  # bytes: more than the buffers of a socket
 
 
 TCP = Reach("127.0.0.1")
+
+
+def inline_header(tag, communicator, description, data):
+    """Return the header of a message with a value in it."""
+    return (inline_start(tag, communicator, description) + data).ljust(HEADER.size, b"\0")
 
 
 @cache

@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message, small_value
+from dask_p2p.sections.wire.messages.format import HEADER, sent_message, small_value
 from dask_p2p.sections.wire.messages.mailbox import Receive
+from tests.sections.wire.support import inline_header
 
 
 @pytest.fixture

@@ -85,15 +85,10 @@ def header_before(tag: int, communicator: int, description: bytes, size_bytes: i
     )
 
 
-def inline_header(tag: int, communicator: int, description: bytes, data: bytes) -> bytes:
-    """Return the header of a message with a value of at most `MOST_INLINE_BYTES`."""
-    return (inline_start(tag, communicator, description) + data).ljust(HEADER.size, b"\0")
-
-
 def inline_format(length: int, elements: str) -> struct.Struct:
     """Return the format of such a header with a value of these elements.
 
-    `length` is the size of the description. The members before it are those of `inline_fields`.
+    `length` is the size of the description. The members before it are those of `inline_start`.
     """
     begun = f"{_START.format}{length}s{elements}"
     return struct.Struct(f"{begun}{HEADER.size - struct.calcsize(begun)}x")

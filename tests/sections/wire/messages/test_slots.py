@@ -14,11 +14,11 @@ from dask_p2p import PerRank, Same, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import point_to_point
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, inline_header, sent_message, small_value
+from dask_p2p.sections.wire.messages.format import HEADER, sent_message, small_value
 from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, Slots
 from tests.sections.support import nothing_is_left
-from tests.sections.wire.support import Gang
+from tests.sections.wire.support import Gang, inline_header
 from tests.support import BOUND_S, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
