@@ -104,11 +104,11 @@ def with_section(options, section, **values):
     return replace(options, sections=(*others, changed))
 
 
-def persisted(client, x):
-    """The array, once all its blocks are in memory."""
+def persisted(client, x, workers=None):
+    """The array, once all its blocks are in memory: that of ``workers``, where given."""
     from distributed import wait
 
-    x = client.persist(x)
+    x = client.persist(x, workers=workers)
     wait(x)
     return x
 
