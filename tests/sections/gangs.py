@@ -89,7 +89,10 @@ def run_gang(
 
     def run(ctx):
         connections[ctx.rank].open_channels(messenger)
-        result = function(ctx)
+        try:
+            result = function(ctx)
+        finally:
+            ctx.close_stores()
         connections[ctx.rank].finish()  # as ranks do
         ctx.device.let_go(is_orderly=True)
         return result

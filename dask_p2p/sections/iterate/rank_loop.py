@@ -127,7 +127,7 @@ class RankLoop:
         return (*self._local.state, *self._scalars.values.values(), *numbers)
 
     def close(self) -> None:
-        """End the thread of the stores."""
+        """End the thread of the stores, and release their folders."""
         self._stores.close()
 
     @property

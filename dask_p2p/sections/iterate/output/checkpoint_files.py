@@ -12,6 +12,7 @@ from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
+from dask_p2p.sections.iterate.output.fingerprints import fingerprint
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.series import Series
@@ -35,8 +36,14 @@ class CheckpointFiles(CheckpointFolder):
         scalars: Scalars,
         series: Series,
     ) -> None:
-        super().__init__(spec, ctx)
         self._chunks, self._local, self._scalars, self._series = chunks, local, scalars, series
+        initial = {n: fingerprint(ctx.device, part, of.box) for n, part, of in self._levels()}
+        if ctx.rank == 0:  # the same numbers on all ranks
+            numbers = scalars.values.items()
+            initial |= {n: fingerprint(ctx.device, np.asarray(value), ()) for n, value in numbers}
+        else:
+            initial |= dict.fromkeys(scalars.values, np.uint64(0))
+        super().__init__(spec, ctx, initial)
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
         """Yield the name of each array, its local block, and its field."""
@@ -72,7 +79,7 @@ class CheckpointFiles(CheckpointFolder):
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes = self._shapes()
-        group = created(folder, shapes, {"program": self._program(), "step": step})
+        group = created(folder, shapes, self.attributes(step))
         create_arrays(group, shapes, self._chunks)
         for name, value in self._scalars.values.items():
             stored(group, name)[()] = value

@@ -6,16 +6,21 @@ the checkpoint is complete.
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.iterate.output.fingerprints import warn_of_others
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
     TOKEN,
+    another_run,
     check_seen_by_all,
     difference,
     seen_by_all,
@@ -27,14 +32,23 @@ if TYPE_CHECKING:
 
 _STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written the checkpoint
 _STEP_DIGITS = 12
+_RUN = "run-"  # start of the name of an empty file: the newest run that uses the folder
 
 
 class CheckpointFolder(ABC):
     """The checkpoints of one rank in the folder of a `Checkpoint`."""
 
-    def __init__(self, spec: Checkpoint, ctx: Context) -> None:
+    def __init__(
+        self,
+        spec: Checkpoint,
+        ctx: Context,
+        fingerprints: Mapping[str, np.uint64],  # of this rank's parts of the initial values
+    ) -> None:
         self.ctx, self._spec = ctx, spec
         self._folder, self._period = Folder(str(spec.path)), Period(spec.every)
+        self._fingerprints = fingerprints
+        self._initial: dict[str, str] = {}  # fingerprints of the whole initial values, as text
+        self._run = f"{_RUN}{secrets.token_hex(8)}"
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -55,9 +69,15 @@ class CheckpointFolder(ABC):
         `FileError` if some ranks do not see the folder.
         """
         newest = self._newest(first, steps)
+        own = np.array([*self._fingerprints.values()], np.uint64)
+        sums = self.ctx.allreduce(own) if own.size else own
+        self._initial = dict(zip(self._fingerprints, map(hex, sums.tolist()), strict=True))
         if newest <= first:
             return first
         group = self._opened(newest)
+        if self.ctx.rank == 0 and not first:
+            warn_of_others(str(self), newest, group.attrs.get("initial", {}), self._initial)
+        self._initial = group.attrs.get("initial", self._initial)
         with explained(self._of(newest)):
             self._load(group)
         return newest
@@ -67,6 +87,7 @@ class CheckpointFolder(ABC):
         ctx, folder = self.ctx, self._of(step)
 
         def create() -> None:
+            self._check_run()
             folder.remove()  # of an attempt that has ended
             self._create(folder, step)
 
@@ -82,8 +103,10 @@ class CheckpointFolder(ABC):
     def flush(self) -> None:  # noqa: B027
         """Return immediately: checkpoints are complete after `write`."""
 
-    def close(self) -> None:  # noqa: B027
-        """Return immediately: no thread writes checkpoints."""
+    def close(self) -> None:
+        """Release the folder for other runs."""
+        if self.ctx.rank == 0:
+            self._folder.child(self._run).remove()
 
     @abstractmethod
     def _program(self) -> dict[str, Any]:
@@ -136,8 +159,9 @@ class CheckpointFolder(ABC):
         found = self._steps()
         for name in folder.names():  # of runs that have ended in a write
             is_step = name.startswith(_STEP) and name[-1].isdigit()
-            if name.startswith(TOKEN) or (is_step and _step_of(name) not in found):
+            if name.startswith((TOKEN, _RUN)) or (is_step and _step_of(name) not in found):
                 folder.child(name).remove()
+        folder.child(self._run).touch()
         if found and not self._spec.resume and not first:
             raise InputError(
                 f"expected a folder without checkpoints because of resume=False, got {folder} "
@@ -147,10 +171,20 @@ class CheckpointFolder(ABC):
 
     def _complete(self, step: int) -> None:
         """Record that all ranks have written a checkpoint; remove old ones. On rank 0."""
+        self._check_run()
         self._marker(step).touch()
         for old in sorted(self._steps())[: -self._spec.keep]:
             self._marker(old).remove()
             self._of(old).remove()
+
+    def _check_run(self) -> None:
+        """Raise `FileError` if another run has begun to use the folder. On rank 0."""
+        if not self._folder.child(self._run).exists():
+            raise another_run("checkpoints", self._folder)
+
+    def attributes(self, step: int) -> dict[str, Any]:
+        """Return the attributes of the group of a checkpoint."""
+        return {"program": self._program(), "step": step, "initial": self._initial}
 
     def _of(self, step: int) -> Folder:
         """Return the folder of one checkpoint."""

@@ -80,6 +80,11 @@ class Folder:
         """Create the folder, unless it exists."""
         self._files.makedirs(self._root, exist_ok=True)
 
+    def read(self) -> bytes:
+        """Return the contents of the file."""
+        found: bytes = self._files.cat_file(self._root)
+        return found
+
     def touch(self) -> None:
         """Create an empty file of this name."""
         self._files.touch(self._root)

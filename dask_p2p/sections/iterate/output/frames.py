@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,8 @@ from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
+    another_run,
+    attributes_of,
     create_arrays,
     created,
     difference,
@@ -59,6 +62,7 @@ class Frames:
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
         self._number = 0  # of that frame
+        self._run = secrets.token_hex(8)  # in the store: the newest run that writes it
         self.in_turn = False  # whether ranks share chunks, and write in turn
 
     # --- before the first step
@@ -129,7 +133,7 @@ class Frames:
         for name in shapes:
             if group[name].shape[0] < self._count:
                 group[name].resize((self._count, *group[name].shape[1:]))
-        group.attrs.update({"frames": done, "steps": done * every})
+        group.attrs.update({"frames": done, "steps": done * every, "run": self._run})
 
     def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
         """Return the names of a field's axes; a field on faces has another length along some."""
@@ -233,6 +237,8 @@ class Frames:
     def record(self, step: int) -> None:
         """Record in the store that all ranks have written the frame of a step. On rank 0."""
         with explained(self._folder):
+            if self._run.encode() not in attributes_of(self._group, self._folder):
+                raise another_run("frames", self._folder)
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
 
 

@@ -68,6 +68,19 @@ def _check_seen(ctx: Context, folder: Folder, is_seen: bool) -> None:
         )
 
 
+def attributes_of(group: Any, folder: Folder) -> bytes:
+    """Return the text of a group's attributes as they are in its folder now."""
+    return folder.child("zarr.json" if group.metadata.zarr_format == 3 else ".zattrs").read()
+
+
+def another_run(kind: str, folder: Folder) -> FileError:
+    """Return the error of a run that finds that a later one writes to its folder."""
+    return FileError(
+        f"expected one run at a time that writes {kind} at {folder}, got another one, which began "
+        f"after this one. Give each run a path of its own."
+    )
+
+
 def created(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
     """Create a group for arrays of some dtypes, in place of an earlier one."""
     import zarr

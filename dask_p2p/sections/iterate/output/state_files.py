@@ -19,6 +19,7 @@ from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import Leaf, State
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
+from dask_p2p.sections.iterate.output.fingerprints import fingerprint
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.specs import store_chunks
@@ -74,13 +75,24 @@ class StateValues:
             self._ctx.device.copy_to_host(found[name], leaf.array)
         return found
 
+    def fingerprints(self) -> dict[str, np.uint64]:
+        """Return fingerprints of this rank's parts, by name; none of values of each rank."""
+        found, ctx = {}, self._ctx
+        for (name, leaf), kind in zip(self.leaves().items(), self.kinds, strict=True):
+            if kind == DIVIDED:
+                found[name] = fingerprint(ctx.device, leaf.array, ctx.box)
+            elif kind == NUMBER:
+                is_counted = ctx.rank == 0  # the same on all ranks
+                found[name] = fingerprint(ctx.device, leaf.array, ()) * np.uint64(is_counted)
+        return found
+
 
 class StateFiles(CheckpointFolder):
     """The checkpoints in files of one rank's state."""
 
     def __init__(self, spec: Checkpoint, ctx: Context, state: State) -> None:
-        super().__init__(spec, ctx)
         self._state, self._values = state, StateValues(ctx, state)
+        super().__init__(spec, ctx, self._values.fingerprints())
         self._kinds = dict(zip(self._values.names, self._values.kinds, strict=True))
         self._chunks = store_chunks(self._values.grid.chunks)
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}  # copies for the next checkpoint
@@ -145,7 +157,7 @@ class StateFiles(CheckpointFolder):
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes, kinds = self._shapes(), self._kinds
-        attributes = {"program": self._program(), "step": step}
+        attributes = self.attributes(step)
         attributes["ranks"] = self.ctx.size if self._differing else None
         group = created(folder, shapes, attributes)
         of_all = {name: each for name, each in shapes.items() if kinds[name] != OWN}

@@ -92,5 +92,7 @@ class Stores:
         self._written.flush()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and release the folder of checkpoints."""
         self._written.close()
+        if self._files is not None:
+            self._files.close()

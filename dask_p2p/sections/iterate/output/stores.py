@@ -29,7 +29,8 @@ class Save:
     The group has an array (frame, ...) for each field, for all frames of the run. Its attribute
     `frames` is the number of frames that all ranks have written, and `steps` the step of the last
     one. A thread of each rank writes a copy of its local blocks while steps go on. The next frame
-    waits for the end of that write.
+    waits for the end of that write. A run that begins to write the same group ends an earlier one
+    that is under way.
 
     Parameters
     ----------
@@ -76,7 +77,10 @@ class Save:
 class Checkpoint:
     """Checkpoints in files, which `iterate` or `Context.steps` writes, and resumes from.
 
-    A run begins at the newest complete checkpoint, with any number of ranks and any chunks.
+    A run begins at the newest complete checkpoint, with any number of ranks and any chunks. Then it
+    does not use the initial values that it gets. A warning names those that differ from the initial
+    values of the first run. Checkpoints that another run writes to the same folder at the same time
+    end the run that began first.
 
     Parameters
     ----------

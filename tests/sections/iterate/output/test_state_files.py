@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -81,6 +84,56 @@ def test_a_checkpoint_that_is_not_complete_is_not_used(tmp_path):
     seen = []
     run_gang(grid(2), program(tmp_path, 20, seen=seen))
     assert min(seen) == 4
+
+
+def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
+    def values(steps, ranks=2, u=U, t=0.5, size=2):
+        def run(ctx):
+            own = u[box_slices(ctx.box)]
+            s = ctx.state(u=own, fields={"v": own * 0}, t=t, own=np.zeros(size + ctx.rank))
+            for _ in ctx.steps(steps, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
+                s.u = s.u + s.t
+            return s.u
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_gang(grid(ranks), run)
+        return [str(warning.message) for warning in caught]
+
+    assert not values(2)
+    assert not values(4)
+    (text,) = values(6, u=U + 1)
+    assert re.match(r"checkpoint: the run resumes at step 4 of .* other values of u; the", text)
+    assert not values(8), "the first values are those of the first run"
+    (text,) = values(10, u=U + 2, t=0.25)
+    assert "other values of u, t;" in text
+    old = zarr.open(tmp_path / f"step-{10:012}", mode="r+")
+    del old.attrs["initial"]
+    assert not values(12, t=0.25), "a checkpoint of an earlier version has none"
+
+
+@pytest.mark.parametrize("stop", [3, 5])  # before its second checkpoint, or the third
+def test_of_two_runs_in_one_folder_the_first_ends(tmp_path, stop):
+    seen = []
+
+    def first(ctx):
+        s = ctx.state(u=U[box_slices(ctx.box)])
+        for step in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
+            if step == stop and ctx.rank == 0:
+                seen.extend(run_gang(grid(3), second))
+            s.u = s.u + 1
+
+    def second(ctx):
+        s = ctx.state(u=U[box_slices(ctx.box)])
+        for _ in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
+            s.u = s.u + 1
+        return s.u
+
+    with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
+        run_gang(grid(2), first)
+    kept = zarr.open(tmp_path / f"step-{20:012}", mode="r")["u"][:]
+    for rank, own in enumerate(seen):
+        assert np.array_equal(kept[box_slices(grid(3).box(rank))], own)
 
 
 def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):

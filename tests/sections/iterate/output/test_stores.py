@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import zarr
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
-from dask_p2p.errors import FileError, InputError
+from dask_p2p.errors import FileError, InputError, P2PWarning
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, react
 from tests.sections.support import nothing_is_left
 from tests.support import die_once, result_of
@@ -193,6 +194,34 @@ def test_a_longer_run_adds_frames(client, tmp_path):
         assert group["u"].shape == (steps // 3, 24, 20)
         for frame in range(steps // 3):
             assert np.array_equal(group["v"][frame], wanted[3 * frame + 3]["v"])
+
+
+def test_a_run_with_other_fields_names_those_that_are_not_used(tmp_path):
+    checkpoint = Checkpoint(tmp_path, every=4)
+
+    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B):
+        given = {"u": array(A, chunks), "v": array(v, chunks)}
+        made = iterate(react, given, 1, steps, checkpoint=checkpoint, ranks=1)
+        return dask.compute(made, scheduler="sync")[0]["v"]
+
+    with warnings.catch_warnings(action="error"):
+        run(5)
+        run(7, ((6,) * 4, (5,) * 4))
+    with pytest.warns(P2PWarning, match=r"at step 4 of .* began with other values of v; the"):
+        found = run(9, v=B * 2)
+    assert np.array_equal(found, states(9)[-1]["v"])
+
+
+def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
+    def stops(u, v, at):
+        if at.step == 2:
+            dask.compute(iterate(react, fields(), 1, 4, save=save, ranks=1), scheduler="sync")
+        return react(u, v)
+
+    save = Save(tmp_path, 1)
+    with pytest.raises(FileError, match=r"one run at a time that writes frames .* got another one"):
+        dask.compute(iterate(stops, fields(), 1, 4, save=save, ranks=1), scheduler="sync")
+    assert zarr.open(tmp_path, mode="r").attrs["frames"] == 4
 
 
 # --- refused

@@ -1,0 +1,106 @@
+"""Numbers that distinguish the values of arrays, for any division of the arrays between ranks.
+
+A fingerprint is the sum, modulo 2**64, of all words of an array's elements, each times a weight
+that depends on its index in the whole array. So the sum of the fingerprints of all parts is that of
+the whole array::
+
+    fingerprint(x[:5], box 0..5) + fingerprint(x[5:], box 5..9) = fingerprint(x, box 0..9)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dask_p2p.errors import P2PWarning
+from dask_p2p.geometry import Box, box_slices, split_box
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.types import Array
+
+_COPIED_ELEMENTS = 2**21  # that are copied from a GPU at once
+_PIECE_ELEMENTS = 2**13  # whose words and weights stay in a cache
+_WORD_BYTES = 4, 2, 1  # products of larger words would lose the high bits of some
+# Those of the generator SplitMix64: https://prng.di.unimi.it/splitmix64.c
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LAST_SHIFT = 31
+
+
+def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
+    """Return the fingerprint of a part of an array.
+
+    Parameters
+    ----------
+    device
+        Device of the part.
+    block
+        Elements of the part.
+    box
+        Bounds of the part in the whole array.
+    """
+    total = np.zeros((), np.uint64)
+    if not box:
+        block, box = block.reshape(1), ((0, 1),)
+    starts = [start for start, _ in box]
+    for copied in split_box(box, _COPIED_ELEMENTS):
+        host = device.to_host(block[box_slices(_relative(copied, starts))])
+        own = [start for start, _ in copied]
+        for piece in split_box(copied, _PIECE_ELEMENTS):
+            total += _of_piece(host[box_slices(_relative(piece, own))], piece)
+    return np.uint64(total)
+
+
+def warn_of_others(
+    folder: str, step: int, found: Mapping[str, str], given: Mapping[str, str]
+) -> None:
+    """Warn of initial values that a resumed run does not use, if its first run had others.
+
+    Parameters
+    ----------
+    folder
+        Folder of the checkpoint.
+    step
+        Its step.
+    found, given
+        Fingerprints of the initial values by name: of its run, and of this one.
+    """
+    from distributed import warn
+
+    names = [name for name, own in given.items() if found.get(name, own) != own]
+    if names:
+        warn(
+            f"checkpoint: the run resumes at step {step} of {folder}, whose first run began with "
+            f"other values of {', '.join(names)}; the values that are given now are not used. Give "
+            f"another path to begin anew.",
+            P2PWarning,
+        )
+
+
+def _of_piece(block: Any, box: Box) -> np.uint64:
+    block = np.ascontiguousarray(block)
+    word_bytes = next(n for n in _WORD_BYTES if block.dtype.itemsize % n == 0)
+    weights = [_weights(axis, *bounds) for axis, bounds in enumerate(box)]
+    of_words = _weights(len(box), 0, block.dtype.itemsize // word_bytes)
+    weights[-1] = np.multiply.outer(weights[-1], of_words).ravel()
+    sums = block.view(f"u{word_bytes}").astype(np.uint64)
+    for of_axis in reversed(weights):
+        sums = sums @ of_axis
+    return np.uint64(sums)
+
+
+def _weights(axis: int, start: int, stop: int) -> Any:
+    """Return odd numbers for the indices of an axis."""
+    found = np.arange(start, stop, dtype=np.uint64)
+    found += np.uint64((axis + 1) << 56)  # other numbers for each axis
+    found *= _INCREMENT
+    for shift, factor in _MIXING:
+        found ^= found >> np.uint64(shift)
+        found *= np.uint64(factor)
+    found ^= found >> np.uint64(_LAST_SHIFT)
+    return found | np.uint64(1)
+
+
+def _relative(box: Box, origin: list[int]) -> Box:
+    return tuple((lo - at, hi - at) for (lo, hi), at in zip(box, origin, strict=True))
