@@ -110,7 +110,7 @@ def named_fields(
         check_name(name, "a field")
     _check_other_names("depth", depth, fields)
     _check_other_names("boundary", boundary, fields)
-    specs, scalars = [], []
+    specs, scalars, without = [], [], list[str]()
     arrays: list[DaskArray] = []
     for name, given in fields.items():
         own = given if isinstance(given, Field) else Field(given)
@@ -120,15 +120,22 @@ def named_fields(
         options = replace(
             own,
             depth=_of_field(depth, name, 0) if own.depth is None else own.depth,
-            boundary=_of_field(boundary, name, "none") if own.boundary is None else own.boundary,
+            boundary=_of_field(boundary, name) if own.boundary is None else own.boundary,
             dtype=of_all.dtype if own.dtype is None else own.dtype,
             corners=of_all.corners if own.corners is None else own.corners,
         )
         spec, levels = field_spec(name, options)
+        if options.boundary is None and any(map(any, spec.widest)):
+            without.append(name)
         if arrays:
             spec, levels = _staggered(spec, levels, arrays[0])
         specs.append(spec)
         arrays += levels
+    if without:
+        raise InputError(
+            f"boundary: expected one for each field that has a halo, got none for {without}. Give "
+            f"one by name, or {{..., {_OTHERS!r}: 'periodic'}} for all others."
+        )
     if not arrays:
         raise InputError(
             f"expected at least one Dask array among the fields, got only numbers, "
@@ -211,7 +218,7 @@ def check_name(name: Any, title: str) -> None:
         )
 
 
-def _of_field(given: Any, name: str, default: Any) -> Any:
+def _of_field(given: Any, name: str, default: Any = None) -> Any:
     """Return the option of one field, from one for all or a mapping by names of fields."""
     if not _is_by_name(given):
         return given

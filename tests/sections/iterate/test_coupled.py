@@ -457,6 +457,10 @@ def test_wrong_arguments_are_refused():
     refused("a mapping of names", react, fields, 1, 2, constants=(3,))
     refused("depth: expected names of fields, .*'w'", react, fields, {"w": 1}, 2)
     refused("boundary: expected names", react, fields, 1, 2, boundary={"w": 0.0})
+    refused(r"has a halo, got none for \['v'\]", react, fields, 1, 2, boundary={"u": 0.0})
+    with_none = {"u": u, "v": Field(v, boundary="none")}
+    iterate(react, with_none, 1, 2, boundary={"u": 0.0})
+    iterate(react, fields, {"u": 1}, 2, boundary={"u": 0.0})
     refused("until: expected records", react, fields, 1, 2, until=lambda: True)
     refused("'periodic' at both ends", react, fields, 1, 2, boundary={0: ("periodic", 1.0)})
     refused("pair of a function and names", [(react, ("w",))], fields, 1, 2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_slices
 from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
@@ -68,7 +69,20 @@ class CheckpointFiles(CheckpointFolder):
             for name, array in group.arrays()
             if name.startswith(_SERIES)
         }
-        self._series.resume(series, int(group.attrs["step"]))
+        step, kinds = int(group.attrs["step"]), self._series.kinds
+        self._check_series(group.attrs.get("records", {}), kinds)
+        if self.ctx.rank == 0 and (new := [*(kinds.keys() - series.keys())]):
+            _warn_of_new_series(str(self), step, sorted(new))
+        self._series.resume(series, step)
+
+    def _check_series(self, found: Any, wanted: Mapping[str, Any]) -> None:
+        names = [name for name in wanted if found.get(name, wanted[name]) != wanted[name]]
+        if names:
+            raise InputError(
+                f"record: expected records of the same steps, shape and dtype as in the checkpoint "
+                f"at {self}, {found}, got {wanted}. Give {', '.join(names)} another name, or the "
+                f"checkpoint another path."
+            )
 
     def _prepare(self) -> None:
         self._series.combine()
@@ -79,9 +93,22 @@ class CheckpointFiles(CheckpointFolder):
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes = self._shapes()
-        group = created(folder, shapes, self.attributes(step))
+        attributes = self.attributes(step) | {"records": self._series.kinds}
+        group = created(folder, shapes, attributes)
         create_arrays(group, shapes, self._chunks)
         for name, value in self._scalars.values.items():
             stored(group, name)[()] = value
         for name, values in self._series.values.items():
             group.create_array(f"{_SERIES}{name}", data=values, config=CONFIG)
+
+
+def _warn_of_new_series(folder: str, step: int, names: Sequence[str]) -> None:
+    """Warn of records without values for the steps before a run resumes."""
+    from distributed import warn
+
+    warn(
+        f"record: the run resumes at step {step} of {folder}, which has no values of "
+        f"{', '.join(names)}. Their series have NaN, or 0 for integers, for the steps before. Give "
+        f"the records in the first run.",
+        P2PWarning,
+    )

@@ -182,15 +182,22 @@ class Series:
         """The combined values of each series."""
         return {spec.name: own for spec, own in zip(self._specs, self._values, strict=True)}
 
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """The steps between values, and the shape and dtype of a value, of each series."""
+        records = {spec.name: spec.record for spec in self._specs}
+        return {
+            name: [of.every, list(of.shape), np.dtype(of.dtype).str] for name, of in records.items()
+        }
+
     def resume(self, values: Mapping[str, Array], step: int) -> None:
         """Take over the series of an earlier run, which has made a number of steps."""
         for number, spec in enumerate(self._specs):
-            if spec.name in values:
-                own = values[spec.name][: step // spec.record.every]
-                self._values[number][: len(own)] = own
             self._counts[number] = count = step // spec.record.every
-            if count:
-                self.last[spec.name] = self._values[number][count - 1]
+            if count and spec.name in values:
+                own = values[spec.name][:count]
+                self._values[number][:count] = own
+                self.last[spec.name] = own[-1]
 
     def results(self) -> list[Array]:
         """Return all series."""

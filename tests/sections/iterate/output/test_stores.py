@@ -212,6 +212,35 @@ def test_a_run_with_other_fields_names_those_that_are_not_used(tmp_path):
     assert np.array_equal(found, states(9)[-1]["v"])
 
 
+def test_a_run_with_other_records_names_those_without_values(tmp_path):
+    def run(steps, **more):
+        record = {"mass": lambda u: inner(u).sum(), **more}
+        options = {"record": record, "checkpoint": Checkpoint(tmp_path, every=3), "ranks": 1}
+        made = iterate(reads_top, fields(), 1, steps, **options)
+        return dask.compute(made, scheduler="sync")[0]
+
+    def reads_top(u, v, at):
+        assert "top" not in at.last or at.step > 3
+        return react(u, v)
+
+    counted = Record(lambda v: (v > 0).sum(), dtype=int)
+    top = Record(lambda v: v.max(), op="max")
+    with warnings.catch_warnings(action="error"):
+        run(3)
+    text = r"resumes at step 3 of .*, which has no values of count, top\. Their series have"
+    with pytest.warns(P2PWarning, match=text):
+        found = run(6, top=top, count=counted)
+    assert np.isnan(found["top"][:3]).all()
+    assert found["count"][:3].tolist() == [0, 0, 0]
+    wanted = states(9)
+    assert found["top"][3:].tolist() == [state["v"].max() for state in wanted[4:7]]
+    with warnings.catch_warnings(action="error"):
+        assert run(9, top=top)["top"][6:].tolist() == [state["v"].max() for state in wanted[7:]]
+    for other in ({"every": 3}, {"shape": (1,)}, {"dtype": "f4"}):
+        with pytest.raises(InputError, match="Give top another name, or the checkpoint"):
+            run(12, top=Record(lambda v: v.max(), **{"op": "max", **other}))
+
+
 def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
     def stops(u, v, at):
         if at.step == 2:
