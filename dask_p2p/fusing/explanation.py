@@ -16,6 +16,7 @@ from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.graph import choice_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
+from dask_p2p.fusing.planning.declared import Blocks, blocks_of_expression
 from dask_p2p.graph.arrays import is_expression
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.plugins.registration import current_client, workers_of
@@ -71,9 +72,11 @@ def explain(*collections: Any) -> str:
         of = [optimizer_for("auto", each) for each in parts]
         for obstacle in of[0].obstacles:
             raise UnsupportedArrayError(obstacle)
-        graph, keys = _graph_of(found, expr)
+        graph, keys, declared = _graph_of(found, expr)
         cluster = cluster_of(workers_of(current_client()).values())
-        return str(choice_of(graph, keys, cluster, checked_options(), of[0].kinds))
+        return str(
+            choice_of(graph, keys, cluster, checked_options(), of[0].kinds, declared=declared)
+        )
     except (FuseError, UnsupportedArrayError) as exc:
         return f"by Dask's tasks: {exc}"
 
@@ -90,10 +93,14 @@ def _has_option(collection: Any) -> bool:
         return collection.__dask_optimize__ is optimize
 
 
-def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any]:
-    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs."""
+def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, Blocks]]:
+    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
+
+    The third value has the declared blocks of expressions, by name.
+    """
     if arrays_of(expr):
         planned = expr.optimize()
-        return planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))
+        keys = list(flatten(planned.__dask_keys__()))
+        return planned.__dask_graph__(), keys, blocks_of_expression(planned)
     graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
-    return graph, [each.__dask_keys__() for each in found]
+    return graph, [each.__dask_keys__() for each in found], {}

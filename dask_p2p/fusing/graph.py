@@ -13,6 +13,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import Alias, Task
 
 from dask_p2p.config import Options
+from dask_p2p.fusing.planning.declared import Blocks, blocks_of_layers
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
@@ -69,12 +70,15 @@ def choice_of(
     kinds: Iterable[Kind],  # of the blocks of the arrays
     known: Known = Known(),
     is_auto: bool = True,
+    declared: Mapping[str, Blocks] = {},
 ) -> Choice:
     """Return the programs for a graph. Only obstacles count, unless `is_auto`.
 
+    `declared` has the blocks of arrays by name, if the graph has no layers.
+
     Raises `FuseError` or `UnsupportedArrayError` if Dask runs the graph.
     """
-    tasks, annotations = _tasks(graph, options)
+    tasks, layers = _tasks(graph, options)
     tasks |= known.tasks
     wanted, after = before_stores(tasks, list(flatten([keys])))
     read = read_graph(tasks, [wanted], known.tasks)
@@ -84,8 +88,8 @@ def choice_of(
     if not outputs:
         return Choice(read, is_known=bool(known.tasks) and not after)
     check_tasks(read)
-    check_annotations(annotations, read.tasks)
-    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes)
+    check_annotations(layers, read.tasks)
+    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes, declared or blocks_of_layers(layers))
     kind = kind_of(kinds, read)
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:

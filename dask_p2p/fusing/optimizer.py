@@ -25,6 +25,7 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
+from dask_p2p.fusing.planning.declared import Blocks, blocks_of_expression
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
@@ -100,24 +101,32 @@ class AtScheduler:
         annotations = expr.__dask_annotations__()
         found = [each for each in annotations if each in ANNOTATIONS and annotations[each]]
         graph = expr.__dask_graph__()
-        made = self._made(graph, keys, found)
+        made = self._made(graph, keys, found, blocks_of_expression(expr))
         if made is not None:
             return ensure_dict(made)
         # A gang may have made some of the tasks under the same keys.
         scheduler = _scheduler(self.scheduler)
         return graph if scheduler is None else graph | _known(graph, {*keys}, scheduler).tasks
 
-    def _made(self, graph: Any, keys: Any, annotations: Sequence[str] = ()) -> Any:
+    def _made(
+        self,
+        graph: Any,
+        keys: Any,
+        annotations: Sequence[str] = (),
+        declared: Mapping[str, Blocks] = {},
+    ) -> Any:
         """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
-            return self._fused(graph, keys, annotations)
+            return self._fused(graph, keys, annotations, declared)
         except (FuseError, UnsupportedArrayError) as exc:
             if not self.is_auto:
                 return failing(keys, exc)
             logger.debug(_BY_DASK, exc)
             return None
 
-    def _fused(self, graph: Any, keys: Any, annotations: Sequence[str]) -> Any:
+    def _fused(
+        self, graph: Any, keys: Any, annotations: Sequence[str], declared: Mapping[str, Blocks]
+    ) -> Any:
         if annotations:
             raise FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}")
         if self.obstacle:
@@ -130,7 +139,9 @@ class AtScheduler:
         if self.is_auto and isinstance(graph, HighLevelGraph):
             check_layers(graph.layers, len(outputs), cluster)
         known = _known(graph, outputs, scheduler)
-        choice = choice_of(graph, keys, cluster, self.options, self.kinds, known, self.is_auto)
+        choice = choice_of(
+            graph, keys, cluster, self.options, self.kinds, known, self.is_auto, declared
+        )
         try:
             made = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
@@ -140,9 +151,13 @@ class AtScheduler:
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
-    """Return the properties of a cluster, from Dask's information on each worker."""
-    running = [each for each in workers if each["status"] == "running"]
-    limits = [each["memory_limit"] for each in running if each["memory_limit"]]
+    """Return the properties of a cluster, from Dask's information on each worker.
+
+    Paused workers run no tasks now. They count if all are paused.
+    """
+    known = list(workers)
+    running = [each for each in known if each["status"] == "running"] or known
+    limits = [each["memory_limit"] for each in known if each["memory_limit"]]
     devices = [each["metrics"].get(DEVICE_METRIC) or 0 for each in running]
     return Cluster(
         workers=len(running),

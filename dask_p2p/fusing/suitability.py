@@ -141,20 +141,32 @@ def check_suitable(
             "those that the call requests. Call dask_p2p.fused(x)."
         )
     check_gain(tasks, len(programs), exchanges_of(programs))
-    _check_memory(programs, sizes_bytes, cluster, kind)
+    _check_memory(tasks, programs, sizes_bytes, cluster, kind)
     _check_balance(programs, sizes_bytes)
 
 
 def _check_memory(
-    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], cluster: Cluster, kind: Kind
+    tasks: FusedTasks,
+    programs: Sequence[Program],
+    sizes_bytes: Mapping[Key, int],
+    cluster: Cluster,
+    kind: Kind,
 ) -> None:
     limit_bytes, place = cluster.memory_bytes, "a worker"
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
+    if not limit_bytes:
+        return
+    unknown = (key for key in (*tasks.inputs, *tasks.nodes) if key not in sizes_bytes)
+    if (key := next(unknown, None)) is not None:
+        raise FuseError(
+            f"expected values of known sizes, got {key!r} of unknown size: ranks may need more "
+            f"memory than Dask, which spills. Give chunk sizes, or call dask_p2p.fused(x)."
+        )
     elements = SourceElements() if kind == "numpy" else None
     peak = max((peak_bytes(each, sizes_bytes, elements) for each in programs), default=0)
     of_worker = peak * -(-len(programs) // max(1, cluster.workers))
-    if limit_bytes and of_worker > _MOST_MEMORY * limit_bytes:
+    if of_worker > _MOST_MEMORY * limit_bytes:
         raise FuseError(
             f"expected values of at most half of the memory of {place}, "
             f"{format_bytes(limit_bytes)}, got {format_bytes(of_worker)}, which Dask "

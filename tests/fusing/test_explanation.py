@@ -5,6 +5,7 @@ import dask.array as da
 import dask.bag
 import numpy as np
 import pytest
+from distributed import Client, LocalCluster
 
 import dask_p2p
 from dask_p2p.errors import InputError
@@ -41,6 +42,76 @@ def test_other_collections(client):
     assert "collections of them, got none" in dask_p2p.explain(dask.bag.from_sequence([1]))
     assert dask_p2p.explain(lazy, y) == dask_p2p.explain(y)
     assert dask_p2p.explain(y).startswith("by one gang: ")
+
+
+def read(shape):
+    return np.ones(shape)
+
+
+def of_delayed():
+    shape = (512, 1024)
+    return da.concatenate(
+        [da.from_delayed(dask.delayed(read)(shape), shape, float) for _ in range(64)]
+    )
+
+
+def of_functions():
+    return da.map_blocks(read, (512, 1024), chunks=((512,) * 64, (1024,)), dtype=float)
+
+
+def outer():
+    x = da.random.default_rng(0).random(8192, chunks=1024)
+    return abs(x[:, None] - x[None, :])
+
+
+def expanded():
+    x = da.random.default_rng(0).random((64, 1024), chunks=(1, 1024))
+    chunks = ((512,) * 64, (1024,))
+    return x.map_blocks(np.repeat, 512, axis=0, chunks=chunks, dtype=float)
+
+
+def counted():
+    return da.arange(2**25, chunks=2**19, dtype=float)
+
+
+@pytest.fixture(scope="module")
+def small_workers():
+    """Workers of 256 MiB."""
+    options = {"processes": False, "memory_limit": "256 MiB", "dashboard_address": ":0"}
+    with (
+        dask.config.set({"distributed.worker.memory.pause": False}),  # this process is larger
+        LocalCluster(n_workers=2, **options) as cluster,
+    ):
+        yield cluster
+
+
+@pytest.fixture
+def of_small_workers(small_workers):
+    with Client(small_workers) as client:
+        yield client
+
+
+@pytest.mark.parametrize("made", [of_delayed, of_functions, outer, expanded, counted])
+@pytest.mark.filterwarnings("ignore:Increasing number of chunks")
+def test_arrays_that_dask_would_spill(of_small_workers, made):
+    """All of these have 256 MiB, and each program needs them twice."""
+    y = made()
+    for _ in range(3):
+        y = y / (1 + y.mean(axis=0))
+    for each in (y, y.sum(axis=0), *dask.optimize(y)):
+        found = dask_p2p.explain(each)
+        assert "half of the memory of a worker" in found or "of unknown size" in found, found
+
+
+@pytest.mark.parametrize("made", [of_delayed, of_functions, counted])
+def test_large_arrays_that_are_reduced_first(of_small_workers, made):
+    """Ranks read their inputs as a whole, but drop values that they make."""
+    y = made()
+    for number in range(3):
+        y = abs(y - number)
+    y = y.sum(axis=0) * 2 - 1
+    is_made = made is counted
+    assert dask_p2p.explain(y).startswith("by one gang: " if is_made else "by Dask's tasks")
 
 
 def test_without_a_client():

@@ -234,6 +234,11 @@ def test_arrays_of_an_expression(dask_array):
 class Annotated:
     """An expression with annotations."""
 
+    _name = "x"
+
+    def dependencies(self):
+        return []
+
     def __dask_annotations__(self):
         return {"retries": {("x", 0): 2}}
 

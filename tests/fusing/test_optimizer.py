@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import dask
@@ -135,3 +136,5 @@ def test_clusters():
     assert found.has_resources
     assert found.device_bytes == 32
     assert not cluster_of([worker]).has_resources
+    assert cluster_of([paused, paused]) == replace(cluster_of([worker, worker]), device_bytes=1)
+    assert cluster_of([worker, {**paused, "memory_limit": 4}]).memory_bytes == 4

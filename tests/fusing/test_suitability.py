@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -91,6 +92,19 @@ def test_memory():
     with pytest.raises(FuseError, match=r"at most half of the memory of a worker, 8.00 kiB, got"):
         check(stencils(array()), 4, small)
     check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
+
+
+def read():
+    return np.ones((64, 64))
+
+
+def test_values_of_unknown_size():
+    x = da.from_delayed(dask.delayed(read)(), (np.nan, 64), float)
+    for _ in range(20):
+        x = x / x.sum()
+    with pytest.raises(FuseError, match=r"values of known sizes, got 'read-.*dask_p2p.fused"):
+        check(x, 1)
+    check(x, 1, replace(CLUSTER_OF_4, memory_bytes=0))  # no limit
 
 
 def test_memory_of_gpus():

@@ -1,13 +1,50 @@
-"""The declared properties of the arguments and results of a compiled function."""
+"""The declared properties of arrays: of those in a graph, and of arguments and results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.types import DaskArray, DType
+
+
+class Blocks(NamedTuple):
+    """The declared properties of the blocks of an array in a graph."""
+
+    chunks: Chunks
+    dtype: DType
+
+
+def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, Blocks]:
+    """Return the blocks of the arrays that layers belong to, by name.
+
+    Dask keeps the properties of an array with its layer. Other layers are left out.
+    """
+    found = {}
+    for name, layer in layers.items():
+        known = getattr(layer, "collection_annotations", None) or {}
+        if known.get("chunks") is not None and "dtype" in known:
+            found[name] = Blocks(known["chunks"], known["dtype"])
+    return found
+
+
+def blocks_of_expression(expr: Any) -> dict[str, Blocks]:
+    """Return the blocks of the arrays that an expression consists of, by name."""
+    found, stack, seen = dict[str, Blocks](), [expr], set[str]()
+    while stack:
+        each = stack.pop()
+        if each._name in seen:
+            continue
+        seen.add(each._name)
+        # Merged operations of `dask_array` have their parts as `exprs`.
+        stack += [*each.dependencies(), *getattr(each, "exprs", ())]
+        with suppress(AttributeError, NotImplementedError):  # no array
+            found[each._name] = Blocks(each.chunks, each.dtype)
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from dask.task_spec import DataNode, GraphNode
+from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of, sizes_of
@@ -89,16 +90,19 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
     """Return the rank of each key by its position among the keys of the same array.
 
     Keys may have words in addition to the index of a block: then those with the same words count.
+    Keys of delayed values end in random tokens: then those of one function count, in their order.
     """
     alike: defaultdict[Any, list[Key]] = defaultdict(list)
     for key in keys:
-        words = [each for each in key if isinstance(each, str)] if isinstance(key, tuple) else [key]
-        alike[len(key), *words].append(key)
+        if isinstance(key, tuple):
+            alike[len(key), *(each for each in key if isinstance(each, str))].append(key)
+        else:
+            alike[key_split(key)].append(key)
     found = {}
-    for same in alike.values():
+    for kind, same in alike.items():
         ordered = same
         with suppress(TypeError):  # keys that have no order stay in that of the graph
-            ordered = sorted(same)
+            ordered = sorted(same) if isinstance(kind, tuple) else same
         for number, key in enumerate(ordered):
             found[key] = number * size // len(same)
     return found

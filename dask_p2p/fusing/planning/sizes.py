@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from math import inf, prod
+from math import inf, isnan, prod
 from typing import Any
 
 from dask.task_spec import DataNode, GraphNode, Task
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.declared import Blocks
 from dask_p2p.fusing.planning.program import AssembleStep, Program, Regions, Superstep, WholeValue
-from dask_p2p.fusing.planning.tasks import FusedTasks
+from dask_p2p.fusing.planning.subgraphs import is_fused
+from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.geometry import Index, block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import DType, Key
@@ -21,27 +23,76 @@ _ITEM_BYTES = 8  # of arrays whose dtype is unknown
 _REDUCED = 16  # least elements along the axes of a reduction, as a guess
 
 
-def sizes_of(tasks: FusedTasks, inputs_bytes: Mapping[Key, int] = {}) -> dict[Key, int]:
-    """Return an upper bound of the size of each value, or a guess: its largest input.
+def sizes_of(
+    tasks: FusedTasks,
+    inputs_bytes: Mapping[Key, int] = {},
+    declared: Mapping[str, Blocks] = {},
+) -> dict[Key, int]:
+    """Return the size of each value; an upper bound or a guess where it is not declared.
 
-    `inputs_bytes` has the sizes of inputs that are known.
+    `inputs_bytes` has the sizes of inputs in memory, and `declared` the blocks of arrays by name.
+    Values of unknown size are left out: they come from inputs of unknown size.
     """
-    sizes_bytes = {key: inputs_bytes.get(key, 1) for key in tasks.inputs}
+    sizes_bytes = _input_bytes(tasks, inputs_bytes, declared)
     for key, node in tasks.nodes.items():
-        sizes_bytes[key] = _size_of(node, key, tasks, sizes_bytes)
+        size_bytes = _declared_bytes(key, node, declared)
+        if size_bytes is None:
+            size_bytes = _size_of(node, key, tasks, sizes_bytes)
+        if size_bytes is not None:
+            sizes_bytes[key] = size_bytes
     return sizes_bytes
 
 
-def _size_of(node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]) -> int:
-    """Return an upper bound of the size of a task's result, or a guess."""
+def _input_bytes(
+    tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, Blocks]
+) -> dict[Key, int]:
+    """Return the sizes of inputs; that of the largest reader where an input declares none."""
+    sizes_bytes, others = dict[Key, int](), set[Key]()
+    for key in tasks.inputs:
+        size_bytes = inputs_bytes.get(key) or _declared_bytes(key, None, declared)
+        if size_bytes is None:
+            others.add(key)
+        else:
+            sizes_bytes[key] = size_bytes
+    for key, node in tasks.nodes.items() if others else ():
+        for each in others.intersection(tasks.reads[key]):
+            size_bytes = _declared_bytes(key, node, declared)
+            if size_bytes is not None:
+                sizes_bytes[each] = max(sizes_bytes.get(each, 1), size_bytes)
+    return sizes_bytes
+
+
+def _declared_bytes(key: Key, node: GraphNode | None, declared: Mapping[str, Blocks]) -> int | None:
+    """Return the declared size of a block; None if it is unknown."""
+    blocks = declared.get(name_of(key))
+    if blocks is None or not isinstance(key, tuple) or len(key) != len(blocks.chunks) + 1:
+        return None
+    shape = list(block_shape(blocks.chunks, key[1:]))
+    # Dask declares the blocks that a reduction begins with as if they were not reduced.
+    keywords = _keywords(node)
+    if keywords.get("keepdims") and isinstance(keywords.get("axis"), tuple):
+        for axis in keywords["axis"]:
+            shape[axis] = 1
+    count = prod(shape)
+    return None if isnan(count) else max(1, int(count) * item_bytes_of(blocks.dtype))
+
+
+def _size_of(
+    node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]
+) -> int | None:
+    """Return an upper bound of the size of a task's result, or a guess; None: unknown."""
     if isinstance(node, AssembleTask):
         return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node.output.dtype)
     if isinstance(node, DataNode):
         return int(getattr(node.value, "nbytes", 1))
+    if is_fused(node):
+        return None  # its result may be larger than its inputs
     if not tasks.reads[key]:
         return _created_bytes(node)
-    largest = max(sizes_bytes.get(each, 1) for each in tasks.reads[key])
-    return max(1, largest // _REDUCED) if "keepdims" in _keywords(node) else largest
+    read = [sizes_bytes[each] for each in tasks.reads[key] if each in sizes_bytes]
+    if not read:
+        return None
+    return max(1, max(read) // _REDUCED) if "keepdims" in _keywords(node) else max(read)
 
 
 def item_bytes_of(dtype: DType | None) -> int:
@@ -137,17 +188,17 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
     return total
 
 
-def _created_bytes(node: GraphNode) -> int:
-    """Return the size of an array that a function creates from its shape; 1 if none is found."""
+def _created_bytes(node: GraphNode) -> int | None:
+    """Return the size of an array that a function creates from its shape; None if none is found."""
     if not isinstance(node, Task):
         return 1
     shapes = [each for each in _values(node) if _is_shape(each)]
-    return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=1)
+    return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=None)
 
 
-def _keywords(node: GraphNode) -> Mapping[str, Any]:
+def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
     """Return the keyword arguments of a task's function, as far as they are known."""
-    if not isinstance(node, Task):
+    if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return {}
     bound = node.func.keywords if isinstance(node.func, partial) else {}
     return {**bound, **node.kwargs}

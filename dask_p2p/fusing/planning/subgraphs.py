@@ -29,9 +29,14 @@ def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
     return made
 
 
+def is_fused(task: Any) -> bool:
+    """Return whether Dask has made a task of several."""
+    return isinstance(task, Task) and getattr(task.func, "__name__", "") == _RUN_SUBGRAPH
+
+
 def parts_of(task: Task) -> dict[Key, Any]:
     """Return the tasks of a fused task by key; none for others."""
-    if getattr(task.func, "__name__", "") != _RUN_SUBGRAPH:
+    if not is_fused(task):
         return {}
     inner, last, names, *given = task.args
     if [*names] != [getattr(each, "key", None) for each in given]:

@@ -71,6 +71,12 @@ def test_words_in_keys_do_not_move_blocks():
     assert sorted(positions(strange, 3).values()) == [0, 1, 2]
 
 
+def test_delayed_values_of_one_function_are_spread():
+    """Each has a key of its own, which ends in a random token."""
+    keys = [f"read-{token * 8}" for token in "d40b"]
+    assert [positions([*keys, "total"], 2)[key] for key in (*keys, "total")] == [0, 0, 1, 1, 0]
+
+
 def test_ranks_with_most_bytes_come_first():
     x = da.ones((15, 3), chunks=((10, 1, 4), 3))
     y = dask_p2p.rechunk(x, (-1, 1))  # each block reads of all ranks

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.fusing.planning.declared import blocks_of_layers
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes, sizes_of
 from tests.fusing.support import read_arrays, smooth
@@ -47,7 +48,76 @@ def test_sizes_of_inputs():
     tasks = read_arrays(x + 1)[1].tasks
     (given,) = tasks.inputs
     assert sizes_of(tasks, {given: 512})[(x + 1).name, 0, 0] == 512
-    assert sizes_of(tasks)[(x + 1).name, 0, 0] == 1
+    assert (x + 1).name not in {key[0] for key in sizes_of(tasks)}, "the size is not known"
+
+
+def declared_sizes(x):
+    """Sizes of all values, by name of the array, as the arrays declare them."""
+    tasks = read_arrays(x)[1].tasks
+    found = {}
+    for key, size in sizes_of(tasks, {}, blocks_of_layers(x.__dask_graph__().layers)).items():
+        name = key[0] if isinstance(key, tuple) else key
+        found.setdefault(name, set()).add(size)
+    return found, tasks
+
+
+def expanded(block):
+    return np.repeat(block, 9, axis=0)
+
+
+def vector():
+    return da.random.default_rng(0).random(64, chunks=16)
+
+
+#: Arrays whose blocks are larger than their inputs, or made without a shape: in items.
+DECLARED = {
+    "arange": (lambda: da.arange(64, chunks=16, dtype=float) + 1, 16),
+    "outer difference": (lambda: vector()[:, None] - vector()[None, :], 16 * 16),
+    "outer product": (lambda: da.outer(vector(), vector()), 16 * 16),
+    "repeated": (
+        lambda: vector().map_blocks(expanded, chunks=((144,) * 4,), dtype=float) + 1,
+        9 * 16,
+    ),
+    "concatenated": (lambda: vector().rechunk(64, method="tasks") + 1, 64),
+    "of functions": (lambda: da.from_delayed(dask.delayed(read)(8), (8, 8), float) + 1, 8 * 8),
+    "of small items": (lambda: vector() > 0.5, 16 / 8),
+    "reduced": (lambda: da.ones((64, 32), chunks=16).mean(axis=0, keepdims=True), 16),
+}
+
+
+@pytest.mark.parametrize("kind", DECLARED)
+def test_declared_sizes(kind):
+    made, items = DECLARED[kind]
+    x = made()
+    assert declared_sizes(x)[0][x.name] == {int(items * 8)}
+
+
+def test_inputs_have_the_declared_sizes_of_blocks():
+    x = da.from_delayed(dask.delayed(read)(8), (8, 8), float)
+    found, tasks = declared_sizes(x + 1)
+    (given,) = tasks.inputs
+    assert found[given] == {8 * 8 * 8}
+    x = da.map_blocks(read, 8, chunks=((8, 8), (8,)), dtype=float)
+    assert declared_sizes(x + 1)[0][x.name] == {8 * 8 * 8}
+
+
+def test_reductions_begin_with_small_blocks():
+    """Dask declares these as if they were not reduced."""
+    found, _ = declared_sizes(da.ones((64, 64), chunks=16).sum(axis=0))
+    assert sorted(size for sizes in found.values() for size in sizes) == [128, 128, 2048]
+
+
+def test_unknown_chunk_sizes():
+    x = vector()
+    found, _ = declared_sizes(x[x > 0.5] + 1)
+    assert found[(x[x > 0.5] + 1).name] == {16 * 8}, "that of the largest input"
+
+
+def test_values_of_fused_tasks_are_unknown():
+    (x,) = dask.optimize((vector()[:, None] - vector()[None, :]).sum(axis=0).rechunk(64))
+    found, _ = declared_sizes(x)
+    assert x.name in found
+    assert not any(name.startswith("sum-") for name in found), found
 
 
 @pytest.mark.parametrize("size", [1, 3])
