@@ -26,8 +26,16 @@ _LEAST_TASKS = 4
 _COST_OF_INPUT = 0.1
 #: With this number of exchanges, fewer tasks are enough: Dask transfers blocks more slowly.
 _LEAST_EXCHANGES = 3
-#: Largest part of a worker's memory that the values of its ranks may take.
-_MOST_MEMORY = 0.5
+#: Largest part of a worker's memory that the values of its ranks may take. Dask fills 60 % with
+#: results before it spills any (`distributed.worker.memory.target`), and kills workers at 95 %.
+#: The results of one gang may wait for their output tasks while the next one runs.
+_MOST_MEMORY = 0.2
+#: Memory of a worker's process without data.
+_PROCESS_BYTES = 2**27
+#: Part of a small worker's memory that ranks may take in any case.
+_LEAST_MEMORY = 0.05
+#: Largest part of a GPU's memory that the values of its rank may take.
+_MOST_DEVICE_MEMORY = 0.5
 #: Largest ratio of a rank's bytes to the mean of all ranks.
 _MOST_UNEVEN = 2.0
 #: Functions of arrays of this size run in parallel in the threads of one process.
@@ -152,9 +160,10 @@ def _check_memory(
     cluster: Cluster,
     kind: Kind,
 ) -> None:
-    limit_bytes, place = cluster.memory_bytes, "a worker"
+    limit_bytes, most_bytes, place = cluster.memory_bytes, most_bytes_of(cluster), "a worker"
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
+        most_bytes = int(_MOST_DEVICE_MEMORY * limit_bytes)
     if not limit_bytes:
         return
     unknown = (key for key in (*tasks.inputs, *tasks.nodes) if key not in sizes_bytes)
@@ -165,13 +174,22 @@ def _check_memory(
         )
     elements = SourceElements() if kind == "numpy" else None
     peak = max((peak_bytes(each, sizes_bytes, elements) for each in programs), default=0)
-    of_worker = peak * -(-len(programs) // max(1, cluster.workers))
-    if of_worker > _MOST_MEMORY * limit_bytes:
+    # Each thread may run a rank, of this gang or of another one at the same time.
+    of_worker = peak * -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
+    if of_worker > most_bytes:
         raise FuseError(
-            f"expected values of at most half of the memory of {place}, "
-            f"{format_bytes(limit_bytes)}, got {format_bytes(of_worker)}, which Dask "
-            f"cannot spill while ranks run. Use smaller chunks, or workers with more memory."
+            f"expected values of at most {format_bytes(most_bytes)} in the memory of {place}, "
+            f"{format_bytes(limit_bytes)}, next to results of Dask, got "
+            f"{format_bytes(of_worker)}, which Dask cannot spill while ranks run. Use smaller "
+            f"chunks, or workers with more memory."
         )
+
+
+def most_bytes_of(cluster: Cluster) -> int:
+    """Return the most bytes that the values of a worker's ranks may take."""
+    limit_bytes = cluster.memory_bytes
+    least_bytes = int(_LEAST_MEMORY * limit_bytes)
+    return max(least_bytes, int(_MOST_MEMORY * limit_bytes) - _PROCESS_BYTES)
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:

@@ -21,6 +21,7 @@ from dask_p2p.fusing.suitability import (
     check_layers,
     check_suitable,
     exchanges_of,
+    most_bytes_of,
     ranks_for,
     tasks_of_dask,
 )
@@ -89,9 +90,38 @@ def test_exchanges_are_those_of_any_rank():
 
 def test_memory():
     small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
-    with pytest.raises(FuseError, match=r"at most half of the memory of a worker, 8.00 kiB, got"):
+    with pytest.raises(FuseError, match=r"at most 409 B in the memory of a worker, 8.00 kiB, next"):
         check(stencils(array()), 4, small)
     check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
+
+
+def test_ranks_leave_memory_for_results_of_dask():
+    """Dask fills 60 % with results, and kills workers at 95 %. A process has 100 MiB."""
+
+    def most_bytes(limit_bytes):
+        return most_bytes_of(replace(CLUSTER_OF_4, memory_bytes=limit_bytes))
+
+    for limit_mib in (600, 2_000, 16_000):
+        limit_bytes = limit_mib * 2**20
+        of_two_gangs = 2 * most_bytes(limit_bytes)
+        assert of_two_gangs + 0.6 * limit_bytes + 100 * 2**20 < limit_bytes
+    assert most_bytes(2**28) == 2**28 // 20
+    assert most_bytes(0) == 0
+
+
+def test_gangs_that_run_at_the_same_time_in_several_threads():
+    peak = least_memory(1)
+    assert least_memory(4) == 4 * peak
+
+
+def least_memory(threads):
+    """Return the least memory of a worker with some threads for which a program is suitable."""
+    limit_bytes = 2**13
+    cluster = Cluster(2, 2 * threads, limit_bytes, has_resources=False)
+    while refuses(check, stencils(array()), 2, cluster):
+        limit_bytes *= 2
+        cluster = replace(cluster, memory_bytes=limit_bytes)
+    return limit_bytes
 
 
 def read():
@@ -113,7 +143,7 @@ def test_memory_of_gpus():
     check(stencils(array()), 4, cluster, "cupy")
     check(stencils(array()), 4, replace(cluster, device_bytes=0), "cupy")
     small = replace(cluster, memory_bytes=0, device_bytes=2**13)
-    with pytest.raises(FuseError, match=r"at most half of the memory of a worker's GPU, 8.00 kiB"):
+    with pytest.raises(FuseError, match=r"at most 4.00 kiB in the memory of a worker's GPU, 8.00"):
         check(stencils(array()), 4, small, "cupy")
 
 
