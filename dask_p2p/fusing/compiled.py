@@ -76,7 +76,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     Notes
     -----
     Decisions of `func` that depend on Python values are made once. A loop that ends when a
-    residual is small needs a call for each step, or for a number of steps.
+    residual is small needs a call for each step, or for a number of steps. Later changes of values
+    that `func` reads, such as globals or the attributes of an object, have no effect.
 
     Examples
     --------
@@ -87,6 +88,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     array([10., 10., 10., 10.])
     """
     check_function(func, "Dask arrays", "compile(step, x)")
+    if not examples:
+        raise InputError("expected at least one example, got none. Call compile(step, x).")
     check_arrays(examples)
     for x in examples:
         check_chunks_are_known(x)
@@ -212,11 +215,14 @@ class CompiledFunction:
         return client.compute(Delayed(commit_of(name), graph, layer=name))
 
     def _check(self, arrays: Sequence[DaskArray]) -> None:
-        check_arrays(arrays)
         known = self._signature.arguments
-        check_one_library([self._signature.like, *arrays])
         if len(arrays) != len(known):
-            raise InputError(f"expected {len(known)} arrays, as in compile, got {len(arrays)}.")
+            raise InputError(
+                f"expected {len(known)} arrays, as in compile, got {len(arrays)}. Give one for "
+                f"each example."
+            )
+        check_arrays(arrays)
+        check_one_library([self._signature.like, *arrays])
         for number, (x, each) in enumerate(zip(arrays, known, strict=True)):
             each.check(number, x)
 

@@ -99,6 +99,8 @@ def test_the_same_arguments_have_the_same_result():
 
 def test_other_arguments_than_the_examples():
     compiled = dask_p2p.compile(step, array())
+    with pytest.raises(InputError, match="expected 1 arrays, as in compile, got 0"):
+        compiled()
     with pytest.raises(InputError, match="expected 1 arrays, as in compile, got 2"):
         compiled(array(), array())
     with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
@@ -113,7 +115,7 @@ def test_functions_that_cannot_be_compiled(client):
     x = array()
     with pytest.raises(InputError, match="expected a function of Dask arrays"):
         dask_p2p.compile(x, x)
-    with pytest.raises(InputError, match="at least one Dask array"):
+    with pytest.raises(InputError, match=r"at least one example, got none\. Call compile"):
         dask_p2p.compile(step)
     with pytest.raises(InputError, match=r"returns a Dask array .* got 3"):
         dask_p2p.compile(lambda u: 3, x)
