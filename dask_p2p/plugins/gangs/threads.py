@@ -14,8 +14,11 @@ from distributed.threadpoolexecutor import thread_state, threads_lock
 from distributed.worker import thread_state as task_state
 from distributed.worker_state_machine import SecedeEvent
 
+from dask_p2p.plugins.threads import locked_threads
+
 _LONG_S = 2.0  # time until a rank releases its slot
 _RETURNED_S = 0.2  # the same, from the return of its function on
+_RETRY_S = 0.05  # time to the next try if another thread holds the lock
 
 
 class PoolThread:
@@ -37,7 +40,11 @@ class PoolThread:
 
     def secede(self) -> None:
         """Release the slot. To be called in the thread."""
-        if self._has_left():
+        if self._executor is None:
+            return
+        with locked_threads(self._executor) as is_open:
+            has_left = is_open and self._has_left()
+        if has_left:
             self._worker.loop.add_callback(self._give_up_slot)
 
     def release_soon(self) -> None:
@@ -52,23 +59,23 @@ class PoolThread:
 
         To be called in the thread.
         """
-        with threads_lock:
-            self._is_closed = True
-            if self._is_outside_pool and self._executor is not None:
-                self._executor._max_workers -= 1
-                self._executor._threads.discard(self._thread)
-                thread_state.proceed = False
+        self._is_closed = True  # from here on the event loop does not release the slot
+        if self._executor is not None:
+            with locked_threads(self._executor) as is_open:
+                if is_open and self._is_outside_pool:
+                    self._executor._max_workers -= 1
+                    self._executor._threads.discard(self._thread)
+                    thread_state.proceed = False
         self._worker.loop.add_callback(self._end)
 
     def _has_left(self) -> bool:
-        """Release the slot; return False if it was released before, or cannot be."""
-        with threads_lock:
-            if self._executor is None or self._is_outside_pool or self._is_closed:
-                return False
-            self._is_outside_pool = True
-            self._executor._max_workers += 1
-            self._executor._adjust_thread_count()
-            return True
+        """Release the slot; return False if it was released before. Under the lock of the pool."""
+        if self._is_outside_pool or self._is_closed:
+            return False
+        self._is_outside_pool = True
+        self._executor._max_workers += 1
+        self._executor._adjust_thread_count()
+        return True
 
     def _begin(self) -> None:
         self._timer = self._worker.loop.call_later(_LONG_S, self._leave)
@@ -78,7 +85,17 @@ class PoolThread:
         self._timer = self._worker.loop.call_later(_RETURNED_S, self._leave)
 
     def _leave(self) -> None:
-        if self._has_left():  # send the event now: after the task's end Dask must not get it
+        """Release the slot. On the event loop, which must not wait for the lock."""
+        if self._executor is None or self._executor._shutdown:
+            return
+        if not threads_lock.acquire(blocking=False):
+            self._timer = self._worker.loop.call_later(_RETRY_S, self._leave)
+            return
+        try:
+            has_left = self._has_left()
+        finally:
+            threads_lock.release()
+        if has_left:  # send the event now: after the task's end Dask must not get it
             self._give_up_slot()
 
     def _end(self) -> None:

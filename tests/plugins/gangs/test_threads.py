@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import get_client, worker_client
+from distributed.threadpoolexecutor import ThreadPoolExecutor, threads_lock
+from distributed.worker import thread_state
 
 from dask_p2p import spmd
+from dask_p2p.plugins.gangs.threads import PoolThread
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -50,3 +56,72 @@ def test_the_pool_is_as_before_after_many_gangs(client):
         y = spmd(function, da.full(4, float(number), chunks=2), number=number)
         assert np.array_equal(y.compute(), np.full(4, number + 2.0))
     wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})
+
+
+class Worker:
+    """A worker whose event loop runs callbacks at once, and keeps those for later."""
+
+    def __init__(self):
+        self.loop, self.later, self.events = self, [], []
+        self.handle_stimulus = self.events.append
+
+    def add_callback(self, function):
+        function()
+
+    def call_later(self, delay_s, function):
+        self.later.append(function)
+        return SimpleNamespace()
+
+    def remove_timeout(self, timer):
+        pass
+
+
+@pytest.fixture
+def in_pool():
+    """Return a function that calls another one in a thread of a pool, with a rank's thread."""
+    pool, worker = ThreadPoolExecutor(1), Worker()
+
+    def begun(function):
+        def task():
+            thread_state.key, thread_state.start_time = "rank", time.time()
+            return function(PoolThread(worker), pool, worker)
+
+        return pool, pool.submit(task)
+
+    yield begun
+    pool.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("is_outside_pool", [False, True])
+def test_a_rank_ends_while_its_pool_waits_for_it(in_pool, is_outside_pool):
+    has_begun = threading.Event()
+
+    def rank(thread, pool, worker):
+        if is_outside_pool:
+            thread.secede()
+        has_begun.set()
+        wait_until(lambda: pool._shutdown and threads_lock.locked())
+        thread.secede()  # of a rank that begins to wait
+        thread.close()
+        return len(worker.events)
+
+    pool, future = in_pool(rank)
+    assert has_begun.wait(BOUND_S)
+    pool.shutdown(wait=True, timeout=BOUND_S)  # and holds the lock all the time
+    assert future.done()
+    assert future.result() == is_outside_pool
+
+
+def test_the_event_loop_does_not_wait_for_a_pool_that_shuts_down(in_pool):
+    def rank(thread, pool, worker):
+        (leave,) = worker.later
+        with ThreadPoolExecutor(1) as loop:
+            with threads_lock:  # another worker's pool waits for its threads
+                loop.submit(leave).result(BOUND_S)
+            assert not worker.events
+            worker.later[-1]()  # once more, a little later
+            thread.close()
+        return pool._max_workers, len(worker.events)
+
+    _, future = in_pool(rank)
+    assert future.result(BOUND_S) == (1, 1)
