@@ -6,6 +6,7 @@ the checkpoint is complete.
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,10 +20,10 @@ from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.output.fingerprints import warn_of_others
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
-    TOKEN,
     another_run,
-    check_seen_by_all,
     difference,
+    is_seen_by_all,
+    not_seen,
     seen_by_all,
     together,
 )
@@ -30,9 +31,10 @@ from dask_p2p.sections.iterate.output.groups import (
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.output.stores import Checkpoint
 
-_STEP, _COMPLETE = "step-", ".complete"  # an empty file: all ranks have written the checkpoint
-_STEP_DIGITS = 12
-_RUN = "run-"  # start of the name of an empty file: the newest run that uses the folder
+_COMPLETE = ".complete"  # end of the name of an empty file: all ranks have written the checkpoint
+# Other files and folders stay as they are: they may be a user's, such as a folder run-1.
+_STEP_NAME = re.compile(r"step-(\d{12})")
+_RUN_NAME = re.compile(r"run-[0-9a-f]{16}")  # of an empty file: the newest run with this folder
 
 
 class CheckpointFolder(ABC):
@@ -48,7 +50,7 @@ class CheckpointFolder(ABC):
         self._folder, self._period = Folder(str(spec.path)), Period(spec.every)
         self._fingerprints = fingerprints
         self._initial: dict[str, str] = {}  # fingerprints of the whole initial values, as text
-        self._run = f"{_RUN}{secrets.token_hex(8)}"
+        self._run: Folder | None = None  # the file of this run
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -105,8 +107,8 @@ class CheckpointFolder(ABC):
 
     def close(self) -> None:
         """Release the folder for other runs."""
-        if self.ctx.rank == 0:
-            self._folder.child(self._run).remove()
+        if self.ctx.rank == 0 and self._run is not None:
+            self._run.remove()
 
     @abstractmethod
     def _program(self) -> dict[str, Any]:
@@ -131,8 +133,12 @@ class CheckpointFolder(ABC):
     def _newest(self, first: int, steps: int | None) -> int:
         """Return the step of the newest complete checkpoint, or 0; remove incomplete ones."""
         found = list[int]()
-        together(self.ctx, self._folder, lambda: found.extend(self._found(first)))
-        check_seen_by_all(self.ctx, self._folder)
+        number = int(self.ctx.bcast(secrets.randbits(62) if self.ctx.rank == 0 else None))
+        self._run = run = self._folder.child(f"run-{number:016x}")
+        together(self.ctx, self._folder, lambda: found.extend(self._found(first, run)))
+        if not is_seen_by_all(self.ctx, run):
+            together(self.ctx, self._folder, self._check_run)
+            raise not_seen(self._folder)
         newest = int(self.ctx.broadcast(max(found, default=0)))
         if steps is not None and newest > steps:
             raise InputError(
@@ -152,16 +158,16 @@ class CheckpointFolder(ABC):
             )
         return group
 
-    def _found(self, first: int) -> list[int]:
-        """Return the steps of complete checkpoints; remove others. On rank 0."""
+    def _found(self, first: int, run: Folder) -> list[int]:
+        """Return the steps of complete checkpoints; remove others, and other runs. On rank 0."""
         folder = self._folder
         folder.make()
+        run.touch()  # first, so that one of two runs that begin at the same time finds the other
         found = self._steps()
         for name in folder.names():  # of runs that have ended in a write
-            is_step = name.startswith(_STEP) and name[-1].isdigit()
-            if name.startswith((TOKEN, _RUN)) or (is_step and _step_of(name) not in found):
+            step, is_run = _STEP_NAME.fullmatch(name), _RUN_NAME.fullmatch(name)
+            if (is_run and name != run.name) or (step and int(step[1]) not in found):
                 folder.child(name).remove()
-        folder.child(self._run).touch()
         if found and not self._spec.resume and not first:
             raise InputError(
                 f"expected a folder without checkpoints because of resume=False, got {folder} "
@@ -179,7 +185,7 @@ class CheckpointFolder(ABC):
 
     def _check_run(self) -> None:
         """Raise `FileError` if another run has begun to use the folder. On rank 0."""
-        if not self._folder.child(self._run).exists():
+        if self._run is None or not self._run.exists():
             raise another_run("checkpoints", self._folder)
 
     def attributes(self, step: int) -> dict[str, Any]:
@@ -188,18 +194,14 @@ class CheckpointFolder(ABC):
 
     def _of(self, step: int) -> Folder:
         """Return the folder of one checkpoint."""
-        return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}")
+        return self._folder.child(f"step-{step:012}")
 
     def _marker(self, step: int) -> Folder:
         """Return the file that exists as soon as a checkpoint is complete."""
-        return self._folder.child(f"{_STEP}{step:0{_STEP_DIGITS}}{_COMPLETE}")
+        return self._folder.child(f"step-{step:012}{_COMPLETE}")
 
     def _steps(self) -> list[int]:
         """Return the steps of all complete checkpoints."""
-        names = self._folder.names()
-        marks = [name for name in names if name.startswith(_STEP) and name.endswith(_COMPLETE)]
-        return [_step_of(name) for name in marks]
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix(_STEP).removesuffix(_COMPLETE))
+        names = [name for name in self._folder.names() if name.endswith(_COMPLETE)]
+        found = [_STEP_NAME.fullmatch(name.removesuffix(_COMPLETE)) for name in names]
+        return [int(step[1]) for step in found if step]

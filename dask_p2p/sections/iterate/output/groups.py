@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.named_axes import named_axes
 
-#: Start of the names of files that exist only while ranks look for them.
-TOKEN = "token-"
 #: Shapes and dtypes of arrays by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
@@ -29,10 +26,17 @@ def together(ctx: Context, folder: Folder, work: Callable[[], None]) -> None:
 
 
 def opened(folder: Folder) -> Any:
-    """Return the Zarr group in a folder. Raises `InputError` for an array."""
+    """Return the Zarr group in a folder. Raises `InputError` for an array, or other files."""
     import zarr
 
-    found = zarr.open(folder.store, mode="r+")
+    try:
+        found = zarr.open(folder.store, mode="r+")
+    except FileNotFoundError:
+        names = ", ".join(sorted(folder.names())[:3])
+        raise InputError(
+            f"expected a new folder, or a Zarr group, at {folder}, got a folder with {names}. Give "
+            f"another path."
+        ) from None
     if not isinstance(found, zarr.Group):
         raise InputError(f"expected a Zarr group at {folder}, got an array. Give another path.")
     return found
@@ -40,32 +44,25 @@ def opened(folder: Folder) -> Any:
 
 def seen_by_all(ctx: Context, folder: Folder) -> Any:
     """Return a group that rank 0 has made. Raises `FileError` unless all ranks see it."""
+    if not is_seen_by_all(ctx, folder):
+        raise not_seen(folder)
     with explained(folder):
-        group = opened(folder) if folder.exists() else None
-    _check_seen(ctx, folder, group is not None)
-    return group
+        return opened(folder)
 
 
-def check_seen_by_all(ctx: Context, folder: Folder) -> None:
-    """Raise `FileError` unless all ranks see a file that rank 0 creates in a folder."""
-    number = int(ctx.bcast(secrets.randbits(62) if ctx.rank == 0 else None))
-    token = folder.child(f"{TOKEN}{number:x}")
-    together(ctx, folder, token.touch)
+def is_seen_by_all(ctx: Context, folder: Folder) -> bool:
+    """Return whether all ranks see a folder, or a file."""
     with explained(folder):
-        is_seen = token.exists()
-    try:
-        _check_seen(ctx, folder, is_seen)
-    finally:
-        if ctx.rank == 0:
-            token.remove()
+        is_seen = folder.exists()
+    return bool(ctx.allreduce(int(is_seen), "min"))
 
 
-def _check_seen(ctx: Context, folder: Folder, is_seen: bool) -> None:
-    if not ctx.allreduce(int(is_seen), "min"):
-        raise FileError(
-            f"expected a folder that all workers see, got {folder}, which some do not. Give a "
-            f"path of a shared file system."
-        )
+def not_seen(folder: Folder) -> FileError:
+    """Return the error of a folder that some ranks do not see."""
+    return FileError(
+        f"expected a folder that all workers see, got {folder}, which some do not. Give a path of "
+        f"a shared file system."
+    )
 
 
 def attributes_of(group: Any, folder: Folder) -> bytes:
@@ -104,7 +101,15 @@ def create_arrays(
         own = (*(1 for _ in along), *chunks) if shape else along
         options = {"chunks": own, "config": CONFIG, "compressors": fast_compressor(version)}
         options |= named_axes(version, dims[name]) if dims else {}
-        group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
+        try:
+            group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
+        except ValueError as exc:
+            if "data type" not in str(exc):
+                raise
+            raise InputError(
+                f"expected dtypes that Zarr has, got {dtype} of {name}. Give another dtype, "
+                f"{name}.astype(...)."
+            ) from None
 
 
 def stored(group: Any, name: str) -> Any:

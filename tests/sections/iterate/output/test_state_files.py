@@ -13,6 +13,8 @@ from dask_p2p import Checkpoint, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.iterate.output import checkpoint_folder
+from dask_p2p.sections.iterate.output.groups import is_seen_by_all
 from tests.sections.gangs import run_gang
 
 zarr = pytest.importorskip("zarr")
@@ -223,10 +225,28 @@ def test_a_folder_that_ranks_do_not_share_is_refused_at_the_start(tmp_path):
     assert not [*tmp_path.glob("*/*")]
 
 
-def test_tokens_of_killed_jobs_are_removed(tmp_path):
-    (tmp_path / "token-abc").touch()
-    run_gang(grid(2), program(tmp_path, 8))
-    assert not [*tmp_path.glob("token-*")]
+def test_files_of_a_user_stay_and_those_of_killed_jobs_do_not(tmp_path):
+    users = ["run-1", "run-final", "step-1", "step-000100", "step-final2", "step-2.complete"]
+    killed = ["run-0123456789abcdef", f"step-{3:012}"]
+    for name in (*users, *killed):
+        (tmp_path / name).mkdir()
+    for _ in range(2):
+        run_gang(grid(2), program(tmp_path, 8))
+        found = {path.name for path in tmp_path.iterdir()}
+        assert found.issuperset(users)
+        assert found.isdisjoint(killed)
+
+
+def test_of_two_runs_that_begin_at_the_same_time_one_ends(tmp_path, monkeypatch):
+    def looks(ctx, file):
+        if ctx.rank == 0:
+            file.remove()  # as the other run does
+        ctx.barrier()
+        return is_seen_by_all(ctx, file)
+
+    monkeypatch.setattr(checkpoint_folder, "is_seen_by_all", looks)
+    with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
+        run_gang(grid(2), program(tmp_path, 8))
 
 
 def test_numbers_that_differ_between_ranks_are_refused(tmp_path):

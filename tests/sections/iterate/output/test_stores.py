@@ -275,10 +275,13 @@ def test_stores_of_other_programs_are_refused(tmp_path):
     other = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
     with pytest.raises(InputError, match="a checkpoint of the same fields"):
         run(steps=6, given=other, checkpoint=kept)
+    longs = {name: a.astype(np.longdouble) for name, a in other.items()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises((InputError, FileError), match="other"):
+    with pytest.raises(InputError, match=r"expected a new folder.* got a folder with notes\.txt"):
         run(save=Save(tmp_path / "other", 2))
+    with pytest.raises(InputError, match=r"dtypes that Zarr has, got \w+ of u\. Give"):
+        run(given=longs, save=Save(tmp_path / "longs", 2))
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"Make room, or give another path"):
         run(save=Save(tmp_path / "file", 2))
