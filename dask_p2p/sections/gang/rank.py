@@ -7,9 +7,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from dask.utils import key_split
 
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
@@ -87,11 +89,28 @@ class _RankRun:
     def in_gang(self) -> Any:
         """Wait for the other ranks of the gang, and run the function together with them."""
         worker, _ = current_worker()
-        if worker is None:
+        if worker is None or (gang := self._gang_of_task()) is None:
             raise InputError(
                 f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
                 f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
             )
+        return replace(self, gang=gang)._on(worker)
+
+    def _gang_of_task(self) -> str | None:
+        """Return the name of the gang in this task's key; None in a task of another name.
+
+        Dask renames the tasks of arguments of `dask.delayed`. A task that computes with another
+        scheduler than the cluster's runs a rank's function under its own key.
+        """
+        from distributed.worker import thread_state
+
+        key = getattr(thread_state, "key", None)
+        if not isinstance(key, tuple) or key[1:] != (self.rank,):
+            return None
+        return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
+
+    def _on(self, worker: Any) -> Any:
+        """Do the work of `in_gang` on a worker."""
         from distributed.utils import sync
 
         from dask_p2p.plugins.gangs.threads import PoolThread

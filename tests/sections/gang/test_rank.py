@@ -13,9 +13,9 @@ import pytest
 from distributed import Client, Reschedule
 
 from dask_p2p import iterate, spmd
-from dask_p2p.errors import SectionError
+from dask_p2p.errors import InputError, SectionError
 from tests.sections.support import nothing_is_left
-from tests.support import own_client
+from tests.support import BOUND_S, own_client
 
 
 class CannotBeMadeAgainError(Exception):
@@ -94,6 +94,31 @@ async def test_ranks_run_for_an_asynchronous_client():
         assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
         z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
         assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
+
+
+def unchanged(value):
+    return value
+
+
+def test_ranks_run_for_arguments_of_delayed_functions(client):
+    y = spmd(summed, da.ones((4, 2), chunks=(1, 2)), ranks=4)  # Dask renames its tasks
+    lazy = [dask.delayed(unchanged)(y), y, dask.delayed(unchanged)(y)]
+    for found in [future.result(BOUND_S) for future in client.compute(lazy)]:
+        assert np.array_equal(found, np.full((4, 2), 5.0))
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+def test_a_task_that_computes_with_another_scheduler_is_refused(client, scheduler):
+    def inner(block):
+        y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
+        return block + y.compute(scheduler=scheduler).sum()
+
+    outer = da.ones(2, chunks=1).map_blocks(inner, dtype=float, meta=np.ones(0))
+    for future in (client.submit(inner, 1), client.compute(outer)):
+        with pytest.raises(InputError, match="got another scheduler of Dask"):
+            future.result(BOUND_S)
+    nothing_is_left(client)
 
 
 here = {}  # values for functions that are pickled by their names
