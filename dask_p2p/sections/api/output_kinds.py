@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import nan, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,8 +179,15 @@ class Rows(Output):
         return [ctx.device.block(own, self.dtype)]
 
 
+class _Like(NamedTuple):
+    """The properties of an example: series of millions of steps must not travel with each task."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
 class _OfExample(Output):
-    """An output of NumPy values that are like an example."""
+    """An output of NumPy values that are like an example, which is replaced by its properties."""
 
     example: Any
     is_numpy = True
@@ -243,7 +250,7 @@ class Same(_OfExample):
         return tuple((length,) for length in self.example.shape)
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
-        return [(0,) * self.example.ndim] if rank == 0 else []
+        return [(0,) * len(self.example.shape)] if rank == 0 else []
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
         own = checked_value(ctx, value, name, self.example)
@@ -261,11 +268,13 @@ def checked_dtype(dtype: Any) -> DType:
     return found
 
 
-def _checked_example(example: Any) -> Any:
+def _checked_example(example: Any) -> _Like:
+    if isinstance(example, _Like):  # of a copy, by dataclasses.replace
+        return example
     value = np.asarray(example)
     if is_dask_array(example) or value.dtype.kind in "OSU":
         raise InputError(
             f"expected a number or a NumPy array as an example, got {type(example).__name__}. Give "
             f"a value of the shape and dtype that the function returns."
         )
-    return value
+    return _Like(value.shape, value.dtype)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -132,3 +134,10 @@ def test_other_values_are_refused(x, outputs, returned, error):
 def test_wrong_outputs_are_refused(x, call, error):
     with pytest.raises(InputError, match=error):
         call(x)
+
+
+@pytest.mark.parametrize("kind", [Same, PerRank])
+def test_examples_do_not_travel_with_the_tasks(kind):
+    large, small = kind(np.ones((10**6, 2), "f4")), kind(np.ones((10, 2), "f4"))
+    assert len(pickle.dumps(large)) < len(pickle.dumps(small)) + 10
+    assert pickle.loads(pickle.dumps(large)) == large
