@@ -6,6 +6,7 @@ Coroutines run on the worker's event loop, other methods in any thread.
 from __future__ import annotations
 
 import asyncio
+import threading
 from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -269,9 +270,15 @@ class DaskWorkerContext(AttemptLog):
         self, function: Callable[..., _T], *args: Any, threads: Executor | None = None
     ) -> _T:
         try:
-            return await self.loop.run_in_executor(
-                threads or self._threads, _with_device, function, *args
-            )
+            try:
+                running = self.loop.run_in_executor(
+                    threads or self._threads, _with_device, function, *args
+                )
+            except RuntimeError:  # the program has ended, and starts no threads
+                if threading.main_thread().is_alive():
+                    raise
+                return _with_device(function, *args)
+            return await running
         except DeviceLostError as exc:
             self.on_device_lost(exc)
             raise

@@ -16,7 +16,7 @@ from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S, ran, tune
 from tests.transports.loopback import true_later
 from tests.usage import usage_of_worker
 
@@ -218,3 +218,21 @@ def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
     monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)
     asyncio.run(main())
+
+
+PROGRAM = """
+import dask.array as da
+from distributed import Client
+import dask_p2p
+
+client = Client(processes=False, dashboard_address=":0")
+x = da.ones((4, 4), chunks=2)
+assert dask_p2p.rechunk(x, (4, 1)).sum().compute() == 16
+"""
+
+
+def test_a_program_that_does_not_close_its_client_ends_without_errors():
+    """Its workers close after the end of the main thread, when no thread can start."""
+    done = ran("-c", PROGRAM)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
