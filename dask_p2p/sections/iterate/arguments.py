@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,8 +237,11 @@ def checked_time(given: Any, arguments: Arguments) -> str | None:
     """Return the argument `max_time` of `iterate`."""
     if given is not None and not arguments.names:
         raise no_names()
-    if given is None or (isinstance(given, str) and isinstance(checked_period(given), str)):
-        return given
+    if given is None:
+        return None
+    with suppress(InputError):  # which names checkpoints
+        if isinstance(given, str) and isinstance(checked_period(given), str):
+            return given
     raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
 
 
