@@ -92,7 +92,8 @@ def run_gang(
         try:
             result = function(ctx)
         finally:
-            ctx.close_stores()
+            if isinstance(ctx, Context):
+                ctx.close_stores()
         connections[ctx.rank].finish()  # as ranks do
         ctx.device.let_go(is_orderly=True)
         return result

@@ -9,6 +9,9 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+from dask.utils import funcname
+
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.replayable import is_constant
@@ -29,6 +32,8 @@ from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec
+
+_PLAIN = bool, int, float, complex, str, np.generic
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,14 @@ class Iteration:
         bindings = [each.binding for each in self.phases]
         bindings += [each.binding for each in self.series]
         return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The names of the functions, and numbers and words among their arguments, as texts."""
+        values = {spec.name: spec.value for spec in self.constants} | {**self.kwargs}
+        plain = {name: repr(each) for name, each in values.items() if isinstance(each, _PLAIN)}
+        functions = ", ".join(funcname(phase.function) for phase in self.phases)
+        return {"the functions": functions, **plain}
 
     @property
     def fixed_arguments(self) -> list[Any]:

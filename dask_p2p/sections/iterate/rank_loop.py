@@ -63,7 +63,7 @@ class RankLoop:
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
         recorded = self._scalars, self._series
-        self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps)
+        self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps, of.settings)
         self._limit = Period(of.max_time)
         self._sums = SumChecks(of, ctx)
         self._functions = FunctionState(of, ctx)

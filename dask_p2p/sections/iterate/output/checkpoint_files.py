@@ -36,6 +36,7 @@ class CheckpointFiles(CheckpointFolder):
         local: LocalFields,
         scalars: Scalars,
         series: Series,
+        settings: Mapping[str, str],  # of the run, by name
     ) -> None:
         self._chunks, self._local, self._scalars, self._series = chunks, local, scalars, series
         initial = {n: fingerprint(ctx.device, part, of.box) for n, part, of in self._levels()}
@@ -44,7 +45,7 @@ class CheckpointFiles(CheckpointFolder):
             initial |= {n: fingerprint(ctx.device, np.asarray(value), ()) for n, value in numbers}
         else:
             initial |= dict.fromkeys(scalars.values, np.uint64(0))
-        super().__init__(spec, ctx, initial)
+        super().__init__(spec, ctx, initial, settings)
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
         """Yield the name of each array, its local block, and its field."""

@@ -17,7 +17,7 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.iterate.output.fingerprints import warn_of_others
+from dask_p2p.sections.iterate.output.fingerprints import warn_of_differences
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
     another_run,
@@ -45,11 +45,13 @@ class CheckpointFolder(ABC):
         spec: Checkpoint,
         ctx: Context,
         fingerprints: Mapping[str, np.uint64],  # of this rank's parts of the initial values
+        settings: Mapping[str, str] = {},  # of the run, by name
     ) -> None:
         self.ctx, self._spec = ctx, spec
         self._folder, self._period = Folder(str(spec.path)), Period(spec.every)
         self._fingerprints = fingerprints
-        self._initial: dict[str, str] = {}  # fingerprints of the whole initial values, as text
+        #: Settings, and fingerprints of the whole initial values, as texts.
+        self._initial = {**settings}
         self._run: Folder | None = None  # the file of this run
 
     def __str__(self) -> str:
@@ -73,12 +75,12 @@ class CheckpointFolder(ABC):
         newest = self._newest(first, steps)
         own = np.array([*self._fingerprints.values()], np.uint64)
         sums = self.ctx.allreduce(own) if own.size else own
-        self._initial = dict(zip(self._fingerprints, map(hex, sums.tolist()), strict=True))
+        self._initial |= zip(self._fingerprints, map(hex, sums.tolist()), strict=True)
         if newest <= first:
             return first
         group = self._opened(newest)
         if self.ctx.rank == 0 and not first:
-            warn_of_others(str(self), newest, group.attrs.get("initial", {}), self._initial)
+            warn_of_differences(str(self), newest, group.attrs.get("initial", {}), self._initial)
         self._initial = group.attrs.get("initial", self._initial)
         with explained(self._of(newest)):
             self._load(group)

@@ -52,10 +52,10 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     return np.uint64(total)
 
 
-def warn_of_others(
+def warn_of_differences(
     folder: str, step: int, found: Mapping[str, str], given: Mapping[str, str]
 ) -> None:
-    """Warn of initial values that a resumed run does not use, if its first run had others.
+    """Warn if a resumed run differs from the first run of its checkpoint.
 
     Parameters
     ----------
@@ -64,15 +64,15 @@ def warn_of_others(
     step
         Its step.
     found, given
-        Fingerprints of the initial values by name: of its run, and of this one.
+        Settings, and fingerprints of initial values, by name: of the first run, and of this one.
     """
     from distributed import warn
 
     names = [name for name, own in given.items() if found.get(name, own) != own]
     if names:
         warn(
-            f"checkpoint: the run resumes at step {step} of {folder}, whose first run began with "
-            f"other values of {', '.join(names)}; the values that are given now are not used. Give "
+            f"checkpoint: the run resumes at step {step} of {folder}. It differs from the first "
+            f"run there in {', '.join(names)}: the steps before are those of the first run. Give "
             f"another path to begin anew.",
             P2PWarning,
         )

@@ -19,7 +19,7 @@ Ranks that share chunks write in turn, without a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalFields
@@ -44,13 +44,14 @@ class Stores:
         scalars: Scalars,
         series: Series,
         steps: int,  # of the run
+        settings: Mapping[str, str],  # which checkpoints in files record
     ) -> None:
         self._steps, self._names = steps, specs.names
         self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]
         self._written = BackgroundFrames(ctx, self._frames)
         self._files: CheckpointFiles | None = None
         if specs.checkpoint is not None:
-            arguments = specs.checkpoint, specs.chunks, ctx, local, scalars, series
+            arguments = specs.checkpoint, specs.chunks, ctx, local, scalars, series, settings
             self._files = CheckpointFiles(*arguments)
 
     def resumed(self, first: int) -> int:

@@ -79,8 +79,9 @@ class Checkpoint:
 
     A run begins at the newest complete checkpoint, with any number of ranks and any chunks. Then it
     does not use the initial values that it gets. A warning names those that differ from the initial
-    values of the first run. Checkpoints that another run writes to the same folder at the same time
-    end the run that began first.
+    values of the first run, and numbers and words among the arguments, and functions of another
+    name. Checkpoints that another run writes to the same folder at the same time end the run that
+    began first.
 
     Parameters
     ----------

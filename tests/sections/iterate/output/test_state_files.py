@@ -105,10 +105,10 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
     assert not values(2)
     assert not values(4)
     (text,) = values(6, u=U + 1)
-    assert re.match(r"checkpoint: the run resumes at step 4 of .* other values of u; the", text)
+    assert re.match(r"checkpoint: the run resumes at step 4 of .* first run there in u: the", text)
     assert not values(8), "the first values are those of the first run"
     (text,) = values(10, u=U + 2, t=0.25)
-    assert "other values of u, t;" in text
+    assert "first run there in u, t:" in text
     old = zarr.open(tmp_path / f"step-{10:012}", mode="r+")
     del old.attrs["initial"]
     assert not values(12, t=0.25), "a checkpoint of an earlier version has none"

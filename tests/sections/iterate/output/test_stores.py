@@ -196,20 +196,31 @@ def test_a_longer_run_adds_frames(client, tmp_path):
             assert np.array_equal(group["v"][frame], wanted[3 * frame + 3]["v"])
 
 
-def test_a_run_with_other_fields_names_those_that_are_not_used(tmp_path):
-    checkpoint = Checkpoint(tmp_path, every=4)
+def test_a_run_with_other_values_names_those_that_differ(tmp_path):
+    def scaled(u, v, rate, name):
+        return react(u, v)
 
-    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B):
+    def other(u, v, rate, name):
+        return react(u, v)
+
+    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B, function=scaled, rate=0.5, name="a"):
         given = {"u": array(A, chunks), "v": array(v, chunks)}
-        made = iterate(react, given, 1, steps, checkpoint=checkpoint, ranks=1)
+        options = {"checkpoint": Checkpoint(tmp_path, every=4), "ranks": 1}
+        made = iterate(function, given, 1, steps, constants={"rate": rate}, name=name, **options)
         return dask.compute(made, scheduler="sync")[0]["v"]
 
     with warnings.catch_warnings(action="error"):
         run(5)
         run(7, ((6,) * 4, (5,) * 4))
-    with pytest.warns(P2PWarning, match=r"at step 4 of .* began with other values of v; the"):
+    with pytest.warns(P2PWarning, match=r"at step 4 of .* differs .* in v: the steps before are"):
         found = run(9, v=B * 2)
     assert np.array_equal(found, states(9)[-1]["v"])
+    for given, named in (
+        ({"function": other}, "the functions"),
+        ({"rate": 0.25, "name": "b"}, "rate, name"),
+    ):
+        with pytest.warns(P2PWarning, match=rf"differs from the first run there in {named}: the"):
+            run(9, **given)
 
 
 def test_a_run_with_other_records_names_those_without_values(tmp_path):
