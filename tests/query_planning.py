@@ -24,7 +24,7 @@ from tests.graph.test_redistribution import (
     check_small_results,
     check_tasks_and_regions,
 )
-from tests.support import indexed, own_client, persisted, used
+from tests.support import indexed, own_client, persisted, spread, used
 
 da = importlib.import_module(os.environ.get("ARRAY_LIBRARY", "dask.array"))
 IS_PACKAGE = da.__name__ == "dask_array"
@@ -352,7 +352,7 @@ def check_cluster():
             part = (early + 1)[:10].sum()
             assert part.compute() == (array.T + 1)[:10].sum()
             assert dask_p2p.last_runs(client)[0].shape == (10, 400)  # the slice, not all rows
-        x = persisted(client, da.from_array(array, chunks=(100, 300)) + 0)
+        x = spread(client, da.from_array(array, chunks=(100, 300)) + 0)
         lazy = dask_p2p.transpose(x)
         np.testing.assert_array_equal(persisted(client, lazy).compute(), array.T)
         assert used(client, lazy), "whole blocks were moved in place of regions"

@@ -10,12 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import dask
 import numpy as np
+from dask.core import flatten
 from dask.task_spec import Alias
 
 from dask_p2p import tuning
@@ -104,13 +106,67 @@ def with_section(options, section, **values):
     return replace(options, sections=(*others, changed))
 
 
-def persisted(client, x, workers=None):
-    """The array, once all its blocks are in memory: that of ``workers``, where given."""
+def persisted(client, x):
+    """The array, once all its blocks are in memory: wherever the scheduler has put them."""
     from distributed import wait
 
-    x = client.persist(x, workers=workers)
+    x = client.persist(x)
     wait(x)
     return x
+
+
+def spread(client, x, workers=None):
+    """The array, once each block is in memory of the worker that the sum of its indices numbers.
+
+    Left to itself, the scheduler gives few blocks, or none, to a worker that a busy machine slows.
+    ``workers`` are all of them by default. Neighbours along each axis are on different workers.
+    """
+    from distributed import wait
+
+    workers, graph = workers or sorted(workers_of(client)), dict(x.__dask_graph__())
+    keys_of, futures = defaultdict(list), {}
+    for key in flatten(x.__dask_keys__()):
+        keys_of[workers[sum(key[1:]) % len(workers)]].append(key)
+    for worker, keys in keys_of.items():
+        made = client.get(graph, keys, workers=[worker], sync=False)
+        futures |= zip(keys, made, strict=True)
+    wait([*futures.values()])
+    client.run_on_scheduler(_loosen, {*graph})
+    rebuild, arguments = x.__dask_postpersist__()
+    return rebuild(futures, *arguments)
+
+
+def _loosen(keys, dask_scheduler):
+    """Let any worker make blocks again that are lost with theirs."""
+    for key in keys & dask_scheduler.tasks.keys():
+        dask_scheduler.tasks[key].loose_restrictions = True
+
+
+def restart(client, workers=None):
+    """Restart workers, by default all, and wait until others run in their places.
+
+    Dask's own functions may return before the scheduler has seen the old ones leave.
+    """
+    from tests.transports.loopback import wait_until
+
+    before = client.run_on_scheduler(_ids)
+    if workers is None:
+        workers = [*before]
+        client.restart(timeout=BOUND_S)
+    else:
+        client.restart_workers(workers, timeout=BOUND_S)
+    old = {before[worker] for worker in workers}
+    wait_until(lambda: client.run_on_scheduler(_are_replaced, old, len(before)))
+
+
+def _ids(dask_scheduler):
+    """Ids of workers by address: another worker may have an old address."""
+    return {address: worker.server_id for address, worker in dask_scheduler.workers.items()}
+
+
+def _are_replaced(old, number, dask_scheduler):
+    is_left = old & {*_ids(dask_scheduler).values()}
+    return not is_left and len(dask_scheduler.running) == number
 
 
 def layers_of(x):

@@ -19,7 +19,7 @@ from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArray
 from dask_p2p.ops.fft import local as local_fft
 from tests import support
 from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of, set_trap
-from tests.support import layers_of, persisted, run_of
+from tests.support import layers_of, persisted, run_of, spread
 from tests.transports.loopback import wait_until
 
 ALONG_ONE = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
@@ -444,7 +444,7 @@ def test_the_module_loads_with_its_first_use():
 @pytest.mark.parametrize("chunks", [(1, -1, -1), (3, 4, -1), (5, 3, 4)], ids=str)
 def test_on_workers(client, chunks):
     a = numbers((12, 10, 8), "d")
-    x = persisted(client, da.from_array(a, chunks=chunks))
+    x = spread(client, da.from_array(a, chunks=chunks))
     y = persisted(client, fft.rfftn(x))
     assert_close(y.compute(), np.fft.rfftn(a))
     z = persisted(client, fft.irfftn(y, s=a.shape))
@@ -460,7 +460,7 @@ def test_several_blocks_a_worker_of_which_most_are_on_disk():
     a = numbers((24, 20, 16))
     options = {"distributed.worker.memory.target": a.nbytes / 8 / 2**30}
     with cluster_of(2, options, memory_limit=2**30) as client:
-        x = persisted(client, da.from_array(a, chunks=(2, -1, -1)))
+        x = spread(client, da.from_array(a, chunks=(2, -1, -1)))
         spilled = client.run(lambda dask_worker: len(dask_worker.data.disk))
         assert min(spilled.values()) > 0
         y = persisted(client, fft.fftn(x))
@@ -475,7 +475,7 @@ def test_a_worker_that_is_killed_meanwhile(who):
     options = {"p2p.transports.order": ["comm"]}
     a = np.add.outer(np.arange(12.0), np.sin(np.arange(16)))
     with cluster_of(3, options) as client:
-        x = persisted(
+        x = spread(
             client,
             da.map_blocks(
                 lambda block_id: a[4 * block_id[0] :][:4], chunks=((4, 4, 4), (16,)), dtype=float

@@ -64,7 +64,9 @@ def as_new(client, n_workers):
             wait_until(lambda: _is_complete(client, n_workers), BOUND_S / 2)
         except AssertionError:
             _replace_missing(client)
-            wait_until(lambda: _is_complete(client, n_workers), BOUND_S)
+            wait_until(
+                lambda: _is_complete(client, n_workers), BOUND_S, lambda: _state_of(client.cluster)
+            )
         wait_until(lambda: _have_no_records(client, n_workers), BOUND_S)
 
 
@@ -86,6 +88,14 @@ def _replace_missing(client):
     for name, nanny in list(client.cluster.workers.items()):
         if nanny.worker_address not in there:
             client.cluster.worker_spec.pop(name, None)
+
+
+def _state_of(cluster):
+    """The workers of a cluster: those that it is to have, and its nannies with their states."""
+    nannies = {
+        name: (nanny.status, nanny.worker_address) for name, nanny in cluster.workers.items()
+    }
+    return f"specified: {[*cluster.worker_spec]}, there: {nannies}"
 
 
 def _count_tasks(dask_scheduler):

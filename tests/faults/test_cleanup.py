@@ -25,6 +25,7 @@ from tests.faults.support import (
     set_trap,
     source,
 )
+from tests.support import restart
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
@@ -119,9 +120,9 @@ def test_after_a_restart(client, gate):
     y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     assert all_hold_something(client, gate)
     gate.open()
-    client.restart()
+    restart(client)
     assert not before & set(client.run(os.getpid).values())
-    assert not [folder for folder in folders if os.path.exists(folder)]
+    wait_until(lambda: not any(map(os.path.exists, folders)))
     assert_nothing_is_held(client)
     works(client)
     del y

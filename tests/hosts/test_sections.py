@@ -22,7 +22,7 @@ from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
 from tests.sections.support import endpoints_of_ucx, messenger_of, nothing_is_left, ranks_of
-from tests.support import result_of
+from tests.support import restart, result_of
 from tests.transports.loopback import wait_until
 
 WORKERS = 4
@@ -209,7 +209,7 @@ def sent_by_both_networks(host):
 
 @pytest.mark.parametrize("transport", ["comm", "ucx"])
 def test_large_messages_by_ucx_if_that_is_enabled(client, cluster, transport):
-    client.restart()
+    restart(client)
     wide = wide_laid_out(client)
     before = [sent_by_both_networks(host) for host in cluster.others]
     with dask.config.set({"p2p.transports.order": [transport]}):
@@ -279,7 +279,7 @@ def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, clu
         is_lost, received = client.run(send, to=to, workers=[near])[near]
     assert is_lost
     assert received.tolist() == [*range(8)]
-    client.restart()  # processes that have not sent messages by UCX
+    restart(client)  # processes that have not sent messages by UCX
 
 
 def test_the_network_fails_while_ranks_compute_between_large_messages(client, cluster, tmp_path):

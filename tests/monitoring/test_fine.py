@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.monitoring.fine import meter, record_transfer
 from dask_p2p.monitoring.records import Stage
 from tests.monitoring.test_records import record
-from tests.support import persisted
+from tests.support import persisted, spread
 from tests.transports.loopback import wait_until
 
 
@@ -63,7 +63,7 @@ def test_transfers_are_spans_of_the_task():
 
 def test_reports_have_the_time_of_transfers(client, tmp_path):
     pytest.importorskip("bokeh")
-    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    x = spread(client, da.ones((64, 48), chunks=(16, 48)))
     dask_p2p.register(client)
     group = "p2p-transpose"
 
@@ -100,7 +100,7 @@ def wait_for_heartbeats(client):
 
 
 def test_the_scheduler_has_them(client):
-    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    x = spread(client, da.ones((64, 48), chunks=(16, 48)))
     name = "p2p-transpose"
     dask_p2p.register(client)
     wait_for_heartbeats(client)

@@ -15,7 +15,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS, GAUGES
 from dask_p2p.plugins.registration import workers_of
-from tests.support import in_process, persisted
+from tests.support import in_process, persisted, spread
 from tests.transports.loopback import true_later, wait_until
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -44,7 +44,7 @@ def metrics_pages(cluster, client):
 
 
 def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
-    x = persisted(client, da.ones((64, 48), chunks=(16, 48)))
+    x = spread(client, da.ones((64, 48), chunks=(16, 48)))
     dask_p2p.register(client)
     scheduler, workers = metrics_pages(cluster, client)
 

@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p.monitoring.records import RunStarts
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
-from tests.support import BOUND_S, import_path, indexed, own_client, persisted, tune
+from tests.support import BOUND_S, import_path, indexed, own_client, spread, tune
 from tests.transports.loopback import wait_until
 
 X = indexed((64, 64), float)
@@ -31,7 +31,7 @@ def block(client, y, row):
 
 
 def test_all_of_it_again(client):
-    y = dask_p2p.transpose(persisted(client, da.from_array(X, chunks=(16, 64))))
+    y = dask_p2p.transpose(spread(client, da.from_array(X, chunks=(16, 64))))
     for _ in range(3):
         client.compute(y).result()
     runs = runs_of_array(client, y)
@@ -41,7 +41,7 @@ def test_all_of_it_again(client):
 
 def test_what_is_missing_of_it_later(client):
     """A future holds one block of four; long after, the others are wanted."""
-    y = dask_p2p.transpose(persisted(client, da.from_array(X + 1, chunks=(16, 64))))
+    y = dask_p2p.transpose(spread(client, da.from_array(X + 1, chunks=(16, 64))))
     held = block(client, y, 2)
     wait(held)
     time.sleep(0.3)

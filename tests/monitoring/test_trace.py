@@ -14,7 +14,7 @@ from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import RunTable, runs_of
 from dask_p2p.monitoring.trace import trace
 from tests.monitoring.test_records import record
-from tests.support import persisted
+from tests.support import persisted, spread
 
 ROUNDING_US = 0.01
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_written(tmp_path):
 
 
 def test_the_trace_of_a_run(client, tmp_path):
-    x = persisted(client, da.ones((64, 48), chunks=(4, 48)))
+    x = spread(client, da.ones((64, 48), chunks=(4, 48)))
     dask_p2p.register(client)
     persisted(client, dask_p2p.transpose(x))
     runs = dask_p2p.last_runs(client, n=1)

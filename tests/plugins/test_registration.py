@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,7 +29,16 @@ from dask_p2p.plugins import registration as module
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.in_place.reading import DirectoryOptions
 from dask_p2p.transports.packed.ucx import UcxOptions
-from tests.support import BOUND_S, import_path, indexed, result_of, tune, worker_process
+from tests.support import (
+    BOUND_S,
+    import_path,
+    indexed,
+    restart,
+    result_of,
+    spread,
+    tune,
+    worker_process,
+)
 from tests.transports.loopback import true_later, wait_until
 
 SHAPE = (40, 12)
@@ -155,9 +165,11 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
             thread.start()
             assert done.wait(BOUND_S), "it waits for the worker"
         (warning,) = [w for w in caught if w.category is P2PWarning]
-        assert str(warning.message).startswith(
-            "1 of 2 workers have not answered the registration for 5 s: they are busy or suspended "
-            f"({still}). Tasks sent there wait until they answer. Close workers"
+        # A busy machine may make the other worker late, too.
+        assert re.match(
+            "[12] of 2 workers have not answered the registration for 5 s: they are busy or "
+            rf"suspended \(.*{still}.*\)\. Tasks sent there wait until they answer\. Close workers",
+            str(warning.message),
         )
         assert warning.filename == __file__, "the user's line"
     finally:
@@ -195,9 +207,9 @@ def test_a_graph_that_is_older_than_the_client(own_cluster):
         with Client(own_cluster) as bare:
             bare.run_on_scheduler(_take_off)
             bare.run(_forget)
-            x = bare.persist(da.from_array(X, chunks=(10, 12)))
-            wait(x)
+            x = spread(bare, da.from_array(X, chunks=(10, 12)))
             check(bare, y)
+            del x
             wait_until(lambda: have_plugin(bare))
             wait_until(lambda: any("whole blocks" in str(w.message) for w in caught))
     said = [str(w.message) for w in caught if "whole blocks" in str(w.message)]
@@ -284,7 +296,7 @@ def test_a_worker_without_the_package_is_named_and_not_lost(bare):
         assert bare.gather(precious) == {"a": 1, "b": 2}
     finally:
         del precious
-        bare.restart_workers([lacking])
+        restart(bare, [lacking])
     dask_p2p.register(bare)
     check(bare, lazy())
 
@@ -409,6 +421,7 @@ def test_the_same_client_after_a_restart_of_its_scheduler(is_older):
         client.wait_for_workers(4, timeout=BOUND_S)
         dask_p2p.transpose(blocks)
         assert have_plugin(client)
+    wait_until(lambda: client.status != "running")
     try:
         with hand_made_cluster(port, 4, "400 MB"):
             wait_until(lambda: client.status == "running")

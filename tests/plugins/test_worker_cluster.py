@@ -31,6 +31,8 @@ from tests.support import (
     output_of,
     own_client,
     persisted,
+    restart,
+    spread,
     tls_client,
     used,
 )
@@ -123,10 +125,8 @@ def test_results_of_reductions_over_the_wire(client, transport):
 
 @pytest.mark.usefixtures("_either_way")
 def test_no_more_is_moved_than_must_be(client):
-    x = client.persist(da.from_array(indexed((64, 64), float), chunks=(16, 64)))
-    wait(x)
+    x = spread(client, da.from_array(indexed((64, 64), float), chunks=(16, 64)))
     holders = [who[0] for who in client.who_has(x).values()]
-    assert len(set(holders)) == 4, "this test needs one block on each worker"
     y = client.persist(dask_p2p.transpose(x))
     wait(y)
     makers = {key: who[0] for key, who in client.who_has(y).items()}
@@ -154,7 +154,7 @@ def test_a_second_time_and_after_restart():
         for _ in range(2):
             y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12)))
             np.testing.assert_array_equal(y.compute(), x.T)
-        client.restart()
+        restart(client)
         y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12)))
         np.testing.assert_array_equal(y.compute(), x.T)
         assert client.run(lambda dask_worker: PLUGIN_NAME in dask_worker.plugins)
@@ -294,9 +294,9 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
         dask.config.set(settings),
         own_client(n_workers=2, threads_per_worker=1, memory_limit="2 GB") as client,
     ):
-        small = persisted(client, slabs(320, 320, 32))
+        small = spread(client, slabs(320, 320, 32))
         operation(small)[0].sum().compute()  # which loads code
-        x = persisted(client, slabs(6400, 6400, 32))
+        x = spread(client, slabs(6400, 6400, 32))
         client.run(watch_store)
         y, factor = operation(x)
         total = y.sum().compute()

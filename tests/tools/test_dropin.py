@@ -23,7 +23,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin, taken
-from tests.support import BOUND_S, added, parameter_names, persisted, used
+from tests.support import BOUND_S, added, parameter_names, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -92,7 +92,7 @@ def test_what_is_replaced_has_the_same_parameters():
 
 def test_code_that_exists_uses_this_package(client, x):
     xarray = pytest.importorskip("xarray")
-    x = persisted(client, x)
+    x = spread(client, x)
     named = xarray.DataArray(x, dims=("a", "b"))
     operations = {
         "rechunk": lambda: x.rechunk({0: -1, 1: 6}),
@@ -223,7 +223,7 @@ def test_keeps_dtypes(client, dtype):
 def test_byte_orders_of_arrays_that_a_client_sends(client, dtype, order):
     """Dask makes native blocks of many of them, and declares them as they were."""
     values = np.arange(64).reshape(8, 8).astype("i8").astype(dtype)
-    a = persisted(client, da.from_array(values, chunks=(2, 4)))
+    a = spread(client, da.from_array(values, chunks=(2, 4)))
     (block, *_) = futures_of(a)
     assert client.submit(byte_order, block).result() == "="
     with dask.config.set({"p2p.transports.order": order or "auto"}):

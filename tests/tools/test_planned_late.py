@@ -9,7 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.errors import P2PWarning
-from tests.support import indexed, output_of, persisted, used
+from tests.support import indexed, output_of, persisted, spread, used
 
 pytestmark = pytest.mark.skipif(
     find_spec("dask_array") is None, reason="needs it: pip install dask-array"
@@ -39,7 +39,7 @@ def names(y):
 
 
 def test_code_that_exists_uses_this_package(client, x):
-    x = persisted(client, x)
+    x = spread(client, x)
     calls = {
         "rechunk": (lambda: x.rechunk((-1, 6)), VALUES, ["p2p-rechunk"]),
         "method": (lambda: x.rechunk((20, 20), method="p2p"), VALUES, ["p2p-rechunk"]),

@@ -8,14 +8,15 @@ import dask.array as da
 import numpy as np
 
 import dask_p2p
-from tests.support import persisted, used
+from tests.support import persisted, spread, used
 
 
 def check_bits(client, dtype, transport):
     """A block of any dtype comes bit for bit."""
     x = np.zeros((300, 200), dtype)
     x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    y = persisted(client, dask_p2p.transpose(persisted(client, da.from_array(x, chunks=(70, 150)))))
+    a = spread(client, da.from_array(x, chunks=(70, 150)))
+    y = persisted(client, dask_p2p.transpose(a))
     got = y.compute()
     assert got.dtype == x.dtype
     assert got.tobytes() == x.T.tobytes()
@@ -25,7 +26,7 @@ def check_bits(client, dtype, transport):
 def check_objects(client):
     """Objects go another way than by the transport that is preferred, without a warning."""
     x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
-    a = persisted(client, da.from_array(x, chunks=(4, 2)))
+    a = spread(client, da.from_array(x, chunks=(4, 2)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = persisted(client, dask_p2p.transpose(a))

@@ -8,7 +8,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import AxesError, ChunksError, InputError
-from tests.support import persisted, used
+from tests.support import persisted, spread, used
 
 xr = pytest.importorskip("xarray")
 
@@ -119,7 +119,7 @@ def test_what_is_in_memory_gets_cut(array):
 
 
 def test_by_regions_on_a_cluster(client, array):
-    x = array.copy(data=persisted(client, array.data + 0))
+    x = array.copy(data=spread(client, array.data + 0))
     lazy = x.p2p.transpose("x", "y", "t")
     y = lazy.copy(data=persisted(client, lazy.data))
     assert_moved(y, array.T)

@@ -19,7 +19,7 @@ from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.tables import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.monitoring.support import record
-from tests.support import import_path, persisted
+from tests.support import import_path, persisted, spread
 from tests.transports.loopback import wait_until
 
 pytestmark = [
@@ -65,7 +65,7 @@ def page(client):
 
 
 def array(client):
-    return persisted(client, da.random.random((400, 300), chunks=(100, 300)))
+    return spread(client, da.random.random((400, 300), chunks=(100, 300)))
 
 
 def shown(driver, name, state="done", progress=1.0):

@@ -10,7 +10,7 @@ import pytest
 from dask_p2p import fft, spmd
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.ops.fft import estimate as fft_estimate
-from tests.support import persisted, run_of
+from tests.support import persisted, run_of, spread
 
 MIB = 2**20
 
@@ -63,7 +63,7 @@ def test_what_a_task_and_a_worker_hold():
 
 @pytest.mark.usefixtures("without_stealing")
 def test_it_comes_true(client):
-    x = persisted(client, cube((16, -1, -1)))
+    x = spread(client, cube((16, -1, -1)))
     y = fft.fftn(x)
     found = fft.estimate(y)
     assert found.workers == 4

@@ -12,7 +12,7 @@ from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.ops.fft.long_axes import Long, long_axis
 from dask_p2p.plans.fft import Transform, stages
-from tests.support import layers_of, pairwise, persisted, run_of
+from tests.support import layers_of, pairwise, persisted, run_of, spread
 from tests.test_fft import assert_close, numbers
 
 LIMIT_BYTES = 16_000
@@ -114,7 +114,7 @@ def test_which_axes_are_too_long():
 
 def test_on_workers(client):
     a = numbers(6000)
-    x = persisted(client, da.from_array(a, chunks=500))
+    x = spread(client, da.from_array(a, chunks=500))
     y = fft.fft(x)
     functions = [
         task.output.epilogue for task in dict(y.dask).values() if isinstance(task, AssembleTask)

@@ -19,7 +19,7 @@ from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.registration import workers_of
 from tests.sections.schedulers import Scheduler, Task
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, result_of
+from tests.support import BOUND_S, restart, result_of
 from tests.transports.loopback import wait_until
 
 GPU = {"GPU": 1}
@@ -329,11 +329,11 @@ def test_units_that_others_have_are_waited_for(client):
 
 def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     busy = addresses(client)[2]
-    blocking = client.map(time.sleep, [50.0, 51.0], workers=[busy], pure=False)
+    blocking = client.map(time.sleep, [1000.0, 1001.0], workers=[busy], pure=False)
     y = spmd(summed, array(), ranks=3, of="full")
     z = iterate(lambda u: u[1:-1], array(), {0: 1}, 3, ranks=3)
     for future, value in ((client.compute(y), 4.0), (client.compute(z), 1.0)):
-        assert np.array_equal(result_of(client, future, 40), np.full(12, value))
+        assert np.array_equal(result_of(client, future), np.full(12, value))
     assert not any(each.done() for each in blocking)
     client.cancel(blocking)
-    client.restart_workers([busy])
+    restart(client, [busy])

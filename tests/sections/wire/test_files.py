@@ -14,7 +14,7 @@ from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import files
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, result_of
+from tests.support import BOUND_S, restart, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
@@ -79,7 +79,7 @@ def limited(client):
     """Set the limits of all workers, for one test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield lambda soft, hard: client.run(limit, soft, hard)
-    client.restart()
+    restart(client)
     assert set(client.run(resource.getrlimit, resource.RLIMIT_NOFILE).values()) == {before}
 
 

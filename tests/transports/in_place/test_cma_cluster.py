@@ -14,7 +14,7 @@ import pytest
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
-from tests.support import own_client, persisted, result_of, tls_client, used
+from tests.support import own_client, persisted, result_of, spread, tls_client, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_bits, check_objects
 from tests.usage import usage, usage_of_worker
@@ -32,7 +32,7 @@ def test_values_of_any_dtype(client, dtype):
 @pytest.mark.parametrize("axes", [(2, 1, 0), (1, 0, 2), (0, 2, 1)], ids=str)
 def test_boxes_and_modes(client, axes, mode):
     x = np.arange(15 * 21 * 13.0).reshape(15, 21, 13)
-    a = persisted(client, da.from_array(x, chunks=(4, 10, 13)))
+    a = spread(client, da.from_array(x, chunks=(4, 10, 13)))
     with dask.config.set({"p2p.mode": mode, "p2p.transports.cma.part-bytes": 1}):
         y = persisted(client, dask_p2p.transpose(a, axes))
     np.testing.assert_array_equal(y.compute(), x.transpose(axes))
@@ -45,18 +45,19 @@ def test_objects_go_another_way_without_a_warning(client):
 
 def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
     x = np.arange(100_000 * 8.0).reshape(100_000, 8)
-    a = persisted(client, da.from_array(x, chunks=(25_000, 8)))
+    a = spread(client, da.from_array(x, chunks=(25_000, 8)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = persisted(client, dask_p2p.transpose(a, chunks=(2, -1)))
         assert used(client, y) == {"comm"}
         np.testing.assert_array_equal(y.compute(), x.T)
-    z = persisted(client, dask_p2p.transpose(da.ones((400, 400), chunks=(100, 400))))
+    b = spread(client, da.ones((400, 400), chunks=(100, 400)))
+    z = persisted(client, dask_p2p.transpose(b))
     assert used(client, z) == {"cma"}, "it is still preferred"
 
 
 def test_nothing_is_kept(client):
-    a = persisted(client, da.random.random((400, 300), chunks=(100, 300)))
+    a = spread(client, da.random.random((400, 300), chunks=(100, 300)))
     y = persisted(client, dask_p2p.transpose(a))
     assert used(client, y) == {"cma"}
     del a, y
@@ -86,7 +87,7 @@ def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     ):
         warnings.simplefilter("error")
         client.run(forbid_reading)
-        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        a = spread(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
         np.testing.assert_array_equal(y.compute(), x.T)
         assert used(client, y) == {"comm"}
@@ -99,7 +100,7 @@ def test_a_tls_cluster():
     """Nothing leaves the host, as with `ipc`."""
     x = np.arange(480.0).reshape(40, 12)
     with tls_client() as client:
-        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        a = spread(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
         np.testing.assert_array_equal(y.compute(), x.T)
         assert used(client, y) == {"cma"}
@@ -112,7 +113,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
     with own_client(3) as client:
         dask_p2p.register(client)
         a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
-        a = persisted(client, a)
+        a = spread(client, a)
         y = persisted(client, dask_p2p.transpose(a))  # all have met, and published their blocks
         del y
         reader, holder, _ = sorted(workers_of(client))
@@ -145,14 +146,14 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
 def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
     """A worker's first task publishes all blocks that it has of the array, not its own sources."""
     a = np.arange(64 * 48.0).reshape(64, 48)
-    x = persisted(client, da.from_array(a, chunks=(4, 6)))
+    x = spread(client, da.from_array(a, chunks=(4, 6)))
 
     def count(dask_worker):
         transport = dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"]
         held = sum(key[0] == x.name for key in dask_worker.data)
         return held, usage(transport)["published"] if held else 0
 
-    y = persisted(client, dask_p2p.rechunk(x, (16, 48)))
+    y = spread(client, dask_p2p.rechunk(x, (16, 48)))  # a task on each worker
     for held, published in client.run(count).values():
         assert published >= held
     assert used(client, y) == {"cma"}
@@ -162,7 +163,7 @@ def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
 def test_regions_are_copied_to_where_they_belong(client, monkeypatch):
     """Where no axes are permuted and rows are long: no buffer is taken for them."""
     a = np.arange(80 * 200.0).reshape(80, 200)
-    x = persisted(client, da.from_array(a, chunks=(20, 100)))
+    x = spread(client, da.from_array(a, chunks=(20, 100)))
 
     def taken(dask_worker):
         return dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"].kept_bytes

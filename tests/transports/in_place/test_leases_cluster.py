@@ -11,8 +11,7 @@ import numpy as np
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.plugins.registration import workers_of
-from tests.support import BOUND_S, own_client, persisted, used
+from tests.support import BOUND_S, own_client, spread, used
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -28,13 +27,11 @@ tempfile.mkdtemp = mkdtemp
 """
 
 
-def transposed(client, shape, chunks, name=None, workers=(None,)):
-    """Transpose an array, an equal part of its rows on each of ``workers``; return transports."""
+def transposed(client, shape, chunks, name=None):
+    """Transpose an array whose blocks are on all workers, to all of them; return transports."""
     x = np.arange(float(np.prod(shape))).reshape(shape)
-    parts = [da.from_array(rows, chunks, name=name) for rows in np.split(x, len(workers))]
-    placed = [persisted(client, *pair) for pair in zip(parts, workers, strict=True)]
-    a = persisted(client, da.concatenate(placed))
-    y = persisted(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
+    a = spread(client, da.from_array(x, chunks, name=name))
+    y = spread(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
     np.testing.assert_array_equal(y.compute(), x.T)
     return used(client, y)
 
@@ -58,13 +55,10 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         assert transposed(client, (40, 12), (10, 12)) == {"cma"}
         assert not caught
         client.cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
-        before = {*workers_of(client)}
         client.cluster.scale(3)
         client.wait_for_workers(3, timeout=BOUND_S)
         assert all(client.run(setup_is_whole).values())
-        (late,) = workers_of(client).keys() - before
-        on_each = [*before, late]
-        assert transposed(client, (120, 12), (10, 12), workers=on_each) == {"cma", "comm"}
+        assert transposed(client, (120, 12), (10, 12)) == {"cma", "comm"}
         (text,) = warned(client)
         assert "cannot be set up: No space left on device" in text
         assert "--local-directory" in text

@@ -25,7 +25,7 @@ from tests.faults.support import (
     set_trap,
     source,
 )
-from tests.support import persisted, used
+from tests.support import persisted, spread, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_objects
 
@@ -52,7 +52,7 @@ def mapped_segments(dask_worker):
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_values(client, checksum):
-    a = persisted(client, source((1500, 1100), (200, 1100)))
+    a = spread(client, source((1500, 1100), (200, 1100)))
     for _ in range(5):
         with dask.config.set({"p2p.checksum": checksum}):
             y = persisted(client, dask_p2p.transpose(a))

@@ -13,7 +13,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import BOUND_S, own_client, persisted, tls_client, used
+from tests.support import BOUND_S, own_client, persisted, spread, tls_client, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_bits, check_objects
 from tests.usage import usage_of_worker
@@ -37,7 +37,7 @@ def test_values_of_any_dtype(client, dtype):
 def test_many_parts_on_and_on(client):
     x = np.arange(1500 * 1100.0).reshape(1500, 1100)
     a = da.fromfunction(lambda i, j: i * 1100 + j, shape=x.shape, chunks=(200, 1100), dtype=float)
-    a = persisted(client, a)
+    a = spread(client, a)
     for _ in range(10):
         y = persisted(client, dask_p2p.transpose(a))
         assert used(client, y) == {"ucx"}
@@ -61,7 +61,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
         dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
         tls_client() as client,
     ):
-        a = persisted(client, da.from_array(x, chunks=(10, 12)))
+        a = spread(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
         np.testing.assert_array_equal(y.compute(), x.T)
         assert used(client, y) == ({"ucx"} if allowed else {"comm"})
@@ -86,7 +86,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
     with own_client(3) as client:
-        a = persisted(
+        a = spread(
             client,
             da.fromfunction(
                 lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float
