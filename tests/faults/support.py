@@ -75,7 +75,7 @@ def _is_complete(client, n_workers):
     cluster, closing = client.cluster, 0
     for name, nanny in list(cluster.workers.items()):
         if nanny.status == Status.closed:
-            cluster.worker_spec.pop(name, None)
+            _drop(cluster, name)
         closing += nanny.status in CLOSING
     if len(cluster.worker_spec) != n_workers + closing:  # each call starts a comparison
         cluster.scale(n_workers + closing)
@@ -87,7 +87,13 @@ def _replace_missing(client):
     there = set(addresses(client))
     for name, nanny in list(client.cluster.workers.items()):
         if nanny.worker_address not in there:
-            client.cluster.worker_spec.pop(name, None)
+            _drop(client.cluster, name)
+
+
+def _drop(cluster, name):
+    """Have a cluster close a nanny, and give its name to no other: that one would not be started."""
+    cluster.worker_spec.pop(name, None)
+    cluster._i = max(cluster._i, name + 1)
 
 
 def _state_of(cluster):

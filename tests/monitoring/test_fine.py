@@ -82,6 +82,9 @@ def test_reports_have_the_time_of_transfers(client, tmp_path):
     assert counted_s()["transfer"] >= 0.9 * waited_s > 0
 
 
+MOVED = ("p2p-transfer", "bytes")
+
+
 def executed(client, name):
     """Dask's sums of the metrics of tasks, by activity and unit."""
     metrics = client.run_on_scheduler(
@@ -90,20 +93,26 @@ def executed(client, name):
     return {key[2:]: value for key, value in metrics.items() if key[:2] == ("execute", name)}
 
 
-def unsent(dask_worker):
-    """Whether a worker has metrics that its next heartbeat will bring to the scheduler."""
-    return any("p2p-kernel" in metric for metric in dask_worker.digests_total_since_heartbeat)
+def moved_bytes(name, dask_worker):
+    """Bytes in the metrics of a worker's tasks, whether the scheduler has them or not."""
+    totals = dask_worker.digests_total.items()
+    return sum(value for metric, value in totals if metric[2:] == (name, *MOVED))
 
 
-def wait_for_heartbeats(client):
-    wait_until(lambda: not any(client.run(unsent).values()))
+def wait_for_heartbeats(client, name):
+    """Wait until the scheduler has all metrics: a heartbeat may be on its way for some time."""
+
+    def has_all():
+        return executed(client, name).get(MOVED, 0) == sum(client.run(moved_bytes, name).values())
+
+    wait_until(has_all)
 
 
 def test_the_scheduler_has_them(client):
     x = spread(client, da.ones((64, 48), chunks=(16, 48)))
     name = "p2p-transpose"
     dask_p2p.register(client)
-    wait_for_heartbeats(client)
+    wait_for_heartbeats(client, name)
     before = executed(client, name)
     y = persisted(client, dask_p2p.transpose(x))
     (run,) = dask_p2p.last_runs(client, n=1)
@@ -112,8 +121,8 @@ def test_the_scheduler_has_them(client):
     def more(*what):
         return executed(client, name).get(what, 0) - before.get(what, 0)
 
-    wait_for_heartbeats(client)
-    wait_until(lambda: more("p2p-transfer", "bytes") == run.least_bytes)
+    wait_for_heartbeats(client, name)
+    wait_until(lambda: more(*MOVED) == run.least_bytes)
     stages = [stage for record in run.made for stage in record.stages]
     kernel_s = sum(r.kernel_s for r in run.made) + sum(stage.kernel_s for stage in stages)
     waited_s = sum(stage.waited_s for stage in stages)
