@@ -91,7 +91,7 @@ def _replace_missing(client):
 
 
 def _drop(cluster, name):
-    """Have a cluster close a nanny, and give its name to no other: that one would not be started."""
+    """Have a cluster close a nanny. Another one of its name would not be started."""
     cluster.worker_spec.pop(name, None)
     cluster._i = max(cluster._i, name + 1)
 
