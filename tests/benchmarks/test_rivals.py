@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,8 @@ from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from benchmarks.rivals.common import MODULI, Case, row, run_program, time_forms, why
 from dask_p2p.tools import indexed
-from tests.support import output_of
+from tests.support import BOUND_S, output_of
+from tests.transports.loopback import wait_until
 
 ROOT = Path(benchmarks.__file__).parents[1]
 
@@ -141,36 +144,52 @@ def test_on_processors(tmp_path):
 )
 def test_programs_of_jax_on_processors(module, arguments):
     """Spectra are compared by the program itself."""
-    said = run_program(module, *arguments, "--cpu", "--repeats", 2, timeout_s=60)
+    said = run_program(module, *arguments, "--cpu", "--repeats", 2, timeout_s=BOUND_S)
     assert len(said["times_s"]) == 2
     assert min(said["times_s"]) > 0
 
 
 @pytest.mark.programs
 def test_programs_of_their_own():
-    said = run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 64, timeout_s=60)
+    said = run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 64, timeout_s=BOUND_S)
     assert (said["way"], said["wrong"]) == (copy_engines.WAY, 0)
     with pytest.raises(RuntimeError, match="ValueError: 65 rows are no multiple of 2"):
-        run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 65, timeout_s=60)
+        run_program("copy_engines", "--cpu", "--gpus", 2, "--size", 65, timeout_s=BOUND_S)
     with pytest.raises(RuntimeError):  # what it finds in its environment
-        run_program("copy_engines", "--help", timeout_s=60, PYTHONHOME="/nowhere")
+        run_program("copy_engines", "--help", timeout_s=BOUND_S, PYTHONHOME="/nowhere")
 
 
 @pytest.mark.programs
-def test_one_that_hangs(tmp_path):
+def test_one_that_hangs(tmp_path, monkeypatch):
     started = tmp_path / "started"
+
+    class Late(subprocess.Popen):
+        """A process whose time begins when it has a child."""
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                wait_until(lambda: started.exists() and started.read_text())
+            return super().wait(timeout)
+
+    monkeypatch.setattr(rivals.subprocess, "Popen", Late)
     in_a_group_of_its_own = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         f"open({str(started)!r}, 'w').write(str(child.pid))\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     with (tmp_path / "errors").open("wb") as errors:
         command = [sys.executable, "-c", in_a_group_of_its_own]
-        assert rivals.run_for(command, 2, errors) == "not done after 2 s"
-        assert rivals.run_for([sys.executable, "-c", ""], 30, errors) is None
+        assert rivals.run_for(command, 0.5, errors) == "not done after 0.5 s"
+        assert rivals.run_for([sys.executable, "-c", ""], BOUND_S, errors) is None
     child = int(started.read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+    def has_ended():
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(child).status() == "zombie"
+        return True
+
+    wait_until(has_ended)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (300, 700), (1, 5)])

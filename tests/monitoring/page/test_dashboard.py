@@ -137,9 +137,12 @@ def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, cap
     sessions = [pull_session(url=f"http://127.0.0.1:{port}{page[:-3]}") for page in pages]
     client.run_on_scheduler(lose_all)
     del sessions
-    texts = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
-    lost = {page for page in pages for text in texts if f"GET {page}" in text}
-    assert lost in (pages, set())
+
+    def lost():
+        texts = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
+        return {page for page in pages for text in texts if f"GET {page}" in text}
+
+    wait_until(lambda: lost() in (pages, set()), state=lost)  # the two come one after the other
 
 
 def check_pages(client, prefix=""):
