@@ -189,8 +189,24 @@ async def _one(closes):
     return memory, output
 
 
+def dropped_bytes(dask_worker):
+    return dask_worker.dropped
+
+
 def idle_bytes(dask_worker):
     return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
+
+
+def note_dropped(dask_worker):
+    """Note the sizes of the memory that a worker gives back."""
+    outputs = dask_worker.plugins[PLUGIN_NAME].context.outputs
+    dask_worker.dropped, clear = [], outputs.clear
+
+    def noted():
+        dask_worker.dropped.append(outputs.idle_bytes)
+        clear()
+
+    outputs.clear = noted
 
 
 def test_workers_give_the_memory_back():
@@ -207,8 +223,9 @@ def test_workers_give_the_memory_back():
 
     with cluster_of(2) as client:
         x = client.persist(source(shape, (1000, 4000)))
+        client.run(note_dropped)
         transposed()
-        wait_until(kept_bytes, BOUND_S)
+        wait_until(lambda: any(map(sum, client.run(dropped_bytes).values())))
         wait_until(lambda: not kept_bytes(), BOUND_S)
         before = client.run(measure)
         for _ in range(3):
