@@ -277,6 +277,18 @@ def without_stealing(client):
 
 
 @pytest.fixture
+def own_log(caplog):
+    """Log records of this package alone: a cluster in this process may log at any time."""
+
+    def is_own(record):
+        return "dask_p2p" in record.name or "dask_p2p" in record.getMessage()
+
+    caplog.handler.addFilter(is_own)
+    yield caplog
+    caplog.handler.removeFilter(is_own)
+
+
+@pytest.fixture
 def sleeper():
     """A process that ends when it is killed."""
     with subprocess.Popen(["sleep", "600"]) as process:

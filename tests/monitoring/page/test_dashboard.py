@@ -213,11 +213,11 @@ def test_a_thousand_runs_leave_the_scheduler_flat(client):
 
 
 @pytest.fixture
-def log(caplog):
-    caplog.set_level(logging.INFO, "distributed.scheduler")
-    logging.getLogger("distributed").addHandler(caplog.handler)  # which does not pass things on
-    yield caplog
-    logging.getLogger("distributed").removeHandler(caplog.handler)
+def log(own_log):
+    own_log.set_level(logging.INFO, "distributed.scheduler")
+    logging.getLogger("distributed").addHandler(own_log.handler)  # which does not pass things on
+    yield own_log
+    logging.getLogger("distributed").removeHandler(own_log.handler)
 
 
 def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):

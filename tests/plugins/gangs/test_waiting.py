@@ -107,18 +107,18 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
         (task("erred"), "erred"),
     ],
 )
-def test_a_warning_names_the_missing_ranks_and_their_workers(caplog, missing, why):
+def test_a_warning_names_the_missing_ranks_and_their_workers(own_log, missing, why):
     text = (
         "dask_p2p: x has waited for 1 s: of its 2 ranks, these are missing: rank 1, whose task is "
         f"{why}."
     )
     assert warnings_of(Scheduler([task("processing"), missing])) == [text]
-    assert caplog.messages == [text]
+    assert own_log.messages == [text]
 
 
-def test_the_wait_for_inputs_is_only_logged(caplog):
+def test_the_wait_for_inputs_is_only_logged(own_log):
     assert warnings_of(Scheduler([task("processing"), task("waiting", needs=["b", "a"])])) == []
-    assert caplog.messages[0].endswith("task is waiting for 2 tasks, such as a.")
+    assert own_log.messages[0].endswith("task is waiting for 2 tasks, such as a.")
 
 
 def test_the_first_ones_are_named():

@@ -86,14 +86,14 @@ def attribute(s, loop):
         (residual, []), (of_state, []), (inner, []), (attribute, []),
     ],
 )  # fmt: skip
-def test_values_that_a_loop_carries(function, names, caplog):
+def test_values_that_a_loop_carries(function, names, own_log):
     state, found = State(HOST, {"u": np.ones(3), "t": 0.0}), []
     function(state, steps(state, found))
     assert sorted(found) == sorted(names)
-    assert [f"Give them to ctx.state: s.{name}." in caplog.text for name in found[:1]] == [
+    assert [f"Give them to ctx.state: s.{name}." in own_log.text for name in found[:1]] == [
         True for _ in names[:1]
     ]
-    assert len(caplog.messages) == len(names[:1])
+    assert len(own_log.messages) == len(names[:1])
 
 
 def test_a_loop_of_other_code():

@@ -109,18 +109,18 @@ def test_plain_functions_need_no_collective_call():
 
 
 @pytest.mark.parametrize("make", STATES)
-def test_functions_that_keep_values(make, caplog):
+def test_functions_that_keep_values(make, own_log):
     function = make()
     state, calls = state_of(function)
     assert not state.has_changed()
-    assert not caplog.messages
-    with caplog.at_level(logging.WARNING):
+    assert not own_log.messages
+    with own_log.at_level(logging.WARNING):
         for _ in range(2):
             function(np.ones(3))
             assert state.has_changed()
     assert len(calls) == 3
-    assert len(caplog.messages) == 1
-    assert "Give such a value as a field" in caplog.text
+    assert len(own_log.messages) == 1
+    assert "Give such a value as a field" in own_log.text
 
 
 def test_boundaries_and_computed_fields_that_keep_values():
@@ -182,7 +182,7 @@ def test_checkpoints_in_files_of_other_functions(make):
     steps_of(make(), "folder")
 
 
-def test_functions_without_a_pickle_are_no_errors(caplog):
+def test_functions_without_a_pickle_are_no_errors(own_log):
     state, _ = state_of(keeping_a_lock())
     state.has_changed()
-    assert not caplog.records
+    assert not own_log.records

@@ -225,15 +225,15 @@ def test_the_end_by_time(client, tmp_path, ranks):
 # --- the log
 
 
-def test_progress_is_logged_from_time_to_time(caplog, monkeypatch):
+def test_progress_is_logged_from_time_to_time(own_log, monkeypatch):
     times = iter([100.0, 109.0, 110.0, 111.0, 125.0])
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr(progress, "time", clock)
-    caplog.set_level(logging.INFO, progress.__name__)
+    own_log.set_level(logging.INFO, progress.__name__)
     own = progress.Progress(steps=1000, logs=True)
     for step in (1, 40, 51, 60, 351):
         own.advance(step)
-    assert caplog.messages == [
+    assert own_log.messages == [
         "Step 51 of 1000, 5 steps/s, 190 s left",
         "Step 351 of 1000, 20 steps/s, 32 s left",
     ]

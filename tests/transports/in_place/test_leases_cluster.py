@@ -47,13 +47,18 @@ def setup_is_whole(dask_worker):
 
 
 def test_workers_that_cannot_publish_are_read_by_messages():
+    def texts():
+        """Others come at any time, such as of workers that answer late on a busy machine."""
+        every = [str(warning.message) for warning in caught]
+        return [text for text in every if "cannot be set up" in text]
+
     with (
         own_client() as client,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         assert transposed(client, (40, 12), (10, 12)) == {"cma"}
-        assert not caught
+        assert not warned(client)
         client.cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
         client.cluster.scale(3)
         client.wait_for_workers(3, timeout=BOUND_S)
@@ -62,7 +67,7 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         (text,) = warned(client)
         assert "cannot be set up: No space left on device" in text
         assert "--local-directory" in text
-        wait_until(lambda: [str(warning.message) for warning in caught] == [text])
+        wait_until(lambda: texts() == [text])
 
 
 def test_more_blocks_than_a_worker_may_open_files(client):
