@@ -204,7 +204,7 @@ def _light_clusters():
 
     from tests.support import FORKED, PATIENT, UNWATCHED, prepare_to_fork, tune
 
-    close, init = Nanny.close, SpecCluster.__init__
+    close, init, update = Nanny.close, SpecCluster.__init__, SpecCluster._update_worker_status
 
     def init_if_marked(self, *args, **kwargs):
         assert may_start_clusters, "mark the test: pytest.mark.cluster"
@@ -214,10 +214,16 @@ def _light_clusters():
         """Dask's five seconds are too short for processes of a busy machine."""
         return await close(self, timeout, reason)
 
+    def update_if_known(self, op, message):
+        """Ignore the end of a worker whose start was not sent. Dask's method would raise."""
+        if op != "remove" or message in self.scheduler_info["workers"]:
+            update(self, op, message)
+
     prepare_to_fork()
     with pytest.MonkeyPatch.context() as patch, dask.config.set(FORKED | PATIENT | UNWATCHED):
         patch.setattr(Nanny, "close", close_patiently)
         patch.setattr(SpecCluster, "__init__", init_if_marked)
+        patch.setattr(SpecCluster, "_update_worker_status", update_if_known)
         # On a busy machine, workers that have just started answer late, which is a warning.
         tune(patch, worker_answer_s=30.0)
         yield

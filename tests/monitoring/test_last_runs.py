@@ -7,7 +7,6 @@ import time
 
 import dask
 import dask.array as da
-import numpy as np
 import pytest
 from distributed import wait
 
@@ -16,8 +15,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, TransferError
 from dask_p2p.monitoring.runs import fetch_records
 from dask_p2p.plugins.context import FALLBACK_TOPIC
-from dask_p2p.plugins.registration import workers_of
-from tests.support import BOUND_S, in_process, indexed
+from tests.support import BOUND_S, in_process, indexed, spread
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
 
@@ -25,14 +23,7 @@ BY_MESSAGES = {"p2p.transports.order": ["comm"]}
 @pytest.fixture
 def x(client):
     """Four row slabs of 16 x 64, one on each worker."""
-    workers = sorted(workers_of(client))
-    slabs = [
-        client.persist(da.from_array(slab, chunks=(16, 64)), workers=[worker])
-        for slab, worker in zip(np.split(indexed((64, 64), float), 4), workers, strict=True)
-    ]
-    x = client.persist(da.concatenate(slabs))
-    wait(x)
-    return x
+    return spread(client, da.from_array(indexed((64, 64), float), chunks=(16, 64)))
 
 
 def made(client, y):

@@ -7,13 +7,13 @@ import asyncio
 import dask
 import dask.array as da
 import pytest
-from distributed import Event, wait
+from distributed import Event
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import unpacked
 from dask_p2p.plugins.registration import workers_of
-from tests.support import BOUND_S, indexed
+from tests.support import BOUND_S, indexed, spread
 from tests.transports.loopback import wait_until
 
 TILE_BYTES = 16 * 16 * 8
@@ -22,15 +22,8 @@ TILE_BYTES = 16 * 16 * 8
 @pytest.fixture
 def slabs(client):
     """Row slabs of 16 x 64, one on each worker: their workers, and the array."""
-    workers = sorted(workers_of(client))
-    x = da.from_array(indexed((64, 64), float), chunks=(16, 64))
-    slabs = [
-        client.persist(x.blocks[row], workers=[worker], allow_other_workers=False)
-        for row, worker in enumerate(workers)
-    ]
-    x = client.persist(da.concatenate(slabs))
-    wait(x)
-    return workers, x
+    x = spread(client, da.from_array(indexed((64, 64), float), chunks=(16, 64)))
+    return sorted(workers_of(client)), x
 
 
 def read_bytes(record):
