@@ -16,7 +16,7 @@ from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.graph import choice_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
-from dask_p2p.fusing.planning.declared import Blocks, blocks_of_expression
+from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
 from dask_p2p.graph.arrays import is_expression
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.plugins.registration import current_client, workers_of
@@ -93,7 +93,7 @@ def _has_option(collection: Any) -> bool:
         return collection.__dask_optimize__ is optimize
 
 
-def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, Blocks]]:
+def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
     """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
 
     The third value has the declared blocks of expressions, by name.

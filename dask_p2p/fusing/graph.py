@@ -13,7 +13,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import Alias, Task
 
 from dask_p2p.config import Options
-from dask_p2p.fusing.planning.declared import Blocks, blocks_of_layers
+from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_layers
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
@@ -70,7 +70,7 @@ def choice_of(
     kinds: Iterable[Kind],  # of the blocks of the arrays
     known: Known = Known(),
     is_auto: bool = True,
-    declared: Mapping[str, Blocks] = {},
+    declared: Mapping[str, DeclaredBlocks] = {},
 ) -> Choice:
     """Return the programs for a graph. Only obstacles count, unless `is_auto`.
 

@@ -25,7 +25,7 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
-from dask_p2p.fusing.planning.declared import Blocks, blocks_of_expression
+from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
@@ -113,7 +113,7 @@ class AtScheduler:
         graph: Any,
         keys: Any,
         annotations: Sequence[str] = (),
-        declared: Mapping[str, Blocks] = {},
+        declared: Mapping[str, DeclaredBlocks] = {},
     ) -> Any:
         """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
@@ -125,7 +125,11 @@ class AtScheduler:
             return None
 
     def _fused(
-        self, graph: Any, keys: Any, annotations: Sequence[str], declared: Mapping[str, Blocks]
+        self,
+        graph: Any,
+        keys: Any,
+        annotations: Sequence[str],
+        declared: Mapping[str, DeclaredBlocks],
     ) -> Any:
         if annotations:
             raise FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}")

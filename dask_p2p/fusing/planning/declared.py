@@ -12,14 +12,14 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.types import DaskArray, DType
 
 
-class Blocks(NamedTuple):
+class DeclaredBlocks(NamedTuple):
     """The declared properties of the blocks of an array in a graph."""
 
     chunks: Chunks
     dtype: DType
 
 
-def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, Blocks]:
+def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, DeclaredBlocks]:
     """Return the blocks of the arrays that layers belong to, by name.
 
     Dask keeps the properties of an array with its layer. Other layers are left out.
@@ -28,13 +28,13 @@ def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, Blocks]:
     for name, layer in layers.items():
         known = getattr(layer, "collection_annotations", None) or {}
         if known.get("chunks") is not None and "dtype" in known:
-            found[name] = Blocks(known["chunks"], known["dtype"])
+            found[name] = DeclaredBlocks(known["chunks"], known["dtype"])
     return found
 
 
-def blocks_of_expression(expr: Any) -> dict[str, Blocks]:
+def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
     """Return the blocks of the arrays that an expression consists of, by name."""
-    found, stack, seen = dict[str, Blocks](), [expr], set[str]()
+    found, stack, seen = dict[str, DeclaredBlocks](), [expr], set[str]()
     while stack:
         each = stack.pop()
         if each._name in seen:
@@ -43,7 +43,7 @@ def blocks_of_expression(expr: Any) -> dict[str, Blocks]:
         # Merged operations of `dask_array` have their parts as `exprs`.
         stack += [*each.dependencies(), *getattr(each, "exprs", ())]
         with suppress(AttributeError, NotImplementedError):  # no array
-            found[each._name] = Blocks(each.chunks, each.dtype)
+            found[each._name] = DeclaredBlocks(each.chunks, each.dtype)
     return found
 
 

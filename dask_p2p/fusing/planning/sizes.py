@@ -11,7 +11,7 @@ from dask.task_spec import DataNode, GraphNode, Task
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.declared import Blocks
+from dask_p2p.fusing.planning.declared import DeclaredBlocks
 from dask_p2p.fusing.planning.program import AssembleStep, Program, Regions, Superstep, WholeValue
 from dask_p2p.fusing.planning.subgraphs import is_fused
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
@@ -26,7 +26,7 @@ _REDUCED = 16  # least elements along the axes of a reduction, as a guess
 def sizes_of(
     tasks: FusedTasks,
     inputs_bytes: Mapping[Key, int] = {},
-    declared: Mapping[str, Blocks] = {},
+    declared: Mapping[str, DeclaredBlocks] = {},
 ) -> dict[Key, int]:
     """Return the size of each value; an upper bound or a guess where it is not declared.
 
@@ -44,7 +44,7 @@ def sizes_of(
 
 
 def _input_bytes(
-    tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, Blocks]
+    tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, DeclaredBlocks]
 ) -> dict[Key, int]:
     """Return the sizes of inputs; that of the largest reader where an input declares none."""
     sizes_bytes, others = dict[Key, int](), set[Key]()
@@ -62,7 +62,9 @@ def _input_bytes(
     return sizes_bytes
 
 
-def _declared_bytes(key: Key, node: GraphNode | None, declared: Mapping[str, Blocks]) -> int | None:
+def _declared_bytes(
+    key: Key, node: GraphNode | None, declared: Mapping[str, DeclaredBlocks]
+) -> int | None:
     """Return the declared size of a block; None if it is unknown."""
     blocks = declared.get(name_of(key))
     if blocks is None or not isinstance(key, tuple) or len(key) != len(blocks.chunks) + 1:
