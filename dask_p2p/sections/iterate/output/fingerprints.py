@@ -19,9 +19,9 @@ from dask_p2p.geometry import Box, box_slices, split_box
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.types import Array
 
-_COPIED_ELEMENTS = 2**21  # that are copied from a GPU at once
+_COPIED_ELEMENTS = 2**21  # of one copy from a GPU
 _PIECE_ELEMENTS = 2**13  # whose words and weights stay in a cache
-_WORD_BYTES = 4, 2, 1  # products of larger words would lose the high bits of some
+_WORD_BYTES = 4, 2, 1  # products of 64-bit words with weights would overflow
 # Those of the generator SplitMix64: https://prng.di.unimi.it/splitmix64.c
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
@@ -73,7 +73,7 @@ def warn_of_differences(
         warn(
             f"checkpoint: the run resumes at step {step} of {folder}. It differs from the first "
             f"run there in {', '.join(names)}: the steps before are those of the first run. Give "
-            f"another path to begin anew.",
+            f"another path to begin at step 0.",
             P2PWarning,
         )
 
