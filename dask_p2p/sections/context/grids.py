@@ -231,9 +231,14 @@ def _coarse(axis: int, sizes: Sequence[int], factor: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.diff(coarse))
 
 
+def is_by_name(given: Any) -> bool:
+    """Return whether an option is a mapping by names of arrays, not by axes."""
+    return isinstance(given, Mapping) and any(isinstance(key, str) for key in given)
+
+
 def _by_name(boundary: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the boundary of each array, from one for all or a dict by name."""
-    if not isinstance(boundary, Mapping) or not any(isinstance(key, str) for key in boundary):
+    if not is_by_name(boundary):
         return dict.fromkeys(blocks, boundary)
     missing = [name for name in blocks if name not in boundary and "*" not in boundary]
     unknown = [name for name in boundary if name not in blocks and name != "*"]

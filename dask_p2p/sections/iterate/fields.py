@@ -17,6 +17,7 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.api.output_kinds import LocalBlock, Output
+from dask_p2p.sections.context.grids import is_by_name
 from dask_p2p.sections.iterate.functions.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
@@ -220,17 +221,13 @@ def check_name(name: Any, title: str) -> None:
 
 def _of_field(given: Any, name: str, default: Any = None) -> Any:
     """Return the option of one field, from one for all or a mapping by names of fields."""
-    if not _is_by_name(given):
+    if not is_by_name(given):
         return given
     return given.get(name, given.get(_OTHERS, default))
 
 
-def _is_by_name(given: Any) -> bool:
-    return isinstance(given, Mapping) and any(isinstance(key, str) for key in given)
-
-
 def _check_other_names(title: str, given: Any, fields: Mapping[str, Any]) -> None:
-    if _is_by_name(given) and (others := [key for key in given if key not in (*fields, _OTHERS)]):
+    if is_by_name(given) and (others := [key for key in given if key not in (*fields, _OTHERS)]):
         raise InputError(
             f"{title}: expected names of fields, {[*fields]}, or {_OTHERS!r} for all others, got "
             f"{others[0]!r}. Rename it."

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.output.fingerprints import fingerprint
+from dask_p2p.sections.iterate.output.fingerprints import fingerprint, fingerprint_of_same
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.series import Series
@@ -40,11 +40,8 @@ class CheckpointFiles(CheckpointFolder):
     ) -> None:
         self._chunks, self._local, self._scalars, self._series = chunks, local, scalars, series
         initial = {n: fingerprint(ctx.device, part, of.box) for n, part, of in self._levels()}
-        if ctx.rank == 0:  # the same numbers on all ranks
-            numbers = scalars.values.items()
-            initial |= {n: fingerprint(ctx.device, np.asarray(value), ()) for n, value in numbers}
-        else:
-            initial |= dict.fromkeys(scalars.values, np.uint64(0))
+        for name, value in scalars.values.items():
+            initial[name] = fingerprint_of_same(ctx.device, np.asarray(value), ctx.rank)
         super().__init__(spec, ctx, initial, settings)
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
@@ -71,19 +68,21 @@ class CheckpointFiles(CheckpointFolder):
             if name.startswith(_SERIES)
         }
         step, kinds = int(group.attrs["step"]), self._series.kinds
-        self._check_series(group.attrs.get("records", {}), kinds)
-        if self.ctx.rank == 0 and (new := [*(kinds.keys() - series.keys())]):
-            _warn_of_new_series(str(self), step, sorted(new))
-        self._series.resume(series, step)
-
-    def _check_series(self, found: Any, wanted: Mapping[str, Any]) -> None:
-        names = [name for name in wanted if found.get(name, wanted[name]) != wanted[name]]
+        found = group.attrs.get("records", {})
+        names = [name for name, own in kinds.items() if found.get(name, own) != own]
         if names:
             raise InputError(
                 f"record: expected records of the same steps, shape and dtype as in the checkpoint "
-                f"at {self}, {found}, got {wanted}. Give {', '.join(names)} another name, or the "
+                f"at {self}, {found}, got {kinds}. Give {', '.join(names)} another name, or the "
                 f"checkpoint another path."
             )
+        if new := sorted(kinds.keys() - series.keys()):
+            self._warn(
+                f"record: the run resumes at step {step} of {self}, which has no values of "
+                f"{', '.join(new)}. Their series have NaN, or 0 for integers, for the steps "
+                f"before. Give the records in the first run."
+            )
+        self._series.resume(series, step)
 
     def _prepare(self) -> None:
         self._series.combine()
@@ -94,22 +93,10 @@ class CheckpointFiles(CheckpointFolder):
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes = self._shapes()
-        attributes = self.attributes(step) | {"records": self._series.kinds}
+        attributes = self._attributes(step) | {"records": self._series.kinds}
         group = created(folder, shapes, attributes)
         create_arrays(group, shapes, self._chunks)
         for name, value in self._scalars.values.items():
             stored(group, name)[()] = value
         for name, values in self._series.values.items():
             group.create_array(f"{_SERIES}{name}", data=values, config=CONFIG)
-
-
-def _warn_of_new_series(folder: str, step: int, names: Sequence[str]) -> None:
-    """Warn of records without values for the steps before a run resumes."""
-    from distributed import warn
-
-    warn(
-        f"record: the run resumes at step {step} of {folder}, which has no values of "
-        f"{', '.join(names)}. Their series have NaN, or 0 for integers, for the steps before. Give "
-        f"the records in the first run.",
-        P2PWarning,
-    )

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gang.checkpoints import Period
-from dask_p2p.sections.iterate.output.fingerprints import warn_of_differences
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
     another_run,
@@ -79,9 +78,15 @@ class CheckpointFolder(ABC):
         if newest <= first:
             return first
         group = self._opened(newest)
-        if self.ctx.rank == 0 and not first:
-            warn_of_differences(str(self), newest, group.attrs.get("initial", {}), self._initial)
-        self._initial = group.attrs.get("initial", self._initial)
+        initial = group.attrs.get("initial", self._initial)
+        names = [name for name, own in self._initial.items() if initial.get(name, own) != own]
+        if names and not first:
+            self._warn(
+                f"checkpoint: the run resumes at step {newest} of {self}. It differs from the "
+                f"first run there in {', '.join(names)}: the steps before are those of the first "
+                f"run. Give another path to begin at step 0."
+            )
+        self._initial = initial
         with explained(self._of(newest)):
             self._load(group)
         return newest
@@ -190,7 +195,14 @@ class CheckpointFolder(ABC):
         if self._run is None or not self._run.exists():
             raise another_run("checkpoints", self._folder)
 
-    def attributes(self, step: int) -> dict[str, Any]:
+    def _warn(self, text: str) -> None:
+        """Warn once, in the client and in the worker of rank 0."""
+        from distributed import warn
+
+        if self.ctx.rank == 0:
+            warn(text, P2PWarning)
+
+    def _attributes(self, step: int) -> dict[str, Any]:
         """Return the attributes of the group of a checkpoint."""
         return {"program": self._program(), "step": step, "initial": self._initial}
 

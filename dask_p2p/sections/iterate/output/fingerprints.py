@@ -9,12 +9,10 @@ the whole array::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import P2PWarning
 from dask_p2p.geometry import Box, box_slices, split_box
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.types import Array
@@ -52,30 +50,9 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     return np.uint64(total)
 
 
-def warn_of_differences(
-    folder: str, step: int, found: Mapping[str, str], given: Mapping[str, str]
-) -> None:
-    """Warn if a resumed run differs from the first run of its checkpoint.
-
-    Parameters
-    ----------
-    folder
-        Folder of the checkpoint.
-    step
-        Its step.
-    found, given
-        Settings, and fingerprints of initial values, by name: of the first run, and of this one.
-    """
-    from distributed import warn
-
-    names = [name for name, own in given.items() if found.get(name, own) != own]
-    if names:
-        warn(
-            f"checkpoint: the run resumes at step {step} of {folder}. It differs from the first "
-            f"run there in {', '.join(names)}: the steps before are those of the first run. Give "
-            f"another path to begin at step 0.",
-            P2PWarning,
-        )
+def fingerprint_of_same(device: Host, value: Array, rank: int) -> np.uint64:
+    """Return a rank's part of the fingerprint of a number that all ranks have: it counts once."""
+    return np.uint64(0) if rank else fingerprint(device, value, ())
 
 
 def _of_piece(block: Any, box: Box) -> np.uint64:

@@ -19,7 +19,7 @@ from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import Leaf, State
 from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.output.fingerprints import fingerprint
+from dask_p2p.sections.iterate.output.fingerprints import fingerprint, fingerprint_of_same
 from dask_p2p.sections.iterate.output.folders import Folder
 from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
 from dask_p2p.sections.iterate.output.specs import store_chunks
@@ -82,8 +82,7 @@ class StateValues:
             if kind == DIVIDED:
                 found[name] = fingerprint(ctx.device, leaf.array, ctx.box)
             elif kind == NUMBER:
-                is_counted = ctx.rank == 0  # the same on all ranks
-                found[name] = fingerprint(ctx.device, leaf.array, ()) * np.uint64(is_counted)
+                found[name] = fingerprint_of_same(ctx.device, leaf.array, ctx.rank)
         return found
 
 
@@ -157,7 +156,7 @@ class StateFiles(CheckpointFolder):
 
     def _create(self, folder: Folder, step: int) -> None:
         shapes, kinds = self._shapes(), self._kinds
-        attributes = self.attributes(step)
+        attributes = self._attributes(step)
         attributes["ranks"] = self.ctx.size if self._differing else None
         group = created(folder, shapes, attributes)
         of_all = {name: each for name, each in shapes.items() if kinds[name] != OWN}
