@@ -41,19 +41,24 @@ class SectionEstimate(MemoryEstimate):
         are replaced.
     frames_bytes : int
         Copies of local blocks that a thread writes as frames, in host memory.
+    series_bytes : int
+        Series of recorded numbers and copies of them at the end, if no step is left out, in host
+        memory.
     step_bytes : int
         Bytes that a rank sends in a step.
     checkpoint_bytes : int
         Bytes that a rank copies for each checkpoint, and sends to another worker.
     kind : str
-        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes` and `frames_bytes`
-        is GPU memory, and `packed_bytes` holds two copies of the packed halos.
+        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes`,
+        `frames_bytes` and `series_bytes` is GPU memory, and `packed_bytes` holds two copies of the
+        packed halos.
     """
 
     work_bytes: int
     returned_bytes: int
     state_bytes: int = 0
     frames_bytes: int = 0
+    series_bytes: int = 0
     step_bytes: int = 0
     checkpoint_bytes: int = 0
     kind: Kind = "numpy"
@@ -61,7 +66,7 @@ class SectionEstimate(MemoryEstimate):
     @property
     def need(self) -> MemoryNeed:
         """Memory of the rank; for CuPy, that of its GPU."""
-        states = {"checkpoints": self.state_bytes, "copies of frames": self.frames_bytes}
+        states = self._on_host
         if self.kind != "numpy":  # copies without halos, which then go to the host
             states = {"copies for checkpoints": self.checkpoint_bytes}
         halos_bytes = self.staging_bytes + self.packed_bytes
@@ -76,8 +81,16 @@ class SectionEstimate(MemoryEstimate):
         if self.kind == "numpy":
             return self.need
         halos_bytes = self.staging_bytes + self.packed_bytes
-        copies = {"checkpoints": self.state_bytes, "copies of frames": self.frames_bytes}
-        return MemoryNeed({"halos in transfer": halos_bytes, **copies})
+        return MemoryNeed({"halos in transfer": halos_bytes, **self._on_host})
+
+    @property
+    def _on_host(self) -> dict[str, int]:
+        """Memory of the host for both kinds."""
+        return {
+            "checkpoints": self.state_bytes,
+            "copies of frames": self.frames_bytes,
+            "series of records": self.series_bytes,
+        }
 
     @property
     def total_bytes(self) -> int:
@@ -106,12 +119,13 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
     found = estimate()
+    records = "Give fewer steps, or Record(function, every=...). " if found.series_bytes else ""
     for need in (found.host_need, found.need):
         limit_bytes = backend_named(need.kind).memory_below(need.peak_bytes, worker_bytes)
         need.check(
             limit_bytes,
             "a rank",
             where_is(worker),
-            "Spread the array over more workers, or do without checkpoints, checkpoint_every=None. "
-            "Call dask_p2p.estimate(y) for this figure before a run.",
+            f"{records}Spread the array over more workers, or do without checkpoints, "
+            f"checkpoint_every=None. Call dask_p2p.estimate(y) for this figure before a run.",
         )

@@ -104,7 +104,7 @@ class Iteration:
             FieldOutput(spec.dtype, spec.extra) for spec in fields for _ in spec.depths
         ]
         found += [Same(spec.value) for spec in self.scalars]
-        found += [Same(spec.unset(self.steps)) for spec in self.series]
+        found += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
         found += [Same(0)] if self.returns_steps else []
         return Outputs(tuple(found), tuple(map(str, range(len(found)))))
 
@@ -123,6 +123,8 @@ class Iteration:
         has_states = self.period is not None and ranks.size > 1
         item_bytes = {spec.name: spec.dtype.itemsize for spec in self.fields}
         sized = ranks.box(rank), self.shape, item_bytes
+        series_bytes = sum(spec.size_bytes(self.steps) for spec in self.series)
+        state += series_bytes
         return replace(
             found,
             work_bytes=work + sum(constants),
@@ -131,6 +133,7 @@ class Iteration:
             packed_bytes=sent * (1 if found.kind == "numpy" else SLOTS),
             state_bytes=2 * GENERATIONS * state if has_states else 0,
             frames_bytes=sum(each.size_bytes(*sized) for each in self.stores.frames),
+            series_bytes=3 * series_bytes,  # the values, the results, and the output's copy
             step_bytes=sent,
             checkpoint_bytes=state if has_states else 0,
         )

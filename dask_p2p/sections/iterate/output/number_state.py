@@ -16,13 +16,15 @@ class NumberState:
     def __init__(self, device: Host, scalars: Scalars, series: Series) -> None:
         self._device, self._scalars, self._series = device, scalars, series
         #: Arrays that `save` fills, and `load` reads.
-        self.arrays = [device.zeros(each.shape, each.dtype) for each in self._on_host()]
+        scalars_and_series = [*self._scalars_on_host(), *series.unset]
+        self.arrays = [device.zeros(each.shape, each.dtype) for each in scalars_and_series]
 
     def save(self) -> None:
         """Copy all numbers into the arrays."""
         self._series.combine()
-        for array, number in zip(self.arrays, self._on_host(), strict=True):
-            self._device.copy_from_host(array, number)
+        numbers = [*self._scalars_on_host(), *self._series.values.values()]
+        for array, number in zip(self.arrays, numbers, strict=True):
+            self._device.copy_from_host(array[: len(number)], number)
 
     def load(self, step: int) -> None:
         """Copy the arrays, after a number of steps, into the numbers; none before the first."""
@@ -34,6 +36,5 @@ class NumberState:
         series = zip(self._series.values, found[len(self._scalars.values) :], strict=True)
         self._series.resume(dict(series), step)
 
-    def _on_host(self) -> list[Array]:
-        scalars = [np.array([value]) for value in self._scalars.values.values()]
-        return [*scalars, *self._series.values.values()]
+    def _scalars_on_host(self) -> list[Array]:
+        return [np.array([value]) for value in self._scalars.values.values()]

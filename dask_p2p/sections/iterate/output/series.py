@@ -72,12 +72,20 @@ class SeriesSpec:
         function = LibraryFunction(self.record.function, library)
         return replace(self, record=replace(self.record, function=function))
 
-    def unset(self, steps: int) -> Array:
-        """Return the series of a number of steps without values."""
+    def count(self, steps: int) -> int:
+        """Return the number of values of a number of steps."""
+        return steps // self.record.every
+
+    def unset(self, count: int) -> Array:
+        """Return a read-only array of a number of values that are not recorded."""
         record = self.record
         dtype = np.dtype(record.dtype)
-        fill = np.nan if dtype.kind in "fc" else 0
-        return np.full((steps // record.every, *record.shape), fill, dtype)
+        fill = np.array(np.nan if dtype.kind in "fc" else 0, dtype)
+        return np.broadcast_to(fill, (count, *record.shape))
+
+    def size_bytes(self, steps: int) -> int:
+        """Return the size of the series of a number of steps."""
+        return int(self.unset(self.count(steps)).nbytes)
 
 
 def checked_series(
@@ -119,15 +127,14 @@ def checked_series(
 
 
 class Series:
-    """All series of one rank."""
+    """All series of one rank: they grow, since a run may end long before its last step."""
 
     def __init__(self, specs: Sequence[SeriesSpec], steps: int, ctx: Context) -> None:
-        self._specs, self._ctx = specs, ctx
+        self._specs, self._steps, self._ctx = specs, steps, ctx
         self._readers = [Reader(ctx.device, spec.record.function) for spec in specs]
         self.last: dict[str, Any] = {}  # the newest values, of all ranks
-        self._values = [spec.unset(steps) for spec in specs]
+        self._combined: list[list[Array]] = [[spec.unset(0)] for spec in specs]  # consecutive parts
         self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
-        self._counts = [0] * len(specs)  # values that are combined
 
     @property
     def names(self) -> set[str]:
@@ -171,16 +178,22 @@ class Series:
         for number, spec in enumerate(self._specs):
             if own := self._own[number]:
                 found = self._ctx.allreduce(np.stack(own), spec.record.op)
-                first = self._counts[number]
-                self._counts[number] = first + len(own)
-                self._values[number][first : self._counts[number]] = found
+                self._combined[number].append(found)
                 self.last[spec.name] = found[-1]
                 self._own[number] = []
 
     @property
     def values(self) -> dict[str, Array]:
         """The combined values of each series."""
-        return {spec.name: own for spec, own in zip(self._specs, self._values, strict=True)}
+        for parts in self._combined:
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+        return {spec.name: own for spec, (own,) in zip(self._specs, self._combined, strict=True)}
+
+    @property
+    def unset(self) -> list[Array]:
+        """Each series without values, as long as that of all steps."""
+        return [spec.unset(spec.count(self._steps)) for spec in self._specs]
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -193,13 +206,13 @@ class Series:
     def resume(self, values: Mapping[str, Array], step: int) -> None:
         """Take over the series of an earlier run, which has made a number of steps."""
         for number, spec in enumerate(self._specs):
-            self._counts[number] = count = step // spec.record.every
-            if count and spec.name in values:
-                own = values[spec.name][:count]
-                self._values[number][:count] = own
-                self.last[spec.name] = own[-1]
+            own = self._combined[number] = [spec.unset(spec.count(step))]
+            if len(own[0]) and spec.name in values:
+                own[0] = values[spec.name][: len(own[0])].copy()
+                self.last[spec.name] = own[0][-1]
 
     def results(self) -> list[Array]:
-        """Return all series."""
+        """Return all series, as long as those of all steps."""
         self.combine()
-        return self._values
+        found = zip(self.values.values(), self.unset, strict=True)
+        return [np.concatenate([own, unset[len(own) :]]) for own, unset in found]

@@ -6,8 +6,12 @@ import dask
 import numpy as np
 import pytest
 
-from dask_p2p import Record, iterate
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p import Record, estimate, iterate
+from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.gang.checkpoints import GENERATIONS
+from dask_p2p.sections.iterate.output.series import Series, checked_series
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
 from tests.sections.support import nothing_is_left
 from tests.support import die_once, result_of
@@ -117,6 +121,47 @@ def test_a_killed_worker_leaves_no_gap(client, tmp_path):
 
 def roughly(u):
     return u.sum()
+
+
+def test_series_grow():
+    """They have no memory for steps that a run may never make."""
+    ctx = Context(RankGrid.in_line(1))
+    given = {"number": lambda t: t, "pairs": Record(lambda t: [t, -t], every=2, shape=(2,))}
+    series = Series(checked_series(given, {"u"}, {"t"}, set()), 10**15, ctx)
+    for step in range(1, 101):
+        series.record(step, lambda _, step=step: {"t": step})
+    series.combine()
+    wanted = np.arange(1.0, 101)
+    assert np.array_equal(series.values["number"], wanted)
+    assert np.array_equal(series.values["pairs"], np.stack([wanted, -wanted], 1)[1::2])
+
+
+def test_series_that_do_not_fit_into_memory_are_refused(client):
+    """A large number of steps is a usual way to run until a condition holds."""
+    record = {"mass": lambda u: u.sum()}
+    options = {"record": record, "until": lambda last: True, "ranks": 2}
+    made = iterate(lambda u: u, NAMED, 0, 10**13, **options)
+    with pytest.raises(MemoryLimitError, match=r"series of records.*fewer steps, or Record\("):
+        made["u"].compute()
+    rarely = {"mass": Record(record["mass"], every=10**9)}
+    options = {"record": rarely, "max_time": "0.1 s", "ranks": 2}
+    (found,) = dask.compute(iterate(lambda u: u, NAMED, 0, 10**13, **options))
+    assert found["mass"].shape == (10**4,)
+    assert np.isnan(found["mass"]).all()
+
+
+def test_estimates_have_the_series():
+    record = {"rows": Record(row_sums, every=2, shape=(24,))}
+    for every, copies in ((None, 0), ("30 s", 2 * GENERATIONS)):
+        options = {"checkpoint_every": every, "ranks": 2}
+        plain = estimate(iterate(react, {"u": array(U), "v": array(V)}, 1, 100, **options)["u"])
+        found = estimate(
+            iterate(react, {"u": array(U), "v": array(V)}, 1, 100, record=record, **options)["u"]
+        )
+        series_bytes = 50 * 24 * 8
+        assert found.series_bytes == 3 * series_bytes
+        assert found.state_bytes == plain.state_bytes + copies * series_bytes
+        assert found.total_bytes == plain.total_bytes + (3 + copies) * series_bytes
 
 
 def test_without_steps(client):
