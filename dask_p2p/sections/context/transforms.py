@@ -327,8 +327,8 @@ class _AxesTransform:
         if self.device.kind != "cupy" or axis is None:
             return self(local_block, is_own)
         piece_bytes = tuning.current.transform_piece_bytes
-        count = min(MOST_PIECES, max(2, local_block.nbytes // piece_bytes), self.shape[axis])
-        if count < 2 or local_block.nbytes < piece_bytes:
+        count = min(MOST_PIECES, local_block.nbytes // piece_bytes, self.shape[axis])
+        if count < 2:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
         position = axis if self.transform.order is None else order.index(axis)

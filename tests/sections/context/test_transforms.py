@@ -168,7 +168,7 @@ def test_the_input_may_be_overwritten_immediately(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("piece_bytes", "count"), [(8193, 0), (8192, 2), (4096, 2), (2048, 4), (1, MOST_PIECES)]
+    ("piece_bytes", "count"), [(8192, 0), (4097, 0), (4096, 2), (2048, 4), (1, MOST_PIECES)]
 )
 def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
     x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")
