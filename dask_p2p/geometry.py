@@ -15,7 +15,7 @@ box
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, product, starmap
 from math import prod
 from operator import index as as_int
 from types import EllipsisType
@@ -92,7 +92,7 @@ def box_size(box: Box) -> int:
 
 def box_slices(box: Box) -> Slices:
     """Return the index that selects a box from an array as a view, also from 0-d arrays."""
-    return (*(slice(start, stop) for start, stop in box), ...)
+    return (*starmap(slice, box), ...)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
