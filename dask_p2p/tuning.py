@@ -109,6 +109,8 @@ class Tuning:
     #: The same for arrays of a fused graph. Smaller ones are packed. A read of 4 MiB by regions of
     #: 64 KiB and rows of 1 KiB took 4.2 ms of two EPYC cores, and packed 1.2 ms, copies included.
     lent_read_bytes: int = 2**18
+    #: Bytes of packed arrays that a rank reads at a time.
+    packed_part_bytes: int = 2**18
     #: Shortest contiguous row of a region that a rank reads in another one's memory.
     read_run_bytes: int = 2**11
     #: Bytes of arrays on a GPU that a rank lends another one until that one's next message.

@@ -3,8 +3,8 @@
 A message has a header, and then the bytes of its arrays. Both ranks compute the regions of
 assembled blocks from plans, so the header does not list them. Ranks of one host read large arrays,
 and all arrays of GPUs, in each other's memory: then the header has a descriptor in place of the
-bytes. They also read the bytes of many small arrays there, packed, as one array. The owner keeps
-such memory until the reader has acknowledged the read. A failed value is sent in place of all its
+bytes. They also read the bytes of many small arrays there, packed, in parts. The owner keeps such
+memory until the reader has acknowledged the read. A failed value is sent in place of all its
 regions.
 """
 
@@ -14,10 +14,9 @@ import pickle
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from math import prod
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from distributed.protocol.pickle import dumps
 
 from dask_p2p.backends import order_of
@@ -25,8 +24,9 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
 from dask_p2p.fusing.running.failures import FailedValue
+from dask_p2p.fusing.running.packed_arrays import PackedArrays, aligned, array_at
 from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
-from dask_p2p.geometry import box_shape, round_up, whole_box
+from dask_p2p.geometry import box_shape, whole_box
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
 from dask_p2p.sections.wire.connections import Connections
@@ -34,7 +34,6 @@ from dask_p2p.types import Array, DType, Key
 
 # Length of the header; address and length of the arrays' bytes if they are read, otherwise 0.
 _HEADER = struct.Struct("<QQQ")
-_ALIGNMENT_BYTES = 16  # of the arrays in a message
 
 
 class _InMemory(NamedTuple):
@@ -186,9 +185,9 @@ class Packing:
         header = pickle.dumps(heads, 5)  # without values of users: faster than `dumps`
         starts, size_bytes = [], 0
         for array in self._arrays:
-            starts.append(start := _aligned(size_bytes))
+            starts.append(start := aligned(size_bytes))
             size_bytes = start + array.nbytes
-        start_bytes, host = _aligned(_HEADER.size + len(header)), self._messages.assembling.host
+        start_bytes, host = aligned(_HEADER.size + len(header)), self._messages.assembling.host
         lent = host.lent_bytes(self._rank, size_bytes)
         if lent is None:
             message = bytearray(start_bytes + size_bytes)
@@ -205,7 +204,7 @@ class Packing:
     def _pack(self, into: memoryview, starts: Sequence[int]) -> None:
         for start, array in zip(starts, self._arrays, strict=True):
             if array.nbytes:
-                target = _array_at(into, start, array.shape, array.dtype)
+                target = array_at(into, start, array.shape, array.dtype)
                 NUMPY.permute_into(target, array, range(array.ndim))
 
 
@@ -219,12 +218,13 @@ class _Unpacking:
         heads, self._failed = heads if isinstance(heads, tuple) else (heads, {})
         self._heads: Iterator[Any] = iter(heads)
         self.read: set[Lending] = set()  # memory of the rank that was read
-        self._arrays = message[_aligned(_HEADER.size + length) :]
-        self._next = 0  # position after the arrays that are unpacked
         if address:
             host = messages.assembling.host
-            self._arrays = host.read_bytes(rank, address, size_bytes)
+            read = partial(host.read_bytes, rank, address)
+            self._arrays = PackedArrays(memoryview(b""), size_bytes, read)
             self.read.add(host)
+        else:
+            self._arrays = PackedArrays(message[aligned(_HEADER.size + length) :])
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
@@ -288,19 +288,8 @@ class _Unpacking:
             memory.read(self._rank, descriptor, shape, into, axes)
             self.read.add(memory)
             return
-        start = _aligned(self._next)
-        self._next = start + into.nbytes
         if into.nbytes:
-            memory.place(into, _array_at(self._arrays, start, shape, into.dtype), axes)
-
-
-def _aligned(position: int) -> int:
-    return round_up(position, _ALIGNMENT_BYTES)
-
-
-def _array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Array:
-    """Return the array at a position of a message."""
-    return np.frombuffer(memory, dtype, prod(shape), start).reshape(shape)
+            memory.place(into, self._arrays.take(shape, into.dtype), axes)
 
 
 def text_of(number: int) -> str:

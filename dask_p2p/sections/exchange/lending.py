@@ -97,8 +97,8 @@ class Lending(ABC):
         """Return memory for packed arrays, which a rank reads; None: they are sent."""
         return None
 
-    def read_bytes(self, rank: int, address: int, size_bytes: int) -> memoryview:
-        """Return packed arrays from the memory of another rank."""
+    def read_bytes(self, rank: int, address: int, start: int, size_bytes: int) -> memoryview:
+        """Return bytes of packed arrays from the memory of another rank, at a position."""
         raise NotImplementedError
 
     @abstractmethod
@@ -162,10 +162,10 @@ class HostLending(Lending):
         memory: Array = NUMPY.allocate(size_bytes)
         return memory
 
-    def read_bytes(self, rank: int, address: int, size_bytes: int) -> memoryview:
+    def read_bytes(self, rank: int, address: int, start: int, size_bytes: int) -> memoryview:
         assert self._reads is not None, "addresses are only sent to ranks that read memory"
         memory = NUMPY.allocate(size_bytes)
-        self._reads.read_bytes(rank, address, memory)
+        self._reads.read_bytes(rank, address + start, memory)
         self._connections.count(rank, size_bytes)
         return memoryview(memory)
 
