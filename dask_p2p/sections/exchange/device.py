@@ -16,7 +16,6 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.halo_messages import HaloMessages
 from dask_p2p.sections.exchange.lending import Lending
 from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
-from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, DTypeLike, Kind
@@ -57,10 +56,6 @@ class Host:
         view: Array = array.view()
         view.flags.writeable = False
         return view
-
-    def recorder(self, out: Array) -> Any:
-        """Return a view that refuses lossy writes; None if the device has no such view."""
-        return recorder_of(out)
 
     def checksum(self, array: Array) -> int:
         """Return the checksum of an array's bytes, once they are computed."""

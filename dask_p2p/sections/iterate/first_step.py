@@ -15,6 +15,7 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
+from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED
 from dask_p2p.sections.iterate.functions.writes import arrays_in, can_refuse, written_fields
 from dask_p2p.sections.iterate.phase import Outs, Phase, Returned, replace_block
@@ -116,26 +117,19 @@ class FirstStep:
 
     def _recorded(self, outs: Outs) -> Any:
         """Call the function, if possible with views of `outs` that refuse lossy writes."""
-        recorders = {name: self._recorder(out) for name, out in outs.items()}
-        returned, is_recorded = None, any(each is not None for each in recorders.values())
+        recorders = {n: recorder_of(out) for n, out in outs.items() if out.dtype.kind in "biuf"}
+        returned, is_recorded = None, bool(recorders)
         if is_recorded:
-            mixed = {
-                name: out if recorders[name] is None else recorders[name]
-                for name, out in outs.items()
-            }
             try:
-                returned = self._phase.call(self._values, mixed)
+                returned = self._phase.call(self._values, {**outs, **recorders})
             except (BlockMismatchError, InputError):
                 raise
             except Exception:  # a compiled function takes plain arrays only
                 is_recorded = False
         for name in outs:
-            if not is_recorded or recorders[name] is None or not recorders[name].was_written:
+            if not (is_recorded and name in recorders and recorders[name].was_written):
                 self._check_wider(name, outs)
         return returned if is_recorded else self._phase.call(self._values, outs)
-
-    def _recorder(self, out: Array) -> Any:
-        return self._device.recorder(out) if out.dtype.kind in "biuf" else None
 
     def _check_wider(self, name: str, outs: Outs) -> None:
         """Refuse a function that fills fractions into an array that cannot hold them."""
