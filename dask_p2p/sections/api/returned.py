@@ -8,6 +8,7 @@ import numpy as np
 
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError
+from dask_p2p.sections.exchange.values import as_numbers
 from dask_p2p.types import Array, DType
 
 
@@ -39,14 +40,6 @@ def holds(dtype: DType, own: Array) -> bool:
     if not np.can_cast(own.dtype, dtype, "same_kind"):
         return False
     return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
-
-
-def as_numbers(value: Any) -> Array:
-    """Return a value as a NumPy array, which holds an object if the value is ragged."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        return np.asarray(None)
 
 
 def checked_array(

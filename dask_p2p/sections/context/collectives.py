@@ -11,7 +11,13 @@ import numpy as np
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.sections.context.messages import Messaging
-from dask_p2p.sections.exchange.values import arrays_in, leaves, text_of_arrays, with_leaves
+from dask_p2p.sections.exchange.values import (
+    arrays_in,
+    as_numbers,
+    leaves,
+    text_of_arrays,
+    with_leaves,
+)
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
 from dask_p2p.types import Array
 
@@ -208,10 +214,7 @@ class Collectives(Messaging):
 
     def _numbers(self, value: Any) -> Any:
         check_plain("value", value)
-        try:
-            own = np.asarray(self.device.to_host(value))
-        except ValueError:  # a ragged list
-            own = np.asarray(None)
+        own = as_numbers(self.device.to_host(value))
         if own.dtype.kind not in "biufcmM":
             found = getattr(value, "dtype", type(value).__name__)
             raise InputError(f"value: expected numbers, got {found}. Convert it to numbers first.")

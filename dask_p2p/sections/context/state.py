@@ -19,7 +19,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.exchange.values import BYTE_KINDS
+from dask_p2p.sections.exchange.values import BYTE_KINDS, sequence_like
 from dask_p2p.sections.gang.state_memory import (
     CHANGED,
     EMPTY,
@@ -186,13 +186,8 @@ def _copied(value: Any, device: Host) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return _like(value, [_copied(each, device) for each in value])
+        return sequence_like(value, [_copied(each, device) for each in value])
     return value.copy() if isinstance(value, device.module.ndarray) else value
-
-
-def _like(value: Any, items: Sequence[Any]) -> Any:
-    make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
-    return make(items)
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -250,7 +245,7 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
             value[key] = _loaded(value[key], new, device)
         return value
     if isinstance(value, tuple):
-        return _like(value, [_loaded(each, new, device) for each in value])
+        return sequence_like(value, [_loaded(each, new, device) for each in value])
     spec, array = next(new)
     if isinstance(value, HaloArray):
         device.copy_from_host(value.inner, array)

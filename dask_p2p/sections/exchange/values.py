@@ -117,6 +117,14 @@ def arrays_in(data: Any, like: Sequence[Array]) -> list[Array]:
     return found
 
 
+def as_numbers(value: Any) -> Array:
+    """Return a value as a NumPy array, which holds an object if the value is ragged."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
+
+
 def leaves(value: Any) -> list[Any]:
     """Return the numbers and arrays of a value, in order."""
     if isinstance(value, tuple):
@@ -133,14 +141,15 @@ def with_leaves(value: Any, new: Sequence[Any]) -> Any:
 
 def _rebuilt(value: Any, new: Any) -> Any:
     if isinstance(value, tuple):
-        return _tuple_like(value, [_rebuilt(each, new) for each in value])
+        return sequence_like(value, [_rebuilt(each, new) for each in value])
     if isinstance(value, dict):
         return {key: _rebuilt(each, new) for key, each in value.items()}
     return next(new)
 
 
-def _tuple_like(value: Any, items: list[Any]) -> Any:
-    make: Any = getattr(type(value), "_make", tuple)  # of a named tuple
+def sequence_like(value: Any, items: Sequence[Any]) -> Any:
+    """Return a list or tuple of the class of another one, with other items."""
+    make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
     return make(items)
 
 
@@ -181,10 +190,7 @@ def _number(value: Any, kind: type, name: str, parts: list[Any]) -> tuple[Any, .
 
 
 def _checked(value: Any, name: str) -> Array:
-    try:
-        array = np.asarray(None if isinstance(value, (str, bytes)) else value)
-    except ValueError:  # a ragged list
-        array = np.asarray(None)
+    array = as_numbers(None if isinstance(value, (str, bytes)) else value)
     if array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
         raise InputError(
             f"{name}: expected numbers, arrays, or tuples and dicts of these, got "
