@@ -29,17 +29,22 @@ def checked_client(client: Any) -> Any:
     return client
 
 
+def as_integer(value: Any, otherwise: int) -> int:
+    """Return an integer of any type as one of Python; `otherwise` for any other value."""
+    try:
+        return index(value)
+    except TypeError:
+        return otherwise
+
+
 def checked_count(of: str, least: int = 1, **given: Any) -> int:
     """Return a number of at least `least`, given as a keyword with its parameter's name.
 
     Raises `InputError` for any other value.
     """
     ((name, value),) = given.items()
-    try:
-        count = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        count = None
-    if count is None or count < least:
+    count = least - 1 if isinstance(value, bool) else as_integer(value, least - 1)
+    if count < least:
         raise InputError(
             f"expected a number of {of}, at least {least}, got {name}={value!r}. Give an integer, "
             f"{name}={least} or more."

@@ -18,6 +18,7 @@ from dask_p2p.config import positive_bytes
 from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.libraries import check_one_library
+from dask_p2p.inputs import as_integer
 from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import aligned
@@ -120,10 +121,7 @@ def checked_halo(
 
 def checked_axis(axis: Any, ndim: int) -> int:
     """Return the axis as a number from 0; None is the first axis."""
-    try:
-        number = 0 if axis is None else as_int(axis)
-    except TypeError:
-        number = ndim
+    number = 0 if axis is None else as_integer(axis, ndim)
     if not -ndim <= number < ndim:
         raise InputError(f"expected one of the {ndim} axes of the output, got axis={axis!r}.")
     return number % ndim

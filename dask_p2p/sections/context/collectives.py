@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
+from dask_p2p.inputs import as_integer
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.exchange.values import (
     arrays_in,
@@ -201,10 +201,7 @@ class Collectives(Messaging):
         return self.device.from_host(own[()], value)
 
     def _checked_root(self, root: Any) -> int:
-        try:
-            number = -1 if isinstance(root, bool) else index(root)
-        except TypeError:
-            number = -1
+        number = -1 if isinstance(root, bool) else as_integer(root, -1)
         if number not in range(self.size):
             raise InputError(
                 f"root: expected a rank below {self.size}, got {root!r}. Give the ctx.rank that "

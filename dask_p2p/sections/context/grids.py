@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index as as_int
 from typing import Any
 from weakref import ProxyTypes, proxy
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.geometry import Box, block_bounds, box_slices
-from dask_p2p.inputs import checked_dtype
+from dask_p2p.inputs import as_integer, checked_dtype
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -204,10 +203,7 @@ class Grid:
         InputError
             If `factor` is no number of at least 2.
         """
-        try:
-            by = as_int(factor)
-        except TypeError:
-            by = 0
+        by = as_integer(factor, 0)
         if by < 2:
             raise InputError(f"factor: expected an integer of at least 2, got {factor!r}.")
         if by not in self._coarser:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
+from dask_p2p.inputs import as_integer
 from dask_p2p.sections.context.transfers import (
     DONE,
     FromItself,
@@ -212,10 +212,7 @@ class Messaging:
     def _checked_rank(self, name: str, rank: Any) -> int | None:
         if type(rank) is int and 0 <= rank < self.size:
             return rank
-        try:
-            found = None if rank is None else index(rank)
-        except TypeError:
-            found = -1
+        found = None if rank is None else as_integer(rank, -1)
         if found is not None and found not in range(self.size):
             raise InputError(
                 f"{name}: expected a rank below {self.size}, got {rank!r}. Give a rank, "
@@ -291,10 +288,7 @@ class Messaging:
 def _checked_tag(tag: Any) -> int:
     if type(tag) is int and 0 <= tag < MOST_TAG:
         return tag
-    try:
-        number = index(tag)
-    except TypeError:
-        number = -1
+    number = as_integer(tag, -1)
     if number not in range(MOST_TAG):
         raise InputError(f"tag: expected an integer from 0 to {MOST_TAG - 1}, got {tag!r}.")
     return number

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from operator import index
 from typing import Any
 
 from dask_p2p.errors import AxesError
 from dask_p2p.geometry import Box
+from dask_p2p.inputs import as_integer
 from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.communicator import Communicator
@@ -129,15 +129,13 @@ class Places(Communicator):
             If the arrays have no such axis.
         """
         ndim = len(self.grid)
-        try:
-            axis = index(axis)
-        except TypeError:
+        given = as_integer(axis, ndim)
+        if given not in range(-ndim, ndim):
             raise AxesError(
-                f"axis: expected an integer, got {axis!r}. Give ctx.along(0)."
-            ) from None
-        if axis not in range(-ndim, ndim):
-            raise AxesError(f"axis: expected an axis of {ndim} dimensions, got {axis!r}.")
-        axis %= ndim
+                f"axis: expected an axis of {ndim} dimensions, got {axis!r}. Give an integer, such "
+                f"as ctx.along(0)."
+            )
+        axis = given % ndim
         own = self._ranks.indices[self.rank]
         line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
         number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))

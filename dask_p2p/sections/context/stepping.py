@@ -9,6 +9,7 @@ from operator import index
 from typing import Any, Protocol
 
 from dask_p2p.errors import InputError
+from dask_p2p.inputs import as_integer
 from dask_p2p.sections.context.bindings import Bindings
 from dask_p2p.sections.context.carried import carried_values
 from dask_p2p.sections.context.places import Places
@@ -266,10 +267,7 @@ class Stepping(Places):
         SectionError
             If the ranks made different calls.
         """
-        try:
-            number = index(step)
-        except TypeError:
-            number = -1
+        number = as_integer(step, -1)
         if number <= self._saved_step:
             more = f", more than {self._saved_step} at the last checkpoint"
             raise InputError(

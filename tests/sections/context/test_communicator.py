@@ -88,18 +88,10 @@ def test_colors_are_integers(color, key):
     run_gang(RankGrid(((1,),), (1,)), split)
 
 
-@pytest.mark.parametrize(
-    ("axis", "expected"),
-    [
-        (1, "an axis of 1 dimensions"),
-        (-2, "an axis of 1 dimensions"),
-        ("a", "an integer"),
-        (0.5, "an integer"),
-    ],
-)
-def test_lines_are_along_axes_of_the_grid(axis, expected):
+@pytest.mark.parametrize("axis", [1, -2, "a", 0.5])
+def test_lines_are_along_axes_of_the_grid(axis):
     def along(ctx):
-        with pytest.raises(AxesError, match=f"axis: expected {expected}"):
+        with pytest.raises(AxesError, match="axis: expected an axis of 1 dimensions"):
             ctx.along(axis)
 
     run_gang(RankGrid(((1,),), (1,)), along)
