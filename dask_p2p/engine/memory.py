@@ -78,8 +78,11 @@ def is_out_of_memory(exc: BaseException) -> bool:
 def in_memory_bytes(block: Array) -> int:
     """Return a lower bound of the memory of an array.
 
-    Repeated elements (`numpy.broadcast_to`) count once. Memory-mapped files count as 0 bytes.
+    Repeated elements (`numpy.broadcast_to`) count once. Memory-mapped files count as 0 bytes, and
+    so do objects that are no arrays, which the check of each block refuses.
     """
+    if not hasattr(block, "strides"):
+        return 0
     if any(type(base).__name__ in ("memmap", "mmap") for base in bases(block)):
         return 0
     nbytes = int(block.dtype.itemsize)

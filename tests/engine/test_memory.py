@@ -81,6 +81,7 @@ def test_what_arrays_take(tmp_path):
     assert in_memory_bytes(np.broadcast_to(x[0], (10**6, 40))) == 320
     assert in_memory_bytes(np.load(tmp_path / "x.npy", mmap_mode="r")[3:]) == 0
     assert in_memory_bytes(np.ones((0, 5))) == 0
+    assert in_memory_bytes(3.0) == 0
 
 
 # --- an assembly of 9 x 3 items whose holders are a, itself (b), c ---

@@ -1,4 +1,4 @@
-"""Functions that keep values, in ranks that are threads of one process."""
+"""Functions that keep values, in ranks that are threads of one process; unsuitable blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import PerRank, Record, Save, iterate, spmd
+from dask_p2p.errors import UnsupportedArrayError
 from tests.support import own_client
 
 X = np.arange(32.0).reshape(8, 4)
@@ -114,3 +115,15 @@ def test_ranks_of_one_process_share_no_functions_of_computed_fields(in_process, 
     # The first call, before all steps, is for the dtype.
     frames = np.broadcast_to(np.array([2, 3, 4])[:, None, None], (3, 8, 4))
     np.testing.assert_array_equal(zarr.open(tmp_path)["n"][:], frames)
+
+
+@pytest.mark.parametrize("block", [3.0, None, [[1.0] * 4] * 2])
+def test_blocks_that_are_no_arrays_are_named(block):
+    x = array().map_blocks(lambda _: block, dtype=float, meta=np.empty((0, 0)))
+    for y in (
+        spmd(lambda ctx, x: x, x, ranks=1),
+        iterate(lambda u: u, x, 0, 1, ranks=1),
+        iterate(lambda u, c: u + c, array(), 0, 1, constants=(x,), ranks=1),
+    ):
+        with pytest.raises(UnsupportedArrayError, match=f"got builtins.{type(block).__name__}"):
+            y.compute(scheduler="sync")
