@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
@@ -115,7 +116,7 @@ class RankBody:
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
-            with warned_of_global_random(ctx.shares_process):
+            with warned_of_global_random(ctx.shares_process), _rank_in_errors(ctx):
                 returned = function(ctx, local_blocks)
             return self.outputs.blocks(ctx, self.ranks, returned)
 
@@ -132,6 +133,18 @@ class RankBody:
         found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
         more: Any = getattr(self.function, "estimate", None)
         return found if more is None else more(found, self.ranks, rank, inputs_bytes)
+
+
+@contextmanager
+def _rank_in_errors(ctx: Context) -> Iterator[None]:
+    """Name the rank, and the number of steps that it has done, in each exception."""
+    try:
+        yield
+    except BaseException as exc:
+        done, total = ctx.progress.step, ctx.progress.steps
+        steps = f" after {done} {'step' if done == 1 else 'steps'}" if total or done else ""
+        exc.add_note(f"Raised on rank {ctx.rank} of {ctx.size}{steps}.")
+        raise
 
 
 def own_copy(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that keep values, in ranks that are threads of one process; unsuitable blocks."""
+"""Functions that keep values, in ranks that are threads of one process; errors of ranks."""
 
 from __future__ import annotations
 
@@ -127,3 +127,44 @@ def test_blocks_that_are_no_arrays_are_named(block):
     ):
         with pytest.raises(UnsupportedArrayError, match=f"got builtins.{type(block).__name__}"):
             y.compute(scheduler="sync")
+
+
+def steps_of(ctx, x):
+    for step in ctx.steps(9):
+        assert (step, ctx.rank) != (7, ctx.size - 1)
+    return x
+
+
+def step_of(u, at):
+    assert (at.step, at.rank) != (7, 3)
+    return u
+
+
+def record_of(u, at):
+    assert (at.step, at.rank) != (6, 3)
+    return u.sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    [
+        (lambda **kw: spmd(steps_of, array(), **kw), " after 7 steps"),
+        (lambda **kw: spmd(lambda ctx, x: ctx.barrier() or x / None, array(), **kw), ""),
+        (lambda **kw: iterate(step_of, array(), 0, 9, **kw), " after 7 steps"),
+        (
+            lambda **kw: iterate(
+                lambda u: {"u": u}, {"u": array()}, 0, 9, record={"sum": record_of}, **kw
+            )["u"],
+            " after 7 steps",
+        ),
+        (lambda **kw: iterate(lambda u: u / None, array(), 0, 9, **kw), " after 0 steps"),
+    ],
+)
+def test_errors_name_the_rank_and_the_steps_done(in_process, program, steps):
+    with pytest.raises((AssertionError, TypeError)) as caught:
+        program(ranks=RANKS).compute()
+    notes = [note for note in caught.value.__notes__ if note.startswith("Raised on rank")]
+    assert len(notes) == 1
+    if "7" in steps:
+        assert notes == [f"Raised on rank 3 of 4{steps}."]
+    assert notes[0].endswith(f" of 4{steps}.")
