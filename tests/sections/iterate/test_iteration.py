@@ -87,6 +87,18 @@ def test_numbers_that_until_waits_for():
             computed(y)
 
 
+def test_conditions_without_return_are_refused():
+    def until(last):
+        last["sum"] < 1  # noqa: B015
+
+    record = {"sum": lambda u: u.sum()}
+    named = iterate(lambda u: {"u": u}, {"u": array()}, 0, 3, record=record, until=until, ranks=1)
+    one = iterate(lambda u: (u, u.sum()), array(), 0, 3, until=lambda total: None, ranks=1)
+    for y in (named["u"], one):
+        with pytest.raises(InputError, match=r"until: expected .* returned None\. Return"):
+            computed(y)
+
+
 def test_not_a_number_does_not_stop_it():
     def nan(u, out):
         out[:] = u + 1
