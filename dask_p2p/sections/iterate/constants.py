@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import rechunk
@@ -124,6 +124,11 @@ def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
     """Return a constant as a Dask array with the chunks of the field's last axes."""
     array = given
     if not is_dask_array(given):
+        if not hasattr(given, "dtype"):  # such as tables of pandas
+            raise UnsupportedArrayError(
+                f"constants: expected numbers, or arrays of NumPy, CuPy or Dask, got {name!r} of "
+                f"class {type(given).__name__}. Convert it, np.asarray(...)."
+            )
         array = functions_of(field).from_array(given, chunks=-1, asarray=False)
     check_array(array)
     lengths = field.shape[field.ndim - array.ndim :] if array.ndim <= field.ndim else ()

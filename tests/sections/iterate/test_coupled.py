@@ -7,6 +7,7 @@ from functools import partial
 import dask
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 
 from dask_p2p import Field, Whole, iterate, spmd
@@ -468,5 +469,9 @@ def test_wrong_arguments_are_refused():
     refused("whose parameters Python cannot list", max, fields, 1, 2)
     refused("first one's shape", react, {"u": u, "v": array(V[:5], 5)}, 1, 2, error=ChunksError)
     refused("broadcasts to", react, fields, 1, 2, constants={"c": V[:5]}, error=ChunksError)
+    for table in (pd.DataFrame(V), Field(pd.DataFrame(V))):
+        constants = {"c": table}
+        options = {"constants": constants, "error": UnsupportedArrayError}
+        refused("got 'c' of class DataFrame", react, fields, 1, 2, **options)
     refused("with a halo", react, fields, 1, 2, constants={"c": Field(V[0], 1)}, error=ChunksError)
     refused("Dask array", react, {"u": U, "v": v}, 1, 2, error=UnsupportedArrayError)
