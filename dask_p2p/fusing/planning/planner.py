@@ -32,8 +32,9 @@ from dask_p2p.types import Key
 _LARGE_BYTES, _LARGE_EXCHANGES_BYTES = 2**25, 2**23
 #: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
 _FEW_EXCHANGES = 16
-#: A smaller exchange brings a rank at least so many bytes for each rank, and for a few.
-_EXCHANGED_BYTES, _FEW_RANKS = 2**18, 4
+#: A smaller exchange brings a rank about so many bytes for each rank. Their senders pack as many,
+#: in addition to the blocks.
+_EXCHANGED_BYTES = 2**18
 _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
@@ -60,7 +61,7 @@ def programs_of(
         return late_supersteps_of(tasks, owners)
 
     def smaller() -> dict[Key, int]:
-        most_bytes = _EXCHANGED_BYTES * max(_FEW_RANKS, size)
+        most_bytes = _EXCHANGED_BYTES * size
         return divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
 
     others = [(late, _LARGE_BYTES)]

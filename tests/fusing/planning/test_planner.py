@@ -176,3 +176,12 @@ def test_regions_in_messages_are_few():
     for program in programs_of(tasks, 2, sizes):
         copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
         assert copies_bytes <= 2**22
+
+
+def test_messages_of_two_ranks_are_small():
+    """Otherwise two ranks with four blocks of 1 MiB each would take a quarter more memory."""
+    tasks = read_arrays(dask_p2p.transpose(da.ones((1024, 1024), chunks=(128, 1024))))[1].tasks
+    sizes, elements = sizes_of(tasks), SourceElements()
+    for program in programs_of(tasks, 2, sizes):
+        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
+        assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received
