@@ -22,6 +22,7 @@ from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu import graphs, halo_windows, lending, region_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.iterate import first_step
 from dask_p2p.sections.wire import endpoint
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
@@ -70,7 +71,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
-        (Gpu, "recorder", lambda gpu, out: None),
+        (first_step, "_RECORDED_KINDS", ""),  # emulated arrays have no such views
         (graphs, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))

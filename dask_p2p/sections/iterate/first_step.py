@@ -24,6 +24,7 @@ from dask_p2p.types import Array, DType
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
 _SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
+_RECORDED_KINDS = "biuf"  # of dtypes whose writes are recorded: complex ones hold all numbers
 _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
@@ -117,7 +118,11 @@ class FirstStep:
 
     def _recorded(self, outs: Outs) -> Any:
         """Call the function, if possible with views of `outs` that refuse lossy writes."""
-        recorders = {n: recorder_of(out) for n, out in outs.items() if out.dtype.kind in "biuf"}
+        recorders = {
+            name: recorder_of(out)
+            for name, out in outs.items()
+            if out.dtype.kind in _RECORDED_KINDS
+        }
         returned, is_recorded = None, bool(recorders)
         if is_recorded:
             try:
