@@ -266,7 +266,7 @@ class Gangs:
             left_s = deadline_s - now_s()
             if order.state != known or left_s <= 0:
                 return asdict(order)
-            with suppress(TimeoutError, asyncio.TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
     def _wake_ranks(self) -> None:

@@ -66,7 +66,7 @@ class Stalls:
 
     async def _reports(self, gang: str, worker: str) -> list[dict[str, Any]] | None:
         """Return the reports of a worker's ranks; None if it does not reply."""
-        with suppress(OSError, TimeoutError, asyncio.TimeoutError):
+        with suppress(OSError, TimeoutError):
             call = getattr(self._scheduler.rpc(worker), REPORTS)(gang=gang)
             reply = await asyncio.wait_for(call, _REPLY_S)
             reports: list[dict[str, Any]] | None = reply.get("reports")
