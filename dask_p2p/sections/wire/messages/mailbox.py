@@ -83,12 +83,6 @@ class Receive:
         """True once the message is here."""
         return self.arrival is not None and self.arrival.is_complete
 
-    def memory_for(self, description: bytes, size_bytes: int) -> Array:
-        """Return the destination of a value's bytes."""
-        if self.memory is not None and description == self.description:
-            return self.memory
-        return np.empty(size_bytes, np.uint8)
-
 
 @dataclass
 class Mailbox:
@@ -98,9 +92,8 @@ class Mailbox:
     lender: Lender | None = None  # of this rank's arrays
     arrived: deque[Arrival] = field(default_factory=deque)  # not received by the function yet
     receives: deque[Receive] = field(default_factory=deque)  # begun by the function, without header
-    unread: deque[SentMessage] = field(
-        default_factory=deque
-    )  # sent by address, and not acknowledged yet
+    #: Sent by address, and not acknowledged yet.
+    unread: deque[SentMessage] = field(default_factory=deque)
     owed: deque[Arrival] = field(default_factory=deque)  # sent by address, which is not readable
     probes: list[bytes] = field(default_factory=list)  # of ranks that wait: see `deadlocks`
     received: int = 0  # number of messages
@@ -255,6 +248,7 @@ class Frame:
 
     def memory(self, size_bytes: int) -> Array:
         """Return the destination of the value's bytes."""
-        if self.receive is None or self.arrival is None:
-            return np.empty(size_bytes, np.uint8)
-        return self.receive.memory_for(self.arrival.description, size_bytes)
+        to, arrival = self.receive, self.arrival
+        if to and arrival and to.memory is not None and to.description == arrival.description:
+            return to.memory
+        return np.empty(size_bytes, np.uint8)
