@@ -134,12 +134,8 @@ class Checkpoints:
         states: States,
         device: Host = HOST,  # device of the saved arrays
     ) -> None:
-        self._rank, self._connections, self._states, self._device = (
-            rank,
-            connections,
-            states,
-            device,
-        )
+        self._rank, self._connections = rank, connections
+        self._states, self._device = states, device
         self._replica_ranks = replica_ranks(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
@@ -224,8 +220,7 @@ class Checkpoints:
         well. `changed` is of this rank, and `name` returns the name of a value.
         """
         gathered = self._connections.gather(f"state of step {step}, compared", changed)
-        by_value = enumerate(zip_longest(*gathered, fillvalue=EMPTY))
-        rows = [*by_value]
+        rows = [*enumerate(zip_longest(*gathered, fillvalue=EMPTY))]
         same = [number for number, found in rows if SAME in found and CHANGED not in found]
         outside = [number for number, found in rows if OUTSIDE in found]
         if same or outside:

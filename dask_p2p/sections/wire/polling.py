@@ -43,11 +43,8 @@ class Polling:
         Return the ranks whose connections may be ready, and all descriptors that are. `missing` are
         the ranks that may connect; None if the exchange needs none. Raises `LostConnectionError`.
         """
-        sockets, others, most_s = (
-            dict[int, int](),
-            set[int](),
-            min(most_s, self._timeout_s / _LOOKS),
-        )
+        sockets, others = dict[int, int](), set[int]()
+        most_s = min(most_s, self._timeout_s / _LOOKS)
         poll, uses_channel = select.poll(), False
         poll.register(self._setup.bell, select.POLLIN)
         for rank, connection in connections.items():
