@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import ProxyTypes, proxy
 
@@ -20,6 +20,7 @@ from dask_p2p.sections.exchange.ends import At, Ends, described, open_grid, plan
 from dask_p2p.sections.exchange.halo import HaloExchange, HaloLayout
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
+OTHERS = "*"  # in a mapping by names of arrays: all that it does not name
 _MOST_PADS = 100  # kept exchanges of one grid
 
 
@@ -89,7 +90,14 @@ class Grid:
         blocks = dict(a) if isinstance(a, Mapping) else {"a": a}
         if not blocks:
             return {}
-        of_each = _by_name(boundary, blocks) if isinstance(a, Mapping) else {"a": boundary}
+        of_each = (
+            by_name("boundary", boundary, blocks) if isinstance(a, Mapping) else {"a": boundary}
+        )
+        if is_by_name(boundary) and (missing := [n for n, own in of_each.items() if own is None]):
+            raise InputError(
+                f"boundary: expected one for each of {', '.join(blocks)}, got none for {missing}. "
+                f'Give the others by "*".'
+            )
         own = {name: self._checked(name, block) for name, block in blocks.items()}
         kinds = {name: block.dtype.str for name, block in own.items()}
         asked = f"{kinds} {depth!r} {of_each!r}"
@@ -232,15 +240,16 @@ def is_by_name(given: Any) -> bool:
     return isinstance(given, Mapping) and any(isinstance(key, str) for key in given)
 
 
-def _by_name(boundary: Any, blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the boundary of each array, from one for all or a dict by name."""
-    if not is_by_name(boundary):
-        return dict.fromkeys(blocks, boundary)
-    missing = [name for name in blocks if name not in boundary and "*" not in boundary]
-    unknown = [name for name in boundary if name not in blocks and name != "*"]
-    if missing or unknown:
+def by_name(title: str, given: Any, names: Collection[str], default: Any = None) -> dict[str, Any]:
+    """Return the option of each array, from one for all or a mapping by names of arrays.
+
+    Raises `InputError` for other names.
+    """
+    if not is_by_name(given):
+        return dict.fromkeys(names, given)
+    if unknown := [key for key in given if key not in (*names, OTHERS)]:
         raise InputError(
-            f"boundary: expected one for each of {', '.join(blocks)}, got {boundary!r}. Give the "
-            f'others by "*".'
+            f"{title}: expected names of fields, {[*names]}, or {OTHERS!r} for all others, got "
+            f"{unknown[0]!r}. Rename it."
         )
-    return {name: boundary.get(name, boundary.get("*")) for name in blocks}
+    return {name: given.get(name, given.get(OTHERS, default)) for name in names}

@@ -17,12 +17,10 @@ from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.arguments import check_decompositions, check_same_kind
 from dask_p2p.sections.api.output_kinds import LocalBlock, Output
-from dask_p2p.sections.context.grids import is_by_name
+from dask_p2p.sections.context.grids import OTHERS, by_name
 from dask_p2p.sections.iterate.functions.binding import AT, OUT
 from dask_p2p.sections.iterate.scalars import ScalarSpec, is_scalar, scalar_spec
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DType, DTypeLike
-
-_OTHERS = "*"  # in a mapping by names of fields: all fields that it does not name
 
 
 @dataclass(frozen=True)
@@ -103,14 +101,12 @@ def named_fields(
         If an array cannot be divided between ranks.
     """
     fields: Mapping[str, Any] = of_all.value
-    depth: Any = of_all.depth
-    boundary: Any = of_all.boundary
     if not fields:
         raise InputError("expected at least one field, {'u': u}, got an empty mapping.")
     for name in fields:
         check_name(name, "a field")
-    _check_other_names("depth", depth, fields)
-    _check_other_names("boundary", boundary, fields)
+    depths = by_name("depth", of_all.depth, fields, 0)
+    boundaries = by_name("boundary", of_all.boundary, fields)
     specs, scalars, without = [], [], list[str]()
     arrays: list[DaskArray] = []
     for name, given in fields.items():
@@ -120,8 +116,8 @@ def named_fields(
             continue
         options = replace(
             own,
-            depth=_of_field(depth, name, 0) if own.depth is None else own.depth,
-            boundary=_of_field(boundary, name) if own.boundary is None else own.boundary,
+            depth=depths[name] if own.depth is None else own.depth,
+            boundary=boundaries[name] if own.boundary is None else own.boundary,
             dtype=of_all.dtype if own.dtype is None else own.dtype,
             corners=of_all.corners if own.corners is None else own.corners,
         )
@@ -135,7 +131,7 @@ def named_fields(
     if without:
         raise InputError(
             f"boundary: expected one for each field that has a halo, got none for {without}. Give "
-            f"one by name, or {{..., {_OTHERS!r}: 'periodic'}} for all others."
+            f"one by name, or {{..., {OTHERS!r}: 'periodic'}} for all others."
         )
     if not arrays:
         raise InputError(
@@ -216,19 +212,4 @@ def check_name(name: Any, title: str) -> None:
         raise InputError(
             f"expected the name of a parameter for {title}, got {name!r}. Use letters, digits and "
             f"underscores, but neither {OUT!r} nor {AT!r}."
-        )
-
-
-def _of_field(given: Any, name: str, default: Any = None) -> Any:
-    """Return the option of one field, from one for all or a mapping by names of fields."""
-    if not is_by_name(given):
-        return given
-    return given.get(name, given.get(_OTHERS, default))
-
-
-def _check_other_names(title: str, given: Any, fields: Mapping[str, Any]) -> None:
-    if is_by_name(given) and (others := [key for key in given if key not in (*fields, _OTHERS)]):
-        raise InputError(
-            f"{title}: expected names of fields, {[*fields]}, or {_OTHERS!r} for all others, got "
-            f"{others[0]!r}. Rename it."
         )

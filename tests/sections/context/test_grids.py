@@ -134,7 +134,11 @@ def alone():
         (lambda ctx: ctx.pad(np.zeros((4, 3)), 1, "odd one"), "expected a boundary out of"),
         (
             lambda ctx: ctx.pad({"u": np.zeros((4, 3))}, 1, {"v": 0.0}),
-            r'boundary: expected one for each of u, got .* Give the others by "\*"',
+            r"boundary: expected names of fields, \['u'\], or '\*' for all others, got 'v'",
+        ),
+        (
+            lambda ctx: ctx.pad(dict.fromkeys("uv", np.zeros((4, 3))), 1, {"v": 0.0}),
+            r'boundary: expected one for each of u, v, got none for .* Give the others by "\*"',
         ),
         (lambda ctx: ctx.grid_of((5,)).gather(np.zeros(4)), r"expected an array of shape \(5,\)"),
         (lambda ctx: ctx.grid_of((-5,)), "shape: expected lengths of axes"),
