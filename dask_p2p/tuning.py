@@ -142,9 +142,9 @@ class Tuning:
     # sections.context.
     #: Size of arrays that ranks reduce in parts: each rank one part, which it sends to the others.
     parted_reduction_bytes: int = 1 << 20
-    #: Least size of a transform's piece: the host needs 0.1 to 0.2 ms for each. On two H200,
-    #: `rfftn` of 256 MiB a rank took 0.96 ms in one piece and 0.87 in two on a fast host. On a slow
-    #: one it took 1.2 ms in one, and 1.4 to 1.6 in two.
+    #: Least size of a piece of a transform's result: the host needs 0.1 to 0.2 ms for each. On two
+    #: H200, `rfftn` of 256 MiB a rank took 0.96 ms in one piece and 0.87 in two on a fast host. On
+    #: slow ones it took 0.95 to 1.2 ms in one, and 1.2 to 1.6 in two.
     transform_piece_bytes: int = 2**28
 
     # fusing.

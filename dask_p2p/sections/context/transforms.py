@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -326,8 +327,10 @@ class _AxesTransform:
         axis = next((axis for axis in order if axis not in done), None)
         if self.device.kind != "cupy" or axis is None:
             return self(local_block, is_own)
-        piece_bytes = tuning.current.transform_piece_bytes
-        count = min(MOST_PIECES, local_block.nbytes // piece_bytes, self.shape[axis])
+        dtype = self._dtype(local_block)
+        made_bytes = prod(self.shape) * dtype.itemsize
+        most = made_bytes // tuning.current.transform_piece_bytes
+        count = min(MOST_PIECES, most, self.shape[axis])
         if count < 2:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
@@ -338,7 +341,7 @@ class _AxesTransform:
             part = local_block[(slice(None),) * position + (along,)]
             return self.transform.transformed(part, is_own)
 
-        return Pieces(self._dtype(local_block), axis, bounds, piece), True
+        return Pieces(dtype, axis, bounds, piece), True
 
     def _dtype(self, local_block: Array) -> DType:
         dtype = complex_dtype(local_block.dtype)

@@ -170,8 +170,10 @@ def test_the_input_may_be_overwritten_immediately(monkeypatch):
 @pytest.mark.parametrize(
     ("piece_bytes", "count"), [(8192, 0), (4097, 0), (4096, 2), (2048, 4), (1, MOST_PIECES)]
 )
-def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count):
-    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype("c16")
+@pytest.mark.parametrize("dtype", ["c16", "f8"])
+def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count, dtype):
+    """The size is that of the result, which is exchanged: 8192 bytes for both dtypes."""
+    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype(dtype)
     counts = []
 
     def pieces(dtype, axis, bounds, make):
