@@ -273,10 +273,10 @@ def iterate(
         If `func` cannot be called, a number is too small, or `depth` or `boundary` is invalid. Also
         if a parameter of `func` is no known name, or a constant or a keyword is lazy; only
         constants may be Dask arrays. When it runs, if `func` writes into its fields or constants,
-        or reads corners with ``corners=False``, or `until` returns None. Also if `overlap` is True,
-        and `func` computes parts of a block otherwise than the whole, as with a counter. Also if
-        `capture` is True, and `func` cannot be captured or then gives other values. Also if the
-        library `as_library` is unknown, or cannot hold the arrays.
+        or reads corners with ``corners=False``. Also if `overlap` is True, and `func` computes
+        parts of a block otherwise than the whole, as with a counter. Also if `capture` is True, and
+        `func` cannot be captured or then gives other values. Also if the library `as_library` is
+        unknown, or cannot hold the arrays.
     ChunksError
         If chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError

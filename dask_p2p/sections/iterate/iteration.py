@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from dask.utils import funcname
 
-from dask_p2p.errors import InputError
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.replayable import is_constant
@@ -96,17 +95,6 @@ class Iteration:
     def compares_parts(self, ctx: Context) -> bool:
         """Return whether ranks compare results for parts of their local blocks with the whole."""
         return ctx.size > 1 and not self.is_staggered
-
-    def ends(self, *given: Any) -> bool:
-        """Return whether `until` ends the loop. Refuse None, as of a function without `return`."""
-        assert self.until is not None
-        found = self.until(*given)
-        if found is None:
-            raise InputError(
-                "until: expected a function that returns whether to stop, got one that returned "
-                "None. Return a condition, such as last['change'] < 1e-8."
-            )
-        return bool(found)
 
     @property
     def outputs(self) -> Outputs:

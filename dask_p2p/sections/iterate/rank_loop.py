@@ -287,7 +287,7 @@ class RankLoop:
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
-                return self._of.ends(dict(self._series.last))
+                return bool(until(dict(self._series.last)))
         if until is None or not self._is_asked(step):
             return False
         if not numbers or any(number is None for number in numbers):
@@ -296,7 +296,7 @@ class RankLoop:
                 "array if it returns one."
             )
         self._check_sums()
-        return self._of.ends(*map(self._ctx.allreduce, numbers))
+        return bool(until(*map(self._ctx.allreduce, numbers)))
 
     def _check_sums(self) -> None:
         if self._sums:

@@ -87,16 +87,15 @@ def test_numbers_that_until_waits_for():
             computed(y)
 
 
-def test_conditions_without_return_are_refused():
-    def until(last):
-        last["sum"] < 1  # noqa: B015
+def test_none_does_not_stop_it():
+    """Conditions often are ``if small: return True``, without another return."""
 
-    record = {"sum": lambda u: u.sum()}
-    named = iterate(lambda u: {"u": u}, {"u": array()}, 0, 3, record=record, until=until, ranks=1)
-    one = iterate(lambda u: (u, u.sum()), array(), 0, 3, until=lambda total: None, ranks=1)
-    for y in (named["u"], one):
-        with pytest.raises(InputError, match=r"until: expected .* returned None\. Return"):
-            computed(y)
+    def until(last):
+        return True if last["sum"] > 4 * 12 else None
+
+    options = {"record": {"sum": lambda u: u.sum()}, "until": until, "ranks": 1}
+    made = iterate(lambda u: {"u": u + 1}, {"u": array(np.zeros((3, 4)))}, 0, 9, **options)
+    assert computed(made["steps"]) == 5
 
 
 def test_not_a_number_does_not_stop_it():

@@ -70,7 +70,6 @@ def test_a_function_that_allocates(gpu, replayed):
         for _ in range(4):
             held.append(gpu.empty((5, 10), "f8"))
             held[-1][...] = 7.0
-        return False
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(run, a, {0: 1}, 19, ranks=4, check_every=5, until=until, capture=True)
