@@ -20,25 +20,27 @@ _ALIGNMENT_BYTES = 16  # of the arrays in a message
 
 
 class PackedArrays:
-    """Packed arrays, in the order in which they were packed.
+    """Packed arrays, in their order.
 
     Parameters
     ----------
-    here
+    message
         The arrays' bytes, if they are in the message.
-    size_bytes, read
-        Otherwise their size, and the function that reads bytes of the sender: at a position, as
-        many as the second argument.
+    size_bytes
+        Otherwise their size.
+    read
+        Otherwise the function that reads bytes of the sender. Its arguments are a position and a
+        number of bytes.
     """
 
     def __init__(
         self,
-        here: memoryview,
+        message: memoryview,
         size_bytes: int = 0,
         read: Callable[[int, int], memoryview] | None = None,
     ) -> None:
-        self._part: memoryview | None = here
-        self._start, self._stop = 0, len(here) if read is None else 0  # position of the part
+        self._part: memoryview | None = message
+        self._start, self._stop = 0, len(message) if read is None else 0  # position of the part
         self._size_bytes, self._read = size_bytes, read
         self._next = 0  # position after the arrays that are taken
 
