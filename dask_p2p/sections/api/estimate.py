@@ -42,16 +42,14 @@ class SectionEstimate(MemoryEstimate):
     frames_bytes : int
         Copies of local blocks that a thread writes as frames, in host memory.
     series_bytes : int
-        Series of recorded numbers and copies of them at the end, if no step is left out, in host
-        memory.
+        Series of recorded numbers of all steps, and copies of them at the end, in host memory.
     step_bytes : int
         Bytes that a rank sends in a step.
     checkpoint_bytes : int
         Bytes that a rank copies for each checkpoint, and sends to another worker.
     kind : str
-        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes`,
-        `frames_bytes` and `series_bytes` is GPU memory, and `packed_bytes` holds two copies of the
-        packed halos.
+        Kind of the blocks: "numpy" or "cupy". For CuPy all but `state_bytes`, `frames_bytes` and
+        `series_bytes` is GPU memory. Then `packed_bytes` holds two copies of the packed halos.
     """
 
     work_bytes: int

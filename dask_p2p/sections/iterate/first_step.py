@@ -24,7 +24,8 @@ from dask_p2p.types import Array, DType
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
 _SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
-_RECORDED_KINDS = "biuf"  # of dtypes whose writes are recorded: complex ones hold all numbers
+#: Kinds of dtypes whose writes are recorded. Complex dtypes hold all numbers.
+_RECORDED_KINDS = "biuf"
 _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
