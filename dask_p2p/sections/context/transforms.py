@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p import tuning
-from dask_p2p.backends import order_of
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import block_bounds, split_evenly
-from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL
 from dask_p2p.ops.fft.stages import (
     Axes,
     Norm,
     check_norm,
     checked_numbered_axes,
-    complex_dtype,
     local_transforms,
     order_in_memory,
     transform_of,
 )
 from dask_p2p.plans.partitions import transform_stages
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.context.transform_steps import AxesTransform, Step, exchanged
 from dask_p2p.sections.exchange.device import Host, check_kind
-from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 _Partition = Sequence[int] | None
-_Step = Callable[[Any, bool], tuple[Any, bool]]  # of a local block, and whether it is a temporary
 
 
 class _TransformCall(NamedTuple):
@@ -246,7 +240,7 @@ class Transforms:
             self._partitions.settle()
         return local_block if is_own else local_block.copy()
 
-    def _steps(self, call: _TransformCall, item_bytes: int) -> list[_Step]:
+    def _steps(self, call: _TransformCall, item_bytes: int) -> list[Step]:
         """Return the steps of a transform: functions of the local block, in order."""
         kind, whole = call.kind, self._whole(call.shape)
         along = _checked_axes(call.axes, len(whole))
@@ -257,7 +251,7 @@ class Transforms:
         transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
         first, last = self._divisions(kind, whole, along, call.partition, call.from_partition)
         axes, current = tuple(range(len(whole))), first
-        made: list[_Step] = []
+        made: list[Step] = []
         path = transform_stages(first, last, transform)
         on_device, done = self.device.kind == "cupy", [stage.axes for stage in path]
         each = local_transforms(kind, special, lengths, call.norm, done, on_device)
@@ -269,83 +263,17 @@ class Transforms:
             redistribution = self._partitions.between(
                 current, stage.before, axes, f"{kind}n()", order
             )
-            if made and isinstance(last_made := made[-1], _AxesTransform) and not is_there:
+            if made and isinstance(last_made := made[-1], AxesTransform) and not is_there:
                 made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
-            made.append(partial(_exchanged, redistribution, is_there))
+            made.append(partial(exchanged, redistribution, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
                 to_real = special in stage.axes and kind in TO_REAL
                 made.append(
-                    _AxesTransform(local, stage.after.shape(self.rank), to_real, self.device)
+                    AxesTransform(local, stage.after.shape(self.rank), to_real, self.device)
                 )
             current = stage.after
         return made
-
-
-def _exchanged(
-    redistribution: Any, is_there: bool, local_block: Any, is_own: bool
-) -> tuple[Array, bool]:
-    if is_there:
-        redistribution.check(local_block)
-        return local_block, is_own
-    return redistribution.begin(local_block), True
-
-
-@dataclass(frozen=True)
-class _AxesTransform:
-    """Transforms a local block along axes that are not divided.
-
-    Parameters
-    ----------
-    transform
-        Transform of a local block, or a piece of it.
-    shape
-        Shape of the result.
-    to_real
-        Whether the result is real.
-    device
-        Device of the local blocks.
-    """
-
-    transform: LocalTransform
-    shape: tuple[int, ...]
-    to_real: bool
-    device: Host
-
-    def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
-        if local_block.size:
-            return self.transform.transformed(local_block, is_own), True
-        return self.device.module.zeros(self.shape, self._dtype(local_block)), True
-
-    def in_pieces(self, local_block: Array, is_own: bool) -> tuple[Any, bool]:
-        """Return the result as `Pieces`, which peers read while the next is made, if it is large.
-
-        Otherwise return it as `__call__` does.
-        """
-        order = self.transform.order or order_of(local_block.strides)
-        done = {axis for _, axes, _ in self.transform.steps for axis in axes}
-        axis = next((axis for axis in order if axis not in done), None)
-        if self.device.kind != "cupy" or axis is None:
-            return self(local_block, is_own)
-        dtype = self._dtype(local_block)
-        made_bytes = prod(self.shape) * dtype.itemsize
-        most = made_bytes // tuning.current.transform_piece_bytes
-        count = min(MOST_PIECES, most, self.shape[axis])
-        if count < 2:
-            return self(local_block, is_own)
-        bounds = block_bounds(split_evenly(self.shape[axis], count))
-        position = axis if self.transform.order is None else order.index(axis)
-
-        def piece(number: int) -> Array:
-            along = slice(bounds[number], bounds[number + 1])
-            part = local_block[(slice(None),) * position + (along,)]
-            return self.transform.transformed(part, is_own)
-
-        return Pieces(dtype, axis, bounds, piece), True
-
-    def _dtype(self, local_block: Array) -> DType:
-        dtype = complex_dtype(local_block.dtype)
-        return np.empty(0, dtype).real.dtype if self.to_real else dtype
 
 
 def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from dask_p2p.ops.fft import local as local_fft
 from dask_p2p.ops.fft.stages import order_in_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.context import transforms
+from dask_p2p.sections.context import transform_steps, transforms
 from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire.connections import Connections
@@ -189,7 +189,7 @@ def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_by
     gpu, library = emulated_gpu(monkeypatch), fake_cufft()
     monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
     tune(monkeypatch, transform_piece_bytes=piece_bytes)
-    monkeypatch.setattr(transforms, "Pieces", pieces)
+    monkeypatch.setattr(transform_steps, "Pieces", pieces)
     run_gang(RankGrid(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
     assert counts == [count] * 2 * (count > 0)
 
