@@ -82,6 +82,15 @@ class Recorder:
         self._per_thread.capture = found
 
     @property
+    def timeline(self):
+        """That of a graph's operation, during its launch; None: that of the current stream."""
+        return getattr(self._per_thread, "timeline", None)
+
+    @timeline.setter
+    def timeline(self, timeline):
+        self._per_thread.timeline = timeline
+
+    @property
     def pool(self):
         """Where this thread's allocations stay; None if they go when they are dropped."""
         return getattr(self._per_thread, "pool", None)
@@ -117,11 +126,7 @@ class Recorder:
         if self.capture is None:
             on(timeline)
         else:
-            stream, operations = self.capture
-            assert timeline == stream.name
-            if stream.is_invalidated:
-                raise RuntimeError("cudaErrorStreamCaptureInvalidated")
-            operations.append(on)
+            self.capture.add(timeline, on)
 
     def check_no_capture(self):
         if self.capture is not None:
@@ -432,6 +437,10 @@ class Stream:
         return event
 
     def wait_event(self, event):
+        capture = self.recorder.capture
+        if capture is not None:
+            capture.wait(self.name, event)
+            return
         with self.recorder.lock:
             self.recorder.join(self.name, event.clock)
 
@@ -440,11 +449,11 @@ class Stream:
             self.recorder.join(HOST, self.recorder.clocks[self.name])
 
     def begin_capture(self):
-        self.recorder.capture, self.is_invalidated = (self, []), False
+        self.recorder.capture, self.is_invalidated = Capture(self), False
 
     def end_capture(self):
-        (_, operations), self.recorder.capture = self.recorder.capture, None
-        return SimpleNamespace(launch=lambda stream: [put(stream.name) for put in operations])
+        capture, self.recorder.capture = self.recorder.capture, None
+        return SimpleNamespace(launch=capture.launcher())
 
     def __enter__(self):
         self.recorder.current.append(self)
@@ -452,6 +461,59 @@ class Stream:
 
     def __exit__(self, *exc):
         self.recorder.current.pop()
+
+
+class Capture:
+    """The operations of a graph: those of a stream, and of streams that wait for its events.
+
+    A launch runs them on the stream that it gets. Those of other streams get timelines of their
+    own, which only the captured events order.
+    """
+
+    def __init__(self, stream):
+        self.stream, self.recorder = stream, stream.recorder
+        self.operations, self.counts = [], {stream.name: 0}
+        self.events = {}  # by event: number of the record, its stream, and the stream's operations
+        self.joined = {}  # by stream: its operations that the first stream has waited for
+
+    def add(self, name, operation):
+        if self.stream.is_invalidated:
+            raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+        assert name in self.counts, f"{name} is not captured"
+        self.counts[name] += 1
+        self.operations.append((name, operation))
+
+    def record(self, name, event):
+        self.add(name, lambda timeline: self.recorder.do(timeline, "an event"))
+        self.events[event] = len(self.operations), name, self.counts[name]
+
+    def wait(self, name, event):
+        number, of, count = self.events[event]
+        self.counts.setdefault(name, 0)
+        self.add(name, lambda timeline: self._join(timeline, number))
+        if name == self.stream.name:
+            self.joined[of] = count
+
+    def _join(self, timeline, number):
+        with self.recorder.lock:
+            self.recorder.join(timeline, self.clocks[number])
+
+    def launcher(self):
+        """A function that launches the graph, on a stream."""
+        others = {name: n for name, n in self.counts.items() if name != self.stream.name}
+        if others != {name: self.joined.get(name) for name in others}:
+            raise RuntimeError("cudaErrorStreamCaptureUnjoined")
+        return self.launch
+
+    def launch(self, stream):
+        recorder, self.clocks = self.recorder, {}
+        for number, (name, operation) in enumerate(self.operations, 1):
+            timeline = stream.name if name == self.stream.name else f"{name} in {stream.name}"
+            recorder.timeline = timeline
+            operation(timeline)
+            with recorder.lock:
+                self.clocks[number] = dict(recorder.clocks[timeline])
+        recorder.timeline = None
 
 
 def launches(monkeypatch):
@@ -476,6 +538,9 @@ class Event:
             recorder.events[self.ptr] = self
 
     def record(self, stream):
+        if self.recorder.capture is not None:
+            self.recorder.capture.record(stream.name, self)
+            return
         with self.recorder.lock:
             self.recorder.do(stream.name, "an event")
             self.clock = dict(self.recorder.clocks[stream.name])
@@ -519,7 +584,8 @@ class BarrierKernel:
         )
 
     def wait_for_peers(self, own, theirs, peers):
-        recorder, timeline = self.recorder, self.recorder.current[-1].name
+        recorder = self.recorder
+        timeline = recorder.timeline or recorder.current[-1].name
         assert len(theirs.values) == peers
         with recorder.lock:
             number = own.values[0] + np.uint64(1)

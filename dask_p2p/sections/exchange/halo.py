@@ -219,7 +219,12 @@ class HaloExchange:
     @cached_property
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while the halos are in flight."""
-        return self._moved.is_worth_hiding(self._elements)
+        return self._moved.is_worth_hiding(self._elements, in_graph=False)
+
+    @cached_property
+    def is_worth_hiding_in_graph(self) -> bool:
+        """The same for exchanges by `put`."""
+        return self._moved.is_worth_hiding(self._elements, in_graph=True)
 
     def begin(
         self,
@@ -255,11 +260,24 @@ class HaloExchange:
         """Return whether `put` can be used, after the first exchange, and prepare it."""
         return self._moved.can_put()
 
-    def put(self, halo_arrays: Sequence[HaloArray]) -> None:
-        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`."""
+    def put(
+        self, halo_arrays: Sequence[HaloArray], meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`.
+
+        `meanwhile` enqueues work that needs no halos of other ranks. The GPU does it concurrently.
+        """
         for each in halo_arrays:
             each.layout.fill(each.data)
-        self._moved.put([each.data for each in halo_arrays])
+        arrays = [each.data for each in halo_arrays]
+        if meanwhile is None:
+            self._moved.put(arrays)
+        else:
+            device: Any = halo_arrays[0].layout.device
+            with device.on_side_stream():
+                self._moved.put(arrays)
+            meanwhile()
+            device.join()
         for each in halo_arrays:
             if each.layout.ends is not None:
                 each.layout.ends.fill(each.data)

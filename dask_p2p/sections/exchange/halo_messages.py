@@ -58,10 +58,10 @@ class HaloMessages(HaloMover):
 
         return unpacked
 
-    def is_worth_hiding(self, elements: int) -> bool:
+    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
         """Return whether local blocks of this size should be computed during the exchange."""
         is_on_other_host = self._connections.is_on_other_host
-        is_large = elements >= tuning.current.overlap_elements
+        is_large = elements >= tuning.current.overlap_elements and not in_graph
         return is_large and any(map(is_on_other_host, self._receives))
 
 

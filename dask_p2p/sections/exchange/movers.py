@@ -55,8 +55,11 @@ class HaloMover(ABC):
         """Begin an exchange; return a function that completes it, or None if it is complete."""
 
     @abstractmethod
-    def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether local blocks of this size should be computed during the exchange."""
+    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
+        """Return whether local blocks of this size should be computed during the exchange.
+
+        `in_graph` is true for exchanges of a CUDA graph, by `put`.
+        """
 
     def can_put(self) -> bool:
         """Return whether `put` can be used, after the first exchange, and prepare it."""

@@ -130,6 +130,27 @@ class Gpu(Host):
             self.stream = own
 
     @contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        """Return a context whose work is concurrent with the stream's later work, until `join`."""
+        own, self.stream = self.stream, self._streams.side
+        self._event.record(own)
+        self.stream.wait_event(self._event)
+        try:
+            with self.stream:
+                yield
+        finally:
+            self._event.record(self.stream)
+            self.stream = own
+
+    def join(self) -> None:
+        """Make the stream wait for the work of the side stream."""
+        self.stream.wait_event(self._event)
+
+    @cached_property
+    def _event(self) -> Any:
+        return self.module.cuda.Event(disable_timing=True)
+
+    @contextmanager
     def entered(self) -> Iterator[None]:
         """Return a context for work on the rank's stream, from any thread of the rank."""
         with device_work(), self.module.cuda.Device(self._device), self.stream:
@@ -269,6 +290,8 @@ class _RankStreams:
 
     def __init__(self, make: Callable[..., Any]) -> None:  # makes a stream of the current device
         self.stream, self.copies, self.capturing = (make(non_blocking=True) for _ in range(3))
+        #: For exchanges during a function: its kernels would delay those of the same priority.
+        self.side = make(non_blocking=True, priority=-1)
         self.queue = DeviceQueue("cupy", leave_bandwidth=True, has_own_streams=True)
 
 

@@ -89,10 +89,14 @@ class HaloWindows(HaloMover):
         self._pulled: Any = None  # event after all copies out of windows
         self._barrier: DeviceBarrier | None = None
 
-    def is_worth_hiding(self, elements: int) -> bool:
-        """Return whether a step takes a GPU longer than the host's three calls with overlap."""
-        size_bytes = elements * self._item_bytes
-        return bool(self._received) and size_bytes >= tuning.current.gpu_overlap_bytes
+    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
+        """Return whether a step takes a GPU longer than the host's three calls with overlap.
+
+        In a graph, these are three kernels.
+        """
+        now = tuning.current
+        least_bytes = now.graph_overlap_bytes if in_graph else now.gpu_overlap_bytes
+        return bool(self._received) and elements * self._item_bytes >= least_bytes
 
     def begin(self, arrays: Sequence[Array], in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""

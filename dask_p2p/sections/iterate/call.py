@@ -88,3 +88,8 @@ class Call:
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while halos are in flight."""
         return self.exchange is not None and self.exchange.is_worth_hiding
+
+    @property
+    def is_worth_hiding_in_graph(self) -> bool:
+        """The same for captured steps."""
+        return self.exchange is not None and self.exchange.is_worth_hiding_in_graph

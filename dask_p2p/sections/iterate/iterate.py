@@ -203,8 +203,9 @@ def iterate(
         the boundary, in two parts for each divided axis. It must compute parts as it computes the
         whole, apart from rounding errors: the second step compares both. "auto", the default,
         overlaps if halos come from another host and local blocks have at least 2**18 elements, or
-        256 MiB for CuPy blocks. Then the code of `func` must also show that it depends on its
-        arguments alone, as for `capture`, and its values for parts must have the same bits.
+        256 MiB for CuPy blocks, 32 MiB in captured steps. Then the code of `func` must also show
+        that it depends on its arguments alone, as for `capture`, and its values for parts must have
+        the same bits.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
     record : mapping, optional
@@ -246,7 +247,7 @@ def iterate(
         stream, read no host memory, and wait for nothing. Its results and the graph's are compared
         once, bit by bit. All ranks must be on one host, and read each other's memory by CUDA IPC.
         Otherwise, and for NumPy blocks, steps are not captured. "auto", the default, captures at
-        least 500 steps of less than 256 MiB of fields a rank, if the code of `func` shows that it
+        least 500 steps of less than 512 MiB of fields a rank, if the code of `func` shows that it
         depends on its arguments alone. Such a function calls NumPy, CuPy and functions like itself,
         and its global values are numbers and kernels. Ranks that share a GPU, and steps that cannot
         be captured, are left as they are.

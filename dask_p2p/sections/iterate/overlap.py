@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dask.utils import funcname
@@ -45,6 +46,7 @@ class Parts:
         whole: Box,  # the whole local block
     ) -> None:
         self._of, self._device, self._fields, self.whole = of, device, fields, whole
+        self._plain: dict[int, bool] = {}  # by id of the phase
 
     def compare(
         self, again: Callable[[], Call], apply: Apply, parts: Sequence[Box]
@@ -66,7 +68,11 @@ class Parts:
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
-        return self._of.has_constant_arguments and is_replayable(call.phase.function)
+        phase = call.phase
+        if id(phase) not in self._plain:  # to find out takes as long as a step
+            is_plain = self._of.has_constant_arguments and is_replayable(phase.function)
+            self._plain[id(phase)] = is_plain
+        return self._plain[id(phase)]
 
     def copies(self, call: Call) -> Callable[[], Callable[..., Any]] | None:
         """Return a function that returns copies of the call's function, for further calls."""
@@ -120,9 +126,29 @@ class Overlap:
         found = self._found.get(id(call.phase))
         return self._parts.is_plain(call) if found is None else found
 
+    def is_due(self, call: Call) -> bool:
+        """Return whether a call may overlap in a graph, and has yet to be compared."""
+        if not self._of.overlap or id(call.phase) in self._found or not _has_parts(call):
+            return False
+        return call.is_worth_hiding_in_graph and self._parts.is_plain(call)
+
     def is_checked(self, call: Call) -> bool:
         """Return whether a function is known to compute parts alike."""
         return self._found.get(id(call.phase), False)
+
+    def put(self, call: Call, apply: Apply) -> None:
+        """Enqueue a call and its exchange in a graph, concurrently if they may overlap."""
+        exchange, whole = call.exchange, self._parts.whole
+        if exchange is None:
+            apply(call, whole)
+        elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
+            exchange.put(call.halo_arrays)
+            apply(call, whole)
+        else:
+            interior, *boundary_parts = exchange.boxes
+            exchange.put(call.halo_arrays, partial(apply, call, interior))
+            for box in boundary_parts:
+                apply(call, box)
 
     def check(self, call: Call, apply: Apply) -> None:
         """Compare the results for the whole block, which are there, with those for its parts.

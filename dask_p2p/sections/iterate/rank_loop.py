@@ -185,7 +185,10 @@ class RankLoop:
             is_overlapped = is_wanted and self._overlap.is_checked(call)
             for box in self._boxes(call, is_overlapped):
                 returned = self._apply(call, box)
-            if is_wanted and not is_overlapped:
+            is_due = (
+                may_overlap and self._overlap.is_due(call) and self._replays.is_worthwhile(step)
+            )
+            if is_due or (is_wanted and not is_overlapped):
                 self._overlap.check(call, self._apply)
             elif not is_overlapped and self._divisions.is_due(call):
                 self._divisions.check(call, self._apply)
@@ -325,9 +328,7 @@ class RankLoop:
         def steps() -> None:
             for number in range(step, step + self._cycle):
                 for call in self._calls_of(number):
-                    if call.exchange is not None:
-                        call.exchange.put(call.halo_arrays)
-                    self._apply(call, self._whole)
+                    self._overlap.put(call, self._apply)
                     self._turn(call.changed)
 
         def restore() -> None:

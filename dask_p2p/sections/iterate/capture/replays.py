@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +42,7 @@ class Replays:
         if self._of.capture != AUTO:
             return self._is_promised
         is_long = self._of.steps - step >= tuning.current.capture_steps
-        return is_long and isinstance(self._ctx.device, Gpu) and _is_replayable(self._of)
+        return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable
 
     def captured(
         self,
@@ -103,7 +104,15 @@ class Replays:
             return True
         has_functions = any(level.layout.ends is not None for level in levels)
         size_bytes = sum(int(level.data.nbytes) for level in levels)
-        return not has_functions and size_bytes < tuning.current.gpu_overlap_bytes
+        return not has_functions and size_bytes < tuning.current.captured_bytes
+
+    @cached_property
+    def _is_replayable(self) -> bool:
+        """True if the code of the iteration shows that all steps do the same."""
+        of = self._of
+        if of.overlap is True or of.scalars or not of.has_constant_arguments:
+            return False
+        return all(not each.binding.reads_at and is_replayable(each.function) for each in of.phases)
 
     def _share_gpus(self) -> bool:
         found = self._ctx.allgather(np.frombuffer(own_gpu(), np.uint8))
@@ -111,10 +120,3 @@ class Replays:
 
     def _all(self, own: bool) -> bool:
         return bool(self._ctx.allreduce(np.array(own), "min"))
-
-
-def _is_replayable(of: Iteration) -> bool:
-    """Return whether the code of an iteration shows that all steps do the same."""
-    if of.overlap is True or of.scalars or not of.has_constant_arguments:
-        return False
-    return all(not each.binding.reads_at and is_replayable(each.function) for each in of.phases)

@@ -13,6 +13,7 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
+from dask_p2p.sections.exchange.halo import HaloExchange
 from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
@@ -21,7 +22,8 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import BarrierKernel, Pool, RaceError
+from tests.simulation.streams import BarrierKernel, Pool, RaceError, Stream
+from tests.support import tune
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
@@ -46,6 +48,18 @@ def test_steps(gpu, replayed, ranks, steps):
     # The first four are done one by one, and the last one has no exchange behind it. A graph is
     # tried when it is made.
     assert len(replayed) == (ranks * (1 + (steps - 5) // 2) if steps > 6 else 0)
+
+
+@pytest.mark.parametrize("steps", [6, 7, 10])
+def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
+    tune(monkeypatch, graph_overlap_bytes=1)
+    forks, original = [], Gpu.on_side_stream
+    monkeypatch.setattr(
+        Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
+    )
+    check(gpu, star, X, 1, steps, overlap=True)
+    assert len(replayed) == (4 * (1 + (steps - 5) // 2) if steps > 6 else 0)
+    assert len(forks) == (8 if steps > 6 else 0)  # two steps of a cycle
 
 
 @pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
@@ -268,6 +282,38 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
     gpu.barrier_timeout_s = 0.5  # of the ranks that are left when one has failed
     with pytest.raises((RaceError, AssertionError)):
         check(gpu, star, X, 1, 11)
+
+
+def boundaries_do_not_wait(monkeypatch):
+    put = HaloExchange.put
+
+    def early(exchange, halo_arrays, meanwhile=None):
+        _, *boundary_parts = exchange.boxes
+        apply, call, interior = meanwhile.func, *meanwhile.args
+        put(exchange, halo_arrays, lambda: [apply(call, b) for b in (interior, *boundary_parts)])
+
+    monkeypatch.setattr(HaloExchange, "put", early)
+
+
+def exchanges_do_not_wait(monkeypatch):
+    wait_event = Stream.wait_event
+
+    def waits(stream, event):
+        if stream.recorder.capture is None or stream.name == stream.recorder.capture.stream.name:
+            wait_event(stream, event)
+        else:
+            stream.recorder.capture.counts.setdefault(stream.name, 0)
+
+    monkeypatch.setattr(Stream, "wait_event", waits)
+
+
+@pytest.mark.parametrize("broken", [boundaries_do_not_wait, exchanges_do_not_wait])
+def test_each_rule_of_interiors_is_needed(gpu, monkeypatch, broken):
+    tune(monkeypatch, graph_overlap_bytes=1)
+    broken(monkeypatch)
+    gpu.barrier_timeout_s = 0.5
+    with pytest.raises((RaceError, AssertionError)):
+        check(gpu, star, X, 1, 11, overlap=True)
 
 
 def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):

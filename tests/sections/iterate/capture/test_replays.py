@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate
-from dask_p2p.errors import InputError, SectionError
+from dask_p2p.errors import InputError, P2PWarning, SectionError
 from dask_p2p.sections.exchange.halo import HaloExchange
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.iterate import overlap
 from dask_p2p.sections.iterate.capture import replays
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.local_fields import LocalField
+from dask_p2p.sections.iterate.overlap import Overlap
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.capture.test_captured import CHUNKS, X
 from tests.sections.iterate.test_iterate import reference, star
@@ -78,7 +81,7 @@ def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
     elif how == "overlap":
         options["overlap"] = True
     elif how == "large":
-        tune(monkeypatch, gpu_overlap_bytes=300)
+        tune(monkeypatch, captured_bytes=300)
         options["overlap"] = False
     elif how == "one GPU":
         monkeypatch.setattr(Replays, "_share_gpus", SHARE_GPUS)
@@ -96,6 +99,47 @@ def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
         options["until"] = bool
     assert np.array_equal(made(gpu, step, **options), wanted())
     assert not replayed
+
+
+@pytest.mark.parametrize("how", ["plain", "small", "refused", "unknown code", "few steps"])
+def test_interiors_of_plain_functions_are_computed_during_exchanges(
+    gpu, replayed, monkeypatch, how
+):
+    """Other exchanges are enqueued before the function."""
+    monkeypatch.setattr(overlap, "is_replayable", lambda function: how != "unknown code")
+    tune(monkeypatch, graph_overlap_bytes=2**20 if how == "small" else 1)
+    forks, compared, original, check = [], [], Gpu.on_side_stream, Overlap.check
+    monkeypatch.setattr(
+        Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
+    )
+    monkeypatch.setattr(Overlap, "check", lambda *given: (compared.append(1), check(*given)))
+    if how == "few steps":
+        tune(monkeypatch, capture_steps=STEPS)
+    options = {"overlap": False} if how == "refused" else {}
+    assert np.array_equal(made(gpu, kernel(gpu, star), **options), wanted())
+    assert len(replayed) == (0 if how == "few steps" else 32)
+    assert len(compared) == 4 * (how == "plain")  # once on each rank
+    assert len(forks) == 8 * (how == "plain")
+
+
+def test_a_function_of_the_shape_of_its_block_gets_the_whole_block(gpu, replayed, monkeypatch):
+    monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
+    tune(monkeypatch, graph_overlap_bytes=1)
+    monkeypatch.setattr(Gpu, "on_side_stream", None)  # not called
+
+    def sized(u, out):
+        star(u, out)
+        out[...] += out.shape[0]
+
+    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
+    y = iterate(kernel(gpu, sized), a, 1, STEPS, ranks=4)
+    with pytest.warns(P2PWarning, match="number of ranks"):
+        (got,) = run_section(gpu, y, [X])
+    found = X
+    for _ in range(STEPS):
+        found = reference(star, [found], 1, 1, "periodic")[0] + 3
+    np.testing.assert_allclose(got, found)
+    assert len(replayed) == 32
 
 
 def reads_the_host(gpu, is_meant):
