@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import dask.array as da
 import numpy as np
 import pytest
 
@@ -17,7 +20,7 @@ __all__ = ["way"]
 pytestmark = pytest.mark.gpu(2)
 STEPS = 700
 WANTED = reference(heat, [X], 1, STEPS, "periodic")[0]
-replays = []  # on a worker
+replays, forks, replaced = [], [], []  # on a worker
 
 
 @pytest.fixture
@@ -51,6 +54,58 @@ def test_plain_steps(client, way, count_of_replays, function, ranks):
     check(iterate(function, x, 1, STEPS, ranks=ranks), WANTED)
     # Ranks of one process have no windows.
     assert (count_of_replays() > 0) == (ranks == 1 or (way == "windows" and ranks == 2))
+
+
+@pytest.fixture
+def count_of_forks(client):
+    """Overlap captured steps of any size; return the number of forks on all workers."""
+
+    def note():
+        from dask_p2p import tuning
+        from dask_p2p.sections.gpu.device import Gpu
+        from tests.gpu import test_captured_by_default as here
+
+        here.replaced[:] = tuning.current, Gpu.on_side_stream
+        forks = Gpu.on_side_stream
+        tuning.current = replace(tuning.current, graph_overlap_bytes=1)
+        Gpu.on_side_stream = lambda gpu: (here.forks.append(1), forks(gpu))[1]
+
+    def count():
+        from tests.gpu import test_captured_by_default as here
+
+        return len(here.forks)
+
+    def restore():
+        from dask_p2p import tuning
+        from dask_p2p.sections.gpu.device import Gpu
+        from tests.gpu import test_captured_by_default as here
+
+        tuning.current, Gpu.on_side_stream = here.replaced
+        here.forks.clear()
+
+    client.run(note)
+    yield lambda: sum(client.run(count).values())
+    client.run(restore)
+
+
+@pytest.mark.parametrize("function", [heat, heat_of])
+def test_exchanges_during_captured_steps(client, way, count_of_forks, function):
+    x = persisted(client, on_gpu(X, UNEVEN))
+    check(iterate(function, x, 1, STEPS, ranks=2), WANTED)
+    assert (count_of_forks() > 0) == (way == "windows")
+
+
+def test_large_fields(client, way, count_of_replays):
+    """Their captured steps overlap by default: 32 MiB a rank."""
+    import cupy
+
+    x = da.random.default_rng(0).normal(size=(4096, 2048), chunks=2048).map_blocks(cupy.asarray)
+    x = persisted(client, x)
+    found, wanted = (
+        iterate(heat, x, 1, STEPS, ranks=2, **options) for options in ({}, {"capture": False})
+    )
+    assert not int(abs(found - wanted).max().compute())
+    assert (count_of_replays() > 0) == (way == "windows")
 
 
 def test_steps_that_read_the_host(client, way, count_of_replays):
