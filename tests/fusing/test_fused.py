@@ -196,8 +196,10 @@ def test_an_exit_ends_no_worker(client):
         raise SystemExit(3)
 
     _, x = array()
-    with pytest.raises(SectionError, match="SystemExit: 3"):
-        dask_p2p.fused(x.map_blocks(leaving, meta=x._meta)).compute()
+    y = x.map_blocks(leaving, meta=x._meta, name="leaving-blocks")
+    with pytest.raises(SectionError, match="SystemExit: 3") as caught:
+        dask_p2p.fused(y).compute()
+    assert "In task ('leaving-blocks', " in caught.value.__notes__[0]
     assert len(client.nthreads()) == 2
 
 

@@ -44,6 +44,7 @@ from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
 from dask_p2p.sections.gang.progress import Progress
+from dask_p2p.sections.gang.rank import shown_to_users
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import DType, Kind
 
@@ -144,8 +145,8 @@ class ResidentRunner(Runner):
             try:
                 super()._run(step)
                 return
-            except Exception as exc:
-                failed = self._failed_value(exc)
+            except BaseException as exc:  # also SystemExit, which would end the gang
+                failed = self._failed_value(shown_to_users(exc, self._rank))
         self._assembling.drop(step.key)
         self._values[step.key] = failed
         if self._used is not step:

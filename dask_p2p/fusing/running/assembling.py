@@ -228,11 +228,11 @@ def in_task(key: Key) -> Iterator[None]:
     """Name the task in each exception that its function, or a check of its inputs, raises."""
     try:
         yield
-    except Exception as exc:
+    except BaseException as exc:  # also SystemExit
         name_task(exc, key)
         raise
 
 
-def name_task(exc: Exception, key: Key) -> None:
+def name_task(exc: BaseException, key: Key) -> None:
     """Name the task in an exception that it has raised."""
     exc.add_note(f"In task {key!r} of a fused graph.")

@@ -93,7 +93,7 @@ class Runner:
     def _run(self, step: ReadyStep) -> None:
         try:
             self._values[step.key] = self._value(step)
-        except Exception as exc:
+        except BaseException as exc:  # also SystemExit
             name_task(exc, step.key)
             raise
         if step.assembly is None:

@@ -267,11 +267,18 @@ def _shown_to_users(rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
+        if (shown := shown_to_users(exc, rank)) is exc:
             raise
-        # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
-        # restart a task that raises Reschedule without end.
-        raise _named(exc, rank) from exc
+        raise shown from exc
+
+
+def shown_to_users(exc: BaseException, rank: int) -> Exception:
+    """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
+    if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
+        return exc
+    # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
+    # restart a task that raises Reschedule without end.
+    return _named(exc, rank)
 
 
 def _taken_by_dask() -> tuple[type[Exception], ...]:

@@ -332,6 +332,28 @@ def test_a_call_that_fails(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)], ids=repr)
+def test_an_exit_in_a_call_ends_no_gang(client, error):
+    def leaving(block, block_info=None):
+        if block_info and block.min() < 0:
+            raise error
+        return block
+
+    x = abs(array())
+    with dask_p2p.compile(lambda u: u.map_blocks(leaving, meta=u._meta) - 9, x).resident(x) as run:
+        low = run(x)
+        left = run(low)
+        more = run(x)
+        with pytest.raises(SectionError, match=f"raised {type(error).__name__}: 3") as caught:
+            run.fetch(left)
+        notes = "".join(caught.value.__notes__)
+        assert "In call 2 of a resident gang." in notes
+        assert "In task ('leaving" in notes
+        assert same_bits(run.fetch(more), (x - 9).compute())
+        del caught
+    no_rank_is_left(client)
+
+
 def of_wrong_shape(block, block_info=None):
     return block if block.min() >= 0 else block[1:]
 
