@@ -278,7 +278,9 @@ def shown_to_users(exc: BaseException, rank: int) -> Exception:
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
-    return _named(exc, rank)
+    named = _named(exc, rank)
+    named.__cause__ = exc
+    return named
 
 
 def _taken_by_dask() -> tuple[type[Exception], ...]:

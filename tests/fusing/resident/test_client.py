@@ -349,6 +349,7 @@ def test_an_exit_in_a_call_ends_no_gang(client, error):
         notes = "".join(caught.value.__notes__)
         assert "In call 2 of a resident gang." in notes
         assert "In task ('leaving" in notes
+        assert "in leaving" in notes  # the traceback
         assert same_bits(run.fetch(more), (x - 9).compute())
         del caught
     no_rank_is_left(client)
