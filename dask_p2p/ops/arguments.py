@@ -29,6 +29,7 @@ _REMEDIES = {
         "Make one with dask.array.from_delayed of each of x.to_delayed(), and "
         "dask.array.concatenate"
     ),
+    "dask_p2p.Handle": "Pass run.array(x), of the resident gang",
     "pint.Quantity": "Pass x.magnitude, and give the result the units x.units",
 }
 _REMEDY = "Make one with dask.array.from_array(x, chunks=...)"

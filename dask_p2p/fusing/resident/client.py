@@ -65,6 +65,12 @@ class Handle:
     def __del__(self) -> None:
         self._streams.drop(self._number)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"expected an array with the attribute {name!r}, got a handle of a resident gang. Call "
+            f"run.array, or run.fetch."
+        )
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("expected an array, got a handle of a resident gang. Call run.fetch.")
 
@@ -256,7 +262,10 @@ class ResidentGang:
         if is_dask_array(handle):
             raise InputError("expected a handle, got a Dask array. Call its compute().")
         if not isinstance(handle, Handle):
-            raise InputError(f"expected a handle, got {type(handle).__name__}.")
+            raise InputError(
+                f"expected a handle, got {type(handle).__name__}. Give one result of a call of "
+                f"this gang."
+            )
         if handle._streams is not self._streams:
             raise InputError(
                 "expected a handle of this resident gang, got that of another one. Call other.array"

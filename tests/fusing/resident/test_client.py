@@ -237,6 +237,13 @@ def test_a_handle_is_no_array(client):
             np.asarray(u)
         with pytest.raises(InputError, match=r"run\.array"):
             pickle.dumps(u)
+        for use in (lambda: u.mean(), lambda: x + u):
+            with pytest.raises(AttributeError, match=r"got a handle .* Call run\.array"):
+                use()
+        with pytest.raises(UnsupportedArrayError, match=r"Pass run\.array\(x\)"):
+            dask_p2p.fused(u)
+        with pytest.raises(InputError, match=r"expected a handle, got tuple\. Give"):
+            run.fetch((u, u))
         assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
 
 
