@@ -9,11 +9,15 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
 from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
+from dask_p2p.fusing.planning.declared import blocks_of_layers
+from dask_p2p.fusing.planning.located import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
+from dask_p2p.fusing.planning.sizes import sizes_of
+from dask_p2p.fusing.planning.tasks import ReadGraph
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.graph.arrays import expression_array, is_expression
-from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.arguments import most_ranks
 from dask_p2p.sections.api.graph import GangLayer, GangTasks
 from dask_p2p.types import DaskArray
@@ -99,7 +103,10 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     options = checked_options()
     graph = graph_of(arrays, options)
     read = graph.read
-    programs = programs_of(read.tasks, min(most, read.tasks.widest))
+    size = min(most, read.tasks.widest)
+    sizes_bytes = sizes_of(read.tasks, declared=blocks_of_layers(graph.layers.layers))
+    locations = _locations(read) if size > 1 else UNKNOWN
+    programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
     given = read.tasks, programs, names, arrays[0].dtype, kind, options, arrays
     if is_expression(arrays[0]):
@@ -111,6 +118,18 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     inputs[gang.name] = MaterializedLayer(gang.tasks)
     before = HighLevelGraph(inputs, dependencies)
     return [gang.array(number, before) for number in range(len(arrays))]
+
+
+def _locations(read: ReadGraph) -> Locations:
+    """Return the workers that have inputs now. The scheduler is asked if any are computed."""
+    client = current_client()
+    kept = {key: read.kept[key] for key in read.tasks.inputs if key in read.kept}
+    futures = {key: f for key, f in kept.items() if getattr(f, "status", "") == "finished"}
+    if not futures or client is None or client.asynchronous:
+        return UNKNOWN
+    found = client.who_has([*futures.values()])
+    holders = {key: found[future.key] for key, future in futures.items()}
+    return Locations(holders, len(client.nthreads()))
 
 
 def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[str, set[str]]]:

@@ -14,6 +14,7 @@ from dask.task_spec import Alias, Task
 
 from dask_p2p.config import Options
 from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_layers
+from dask_p2p.fusing.planning.located import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
@@ -41,6 +42,7 @@ class Known:
 
     tasks: Mapping[Key, Any] = field(default_factory=dict)  # with all that these read
     sizes_bytes: Mapping[Key, int] = field(default_factory=dict)  # of values in memory
+    locations: Locations = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def choice_of(
     if is_auto:
         check_count(read.tasks)
         check_gain(read.tasks, size)  # before programs are made
-    programs = programs_of(read.tasks, size, sizes_bytes)
+    programs = programs_of(read.tasks, size, sizes_bytes, locations=known.locations)
     if is_auto:
         check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
     return Choice(read, programs, kind, after=after)

@@ -26,6 +26,7 @@ from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
 from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
+from dask_p2p.fusing.planning.located import Locations
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
 from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
@@ -263,7 +264,12 @@ def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
             stack += [each.key for each in list(state.dependencies)]
     states = {key: scheduler.tasks.get(key) for key, _ in graph.items()}
     sizes = {key: each.nbytes for key, each in states.items() if each and each.nbytes > 0}
-    return Known(tasks, sizes)
+    holders = {
+        key: [ws.address for ws in list(each.who_has)]
+        for key, each in states.items()
+        if each and each.who_has
+    }
+    return Known(tasks, sizes, Locations(holders, len(scheduler.workers)))
 
 
 def _is_known(state: Any, is_output: bool) -> bool:

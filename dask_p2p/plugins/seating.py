@@ -87,20 +87,32 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
     siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
     taken = Counter(sibling.processing_on for sibling in siblings)
-    held_bytes: Counter[Any] = Counter()
-    for block in ts.dependencies:
-        for ws in block.who_has or ():
-            held_bytes[ws] += block.get_nbytes()
+    held_bytes = _held_bytes([ts])
+
+    threads = sum(ws.nthreads for ws in workers)
+    wanted_bytes = _held_bytes(each for each in siblings if each.processing_on is None)
 
     def preference(ws: Any) -> tuple[Any, ...]:
         avoided = ts in unstarted and is_full(ws, ts)
-        load = ws.occupancy / ws.nthreads
-        return avoided, taken[ws] / ws.nthreads, -held_bytes[ws], load, ws.address
+        share = max(1, (len(siblings) + 1) * ws.nthreads // threads)
+        excess = max(0, taken[ws] + 1 - share) / ws.nthreads
+        loads = taken[ws] / ws.nthreads, ws.occupancy / ws.nthreads
+        return avoided, excess, -held_bytes[ws], wanted_bytes[ws], *loads, ws.address
 
     if ts.resource_restrictions:
         by_preference = sorted(workers, key=preference)
         workers = _with_room(scheduler, ts, siblings, by_preference) or workers
     return min(workers, key=preference, default=None)
+
+
+def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
+    """Return the bytes of the tasks' inputs that each worker has."""
+    held_bytes: Counter[Any] = Counter()
+    for ts in tasks:
+        for block in ts.dependencies:
+            for ws in block.who_has or ():
+                held_bytes[ws] += block.get_nbytes()
+    return held_bytes
 
 
 def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
+from dask_p2p.fusing.planning.located import Locations
 from dask_p2p.monitoring.counters import DEVICE_METRIC
 from tests.fusing.support import generated, stencils_of_dask_p2p
 from tests.sections.support import nothing_is_left
@@ -73,13 +74,15 @@ def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
 def test_tasks_that_count_as_known(state, known):
     tasks = {
         key: SimpleNamespace(
-            key=key, run_spec=key.upper(), state=state, dependencies=(), nbytes=8 * len(key)
+            key=key, run_spec=key.upper(), state=state, dependencies=(), nbytes=8, who_has=held
         )
-        for key in "ab"
+        for key, held in {"a": [SimpleNamespace(address="tcp://one")], "b": None}.items()
     }
-    found = _known({"a": 1, "b": 2, "c": 3}, {"b"}, SimpleNamespace(tasks=tasks))
+    scheduler = SimpleNamespace(tasks=tasks, workers={"tcp://one": None, "tcp://other": None})
+    found = _known({"a": 1, "b": 2, "c": 3}, {"b"}, scheduler)
     assert found.tasks == {key: key.upper() for key in known}
     assert found.sizes_bytes == {"a": 8, "b": 8}
+    assert found.locations == Locations({"a": ["tcp://one"]}, workers=2)
 
 
 def test_one_function_for_all_arrays(client):

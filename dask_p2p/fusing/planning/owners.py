@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.task_spec import DataNode, GraphNode
 from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.located import UNKNOWN, Locations, located_owners
 from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of, sizes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
@@ -28,6 +29,8 @@ MOST_LITERAL_BYTES = 2**12
 _SMALL_BYTES = 2**16
 _FEW_RANKS = 16  # with more, one rank would receive too many messages
 _ABOUT = 0.95  # a rank with this part of the most bytes has about as many
+_CLEARLY = 0.5  # part of other bytes that is clearly less
+_EVEN = 1.15  # ratio of the work of the ranks with most of it, in two plans that are about as even
 
 
 def owners_of(
@@ -36,19 +39,44 @@ def owners_of(
     sizes_bytes: Mapping[Key, int] | None = None,
     pinned: Mapping[Key, int] = {},
     source_elements: SourceElements | None = None,
+    locations: Locations = UNKNOWN,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
 
     `sizes_bytes` has the sizes of all values; by default those of `sizes_of`. `pinned` has owners
-    that are decided.
+    that are decided. An input in `locations` belongs to a rank on its worker.
     """
-    by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
-    owners = {key: by_position[key] for key in tasks.inputs}
     if size == 1:
-        return owners | dict.fromkeys(tasks.nodes, 0)
+        return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
+    by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
     sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
     elements = source_elements or SourceElements()
-    shares = _Shares(tasks.nodes, size)
+    # Blocks that are neighbours stay together, wherever the inputs lie.
+    inputs = {key: by_position[key] for key in tasks.inputs}
+    given = tasks, size, sizes_bytes, pinned, elements, by_position
+    owners = _with_tasks(*given, inputs)
+    free = {key: rank for key, rank in inputs.items() if key not in pinned}
+    located = located_owners(locations, free, size)
+    owners |= located
+    if inputs != inputs | located:
+        following = _with_tasks(*given, inputs | located)
+        moved, kept = (_Work.of(tasks, each, sizes_bytes, elements) for each in (owners, following))
+        if kept.is_better(moved):
+            return following
+    return owners
+
+
+def _with_tasks(
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int],
+    pinned: Mapping[Key, int],
+    elements: SourceElements,
+    by_position: Mapping[Key, int],
+    inputs: Mapping[Key, int],
+) -> dict[Key, int]:
+    """Return the owners of inputs and those of all tasks."""
+    owners, shares = dict(inputs), _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
         read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
@@ -106,6 +134,40 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
         for number, key in enumerate(ordered):
             found[key] = number * size // len(same)
     return found
+
+
+class _Work(NamedTuple):
+    """The bytes that ranks send each other, and the most bytes that one of them makes."""
+
+    moved_bytes: int
+    most_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        tasks: FusedTasks,
+        owners: Mapping[Key, int],
+        sizes_bytes: Mapping[Key, int],
+        elements: SourceElements,
+    ) -> _Work:
+        """Return the work of ranks that own the tasks."""
+        moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
+        made = Counter[int]()
+        for key, node in tasks.nodes.items():
+            if key not in owners:
+                continue
+            owner = owners[key]
+            made[owner] += sizes_bytes.get(key, 1)
+            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+            for each, count in zip(tasks.reads[key], read_bytes, strict=True):
+                if owners.get(each, owner) != owner:
+                    moved[each, key if isinstance(node, AssembleTask) else owner] = count
+        return cls(sum(moved.values()), max(made.values(), default=0))
+
+    def is_better(self, other: _Work) -> bool:
+        """Return whether ranks move clearly less, and share the tasks about as evenly."""
+        is_even = self.most_bytes <= _EVEN * other.most_bytes
+        return is_even and self.moved_bytes < _CLEARLY * other.moved_bytes
 
 
 class _Shares:

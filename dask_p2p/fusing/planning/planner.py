@@ -11,6 +11,7 @@ from dask.task_spec import DataNode
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
+from dask_p2p.fusing.planning.located import UNKNOWN, Locations
 from dask_p2p.fusing.planning.owners import owners_of
 from dask_p2p.fusing.planning.program import (
     AssembledBlock,
@@ -43,14 +44,15 @@ def programs_of(
     size: int,
     sizes_bytes: Mapping[Key, int] | None = None,
     pinned: Mapping[Key, int] = {},
+    locations: Locations = UNKNOWN,
 ) -> list[Program]:
-    """Return the program of each rank, by rank; for `sizes_bytes` and `pinned` see `owners_of`."""
+    """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
     elements = SourceElements()
-    owners = owners_of(tasks, size, sizes_bytes, pinned, elements)
+    owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
     supersteps = supersteps_of(tasks, owners)
-    programs = _written(tasks, size, owners, supersteps)
+    programs = _written(tasks, size, owners, supersteps, sizes_bytes)
     if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
         return programs
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.
@@ -70,7 +72,7 @@ def programs_of(
     for plan, least_bytes in others:
         if best_bytes < least_bytes or (other := plan()) == supersteps:
             continue
-        written = _written(tasks, size, owners, other)
+        written = _written(tasks, size, owners, other, sizes_bytes)
         most_bytes = _most_bytes(written, sizes_bytes, copied)
         if most_bytes < _WORTHWHILE * best_bytes:
             programs, supersteps, best_bytes = written, other, most_bytes
@@ -82,7 +84,11 @@ def _is_on_gpu(node: Any) -> bool:
 
 
 def _written(
-    tasks: FusedTasks, size: int, owners: Mapping[Key, int], supersteps: Mapping[Key, int]
+    tasks: FusedTasks,
+    size: int,
+    owners: Mapping[Key, int],
+    supersteps: Mapping[Key, int],
+    sizes_bytes: Mapping[Key, int],
 ) -> list[Program]:
     writer = _Writer(tasks, size, owners, supersteps)
     for key, node in tasks.nodes.items():
@@ -90,7 +96,7 @@ def _written(
             writer.add_assembly(key, node)
         elif not isinstance(node, DataNode):
             writer.add(key, node)
-    writer.add_wholes()
+    writer.add_wholes(sizes_bytes)
     return writer.programs()
 
 
@@ -143,10 +149,11 @@ class _Writer:
         size_bytes = prod(shape) * item_bytes_of(block.dtype)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
-    def add_wholes(self) -> None:
+    def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:
         """Add the messages with whole values, each in the first superstep that needs it."""
         for (key, rank), superstep in self._wholes.items():
             self._send(WholeValue(key), rank, superstep)
+            self._largest_bytes = max(self._largest_bytes, sizes_bytes.get(key, 1))
 
     def programs(self) -> list[Program]:
         """Return the programs, once all tasks and messages are added."""

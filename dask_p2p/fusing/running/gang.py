@@ -180,7 +180,8 @@ def fused_gang(
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
-    token = tokenize(PREFIX, list(names), len(programs), options, str(list(tasks.nodes)))
+    keys = str([list(tasks.nodes), [each.inputs for each in programs]])
+    token = tokenize(PREFIX, list(names), len(programs), options, keys)
     declared = [Declared.of(x) for x in arrays]
     ranks = rank_programs(programs, dtype, kind)
     return FusedGang(token, ranks, options, declared, kept=dict(kept))
