@@ -29,6 +29,8 @@ MOST_LITERAL_BYTES = 2**12
 _SMALL_BYTES = 2**16
 _FEW_RANKS = 16  # with more, one rank would receive too many messages
 _ABOUT = 0.95  # a rank with this part of the most bytes has about as many
+#: With more tasks for each input, its transfer costs little, and a second choice of owners more.
+_FEW_TASKS = 16
 _CLEARLY = 0.5  # part of other bytes that is clearly less
 _EVEN = 1.15  # ratio of the work of the ranks with most of it, in two plans that are about as even
 
@@ -58,7 +60,8 @@ def owners_of(
     free = {key: rank for key, rank in inputs.items() if key not in pinned}
     located = located_owners(locations, free, size)
     owners |= located
-    if inputs != inputs | located:
+    is_moved = any(inputs[key] != rank for key, rank in located.items())
+    if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = _with_tasks(*given, inputs | located)
         moved, kept = (_Work.of(tasks, each, sizes_bytes, elements) for each in (owners, following))
         if kept.is_better(moved):
