@@ -14,6 +14,7 @@ from distributed.protocol.pickle import dumps
 from hypothesis import strategies as st
 
 import dask_p2p
+from dask_p2p.fusing.planning.located import UNKNOWN
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.running.ready_program import ReadyProgram
@@ -104,10 +105,11 @@ def read_arrays(*arrays):
     return graph, read_graph(graph, [keys_of(x) for x in arrays])
 
 
-def run_programs(arrays, size, **options):
+def run_programs(arrays, size, locations=UNKNOWN, **options):
     """Return all blocks of some arrays by key, computed by ranks in threads."""
     graph, read = read_arrays(*arrays)
-    programs = [pickle.loads(dumps(each)) for each in programs_of(read.tasks, size)]
+    made = programs_of(read.tasks, size, locations=locations)
+    programs = [pickle.loads(dumps(each)) for each in made]
     wanted = list(read.tasks.inputs)
     inputs = dict(zip(wanted, dask.get(graph, wanted), strict=True))
 
