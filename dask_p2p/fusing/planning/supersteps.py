@@ -18,6 +18,8 @@ from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
+_INPUT = -1  # superstep of inputs: the first exchange brings those of other ranks
+
 
 def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
     """Return the superstep of each task, by key."""
@@ -35,7 +37,7 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
         superstep = least
         for each in tasks.reads[key]:
             if each in owners:
-                superstep = max(superstep, supersteps.get(each, 0) + (owners[each] != owner))
+                superstep = max(superstep, supersteps.get(each, _INPUT) + (owners[each] != owner))
         supersteps[key] = superstep
         present = max(present, superstep)
     return supersteps
@@ -52,8 +54,8 @@ def late_supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key
     for key in tasks.nodes:
         if key in owners:
             read = [each for each in tasks.reads[key] if each in owners]
-            after = [supersteps.get(each, 0) + (owners[each] != owners[key]) for each in read]
-            supersteps[key] = max(after, default=0)
+            after = [supersteps.get(each, _INPUT) + (owners[each] != owners[key]) for each in read]
+            supersteps[key] = max([0, *after])
     latest: dict[Key, int] = {}
     for key in reversed(supersteps):
         latest[key] = superstep = latest.get(key, supersteps[key])

@@ -12,6 +12,7 @@ import dask_p2p
 from dask_p2p.fusing.planning.located import UNKNOWN, Locations, located_owners
 from dask_p2p.fusing.planning.owners import owners_of
 from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
 from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.planning.test_planner import check
 from tests.fusing.support import check_blocks, generated, graphs, read_arrays, run_programs, smooth
@@ -131,3 +132,12 @@ def test_values_are_equal_wherever_inputs_lie(arrays, size, workers, random):
     locations = Locations(holders, workers)
     check(tasks, programs_of(tasks, size, locations=locations))
     check_blocks(arrays, run_programs(arrays, size, locations))
+
+
+def test_ranks_with_all_inputs_and_with_none_hold_few_blocks():
+    """They run the tasks of a layer in the same superstep, so each exchange may bring a part."""
+    x = made_by_dask(32, 2048)
+    tasks = read_arrays((dask_p2p.transpose(x) + 1).sum(axis=0))[1].tasks
+    sizes, locations = sizes_of(tasks), Locations(dict.fromkeys(tasks.inputs, "a"), 2)
+    for program in programs_of(tasks, 2, sizes, locations=locations):
+        assert peak_bytes(program, sizes) < x.nbytes / 4
