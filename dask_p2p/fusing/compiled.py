@@ -238,6 +238,7 @@ def _compiled(
     graph = graph_of(outputs, options)
     read = graph.read
     size = min(most, read.tasks.widest)
+    # Without locations: arguments differ, and results, which lie in order, become arguments.
     programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
     names = tuple(x.name for x in given)
     check_reads(read, names)

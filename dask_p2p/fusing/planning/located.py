@@ -46,7 +46,7 @@ def located_owners(locations: Locations, preferred: Mapping[Key, int], size: int
 def _ranks_of(
     held: Mapping[Key, Collection[str]], preferred: Mapping[Key, int], size: int, most: int
 ) -> Mapping[str, list[int]]:
-    """Return the ranks that will run on each worker, at most so many.
+    """Return the ranks that will run on each worker, at most `most`.
 
     Dask's scheduler places a rank where most bytes of its inputs are. So the pairs of a worker and
     a rank with the most inputs come first. A worker that is left gets a rank that is left.

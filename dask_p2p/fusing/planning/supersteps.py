@@ -4,7 +4,8 @@ A task that reads a value of another rank is in a later superstep than this valu
 each other depth first, and tasks of a layer wait for all layers before it except the last one. So
 branches of a graph run one after the other, and hold about as little memory as in the order of
 layers. The tasks of a layer that need no other rank run before the exchange. So a stencil of blocks
-that are made on the fly, and reduced, holds few of them at a time.
+that are made on the fly, and reduced, holds few of them at a time. Inputs of other ranks
+come with the first exchange, so that all ranks run the tasks of a layer in the same superstep.
 """
 
 from __future__ import annotations
