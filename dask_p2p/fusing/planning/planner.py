@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -101,9 +101,17 @@ def _written(
 
 
 def _most_bytes(
-    programs: Iterable[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements | None
+    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements | None
 ) -> int:
-    return max(peak_bytes(each, sizes_bytes, elements) for each in programs)
+    """Return the most bytes of a rank, if each had as many inputs, which Dask keeps in any case."""
+    inputs_bytes, most_bytes, known = 0, 0, {**sizes_bytes}
+    for program in programs:
+        own = {key: sizes_bytes.get(key, 1) for key in program.inputs}
+        known |= dict.fromkeys(own, 0)
+        most_bytes = max(most_bytes, peak_bytes(program, known, elements))
+        known |= own  # other ranks may receive them
+        inputs_bytes += sum(own.values())
+    return most_bytes + inputs_bytes // len(programs)
 
 
 class _Writer:
