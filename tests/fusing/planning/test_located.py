@@ -136,9 +136,9 @@ def test_values_are_equal_wherever_inputs_lie(arrays, size, workers, random):
 
 def test_ranks_with_all_inputs_and_with_none_hold_few_blocks():
     """They run the tasks of a layer in the same superstep, so each exchange may bring a part."""
-    x = made_by_dask(32, 2048)
+    x = made_by_dask(16, 4096)
     tasks = read_arrays((dask_p2p.transpose(x) + 1).sum(axis=0))[1].tasks
-    sizes = sizes_of(tasks, dict.fromkeys(tasks.inputs, x.nbytes // 32))
+    sizes = sizes_of(tasks, dict.fromkeys(tasks.inputs, x.nbytes // 16))
     locations = Locations(dict.fromkeys(tasks.inputs, "a"), 2)
     for program in programs_of(tasks, 2, sizes, locations=locations):
         assert peak_bytes(program, sizes | dict.fromkeys(tasks.inputs, 0)) < x.nbytes / 4
