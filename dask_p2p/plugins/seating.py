@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -88,21 +89,30 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
     taken = Counter(sibling.processing_on for sibling in siblings)
     held_bytes = _held_bytes([ts])
-
     threads = sum(ws.nthreads for ws in workers)
-    wanted_bytes = _held_bytes(each for each in siblings if each.processing_on is None)
+
+    @cache
+    def wanted_bytes() -> Counter[Any]:
+        return _held_bytes(each for each in siblings if each.processing_on is None)
 
     def preference(ws: Any) -> tuple[Any, ...]:
         avoided = ts in unstarted and is_full(ws, ts)
         share = max(1, (len(siblings) + 1) * ws.nthreads // threads)
-        excess = max(0, taken[ws] + 1 - share) / ws.nthreads
+        return avoided, max(0, taken[ws] + 1 - share) / ws.nthreads, -held_bytes[ws]
+
+    def among_equals(ws: Any) -> tuple[Any, ...]:
         loads = taken[ws] / ws.nthreads, ws.occupancy / ws.nthreads
-        return avoided, excess, -held_bytes[ws], wanted_bytes[ws], *loads, ws.address
+        return wanted_bytes()[ws], *loads, ws.address
 
     if ts.resource_restrictions:
-        by_preference = sorted(workers, key=preference)
+        by_preference = sorted(workers, key=lambda ws: (preference(ws), among_equals(ws)))
         workers = _with_room(scheduler, ts, siblings, by_preference) or workers
-    return min(workers, key=preference, default=None)
+    preferences = {ws: preference(ws) for ws in workers}
+    best = min(preferences.values(), default=None)
+    equal = [ws for ws, found in preferences.items() if found == best]
+    if len(equal) == 1:  # without a look at all siblings, for each of them
+        return equal[0]
+    return min(equal, key=among_equals, default=None)
 
 
 def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
