@@ -15,6 +15,7 @@ from dask_p2p.engine.context import where_is
 from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes
 from dask_p2p.engine.task import current_worker
 from dask_p2p.geometry import Index
+from dask_p2p.ops.fft.strided import columns_of, transform_columns
 from dask_p2p.types import Array, DType
 from dask_p2p.versioned import versioned
 
@@ -132,10 +133,14 @@ class LocalTransform:
             is_own = is_own or not block.flags.c_contiguous
             block = _without_gaps(block)
         for name, given, norm in path.calls:
+            function = getattr(library, name)
             options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-            block = getattr(library, name)(block, *given, **options)
+                if not backend.on_device and (columns := _columns_of(block, name, given)):
+                    transform_columns(function, block, given[1][0], columns, norm)
+                    continue
+            block = function(block, *given, **options)
             is_own = True
         if self.scale not in (None, 1.0):
             block *= self.scale
@@ -181,6 +186,15 @@ def _call_path(
         calls.append((name, given, transform._norm_of(name)))
     before = tuple(axes[order.index(axis)] for axis in best)
     return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
+
+
+def _columns_of(block: Any, name: str, given: tuple[Any, ...]) -> int:
+    """Return the number of columns that a call in host memory transforms at a time; 0: all."""
+    if not name.endswith("n"):
+        return 0
+    lengths, axes = given
+    is_whole = lengths == tuple(block.shape[axis] for axis in axes)
+    return columns_of(block, axes) if is_whole else 0
 
 
 def _without_gaps(array: Any) -> Any:
