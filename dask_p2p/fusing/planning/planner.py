@@ -36,6 +36,9 @@ _FEW_EXCHANGES = 16
 #: A smaller exchange brings a rank about so many bytes for each rank. Their senders pack as many,
 #: in addition to the blocks.
 _EXCHANGED_BYTES = 2**18
+#: Each exchange takes a rank up to half a millisecond. So larger ones, which bring a rank this part
+#: of its memory, are better if they are much fewer, and the rank needs little more memory.
+_EXCHANGED_PART, _FEWER = 1 / 8, 3
 _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
@@ -62,20 +65,28 @@ def programs_of(
     def late() -> dict[Key, int]:
         return late_supersteps_of(tasks, owners)
 
-    def smaller() -> dict[Key, int]:
-        most_bytes = _EXCHANGED_BYTES * size
+    def parts(most_bytes: int) -> dict[Key, int]:
         return divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
 
+    smallest_bytes = _EXCHANGED_BYTES * size
     others = [(late, _LARGE_BYTES)]
     if copied is not None:
-        others.append((smaller, _LARGE_EXCHANGES_BYTES))
+        others.append((lambda: parts(smallest_bytes), _LARGE_EXCHANGES_BYTES))
     for plan, least_bytes in others:
         if best_bytes < least_bytes or (other := plan()) == supersteps:
             continue
         written = _written(tasks, size, owners, other, sizes_bytes)
         most_bytes = _most_bytes(written, sizes_bytes, copied)
         if most_bytes < _WORTHWHILE * best_bytes:
-            programs, supersteps, best_bytes = written, other, most_bytes
+            programs, best_bytes = written, most_bytes
+            if plan is late:
+                supersteps = other
+                continue
+            larger_bytes = int(best_bytes * _EXCHANGED_PART)
+            if larger_bytes >= _FEWER * smallest_bytes:
+                written = _written(tasks, size, owners, parts(larger_bytes))
+                if _WORTHWHILE * _most_bytes(written, sizes_bytes, copied) < best_bytes:
+                    programs = written
     return programs
 
 

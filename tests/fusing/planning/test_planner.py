@@ -143,7 +143,12 @@ def test_late_tasks_have_the_same_values(arrays, size):
         check_blocks(arrays, run_programs(arrays, size))
 
 
-SMALL_EXCHANGES = {"_LARGE_EXCHANGES_BYTES": 0, "_EXCHANGED_BYTES": 1, "_WORTHWHILE": float("inf")}
+SMALL_EXCHANGES = {
+    "_LARGE_EXCHANGES_BYTES": 0,
+    "_EXCHANGED_BYTES": 1,
+    "_WORTHWHILE": float("inf"),
+    "_FEWER": float("inf"),
+}
 
 
 @given(graphs(), st.integers(2, 4))
@@ -185,3 +190,29 @@ def test_messages_of_two_ranks_are_small():
     for program in programs_of(tasks, 2, sizes):
         copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
         assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received
+
+
+def filtered(x):
+    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(x) * 2)
+
+
+def transposed_twice(x):
+    return dask_p2p.transpose(dask_p2p.transpose(x) + 1) + x
+
+
+@pytest.mark.parametrize(
+    ("program", "columns", "is_larger"),
+    [(filtered, 2048, True), (transposed_twice, 4096, False), (transposed_twice, 2048, False)],
+)
+def test_ranks_that_hold_much_exchange_more_at_a_time(program, columns, is_larger):
+    """Each exchange takes half a millisecond. Smaller ones would save little memory."""
+    x = da.ones((2048, columns), chunks=(64, columns))
+    tasks = read_arrays(program(x))[1].tasks
+    sizes, elements = sizes_of(tasks), SourceElements()
+    programs = programs_of(tasks, 4, sizes)
+    with mock.patch.multiple(planner, _FEWER=float("inf")):
+        smaller = programs_of(tasks, 4, sizes)
+    assert (len(programs[0].supersteps) < len(smaller[0].supersteps)) == is_larger
+    for own, other in zip(programs, smaller, strict=True):
+        least_bytes = peak_bytes(other, sizes, elements)
+        assert peak_bytes(own, sizes, elements) * planner._WORTHWHILE <= least_bytes
