@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.task_spec import DataNode
 
@@ -42,6 +42,14 @@ _EXCHANGED_PART, _FEWER = 1 / 8, 3
 _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
+class _Planned(NamedTuple):
+    """Programs of all ranks, and the supersteps of their tasks."""
+
+    supersteps: Mapping[Key, int]
+    programs: list[Program]
+    most_bytes: int  # peak memory of a rank
+
+
 def programs_of(
     tasks: FusedTasks,
     size: int,
@@ -54,40 +62,43 @@ def programs_of(
         sizes_bytes = sizes_of(tasks)
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
-    supersteps = supersteps_of(tasks, owners)
-    programs = _written(tasks, size, owners, supersteps, sizes_bytes)
-    if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
-        return programs
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.
     copied = None if any(map(_is_on_gpu, tasks.nodes.values())) else elements
-    best_bytes = _most_bytes(programs, sizes_bytes, copied)
 
-    def late() -> dict[Key, int]:
-        return late_supersteps_of(tasks, owners)
+    def written(supersteps: Mapping[Key, int]) -> list[Program]:
+        return _written(tasks, size, owners, supersteps, sizes_bytes)
 
-    def parts(most_bytes: int) -> dict[Key, int]:
-        return divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
+    def planned(supersteps: Mapping[Key, int], programs: list[Program]) -> _Planned:
+        return _Planned(supersteps, programs, _most_bytes(programs, sizes_bytes, copied))
 
-    smallest_bytes = _EXCHANGED_BYTES * size
-    others = [(late, _LARGE_BYTES)]
-    if copied is not None:
-        others.append((lambda: parts(smallest_bytes), _LARGE_EXCHANGES_BYTES))
-    for plan, least_bytes in others:
-        if best_bytes < least_bytes or (other := plan()) == supersteps:
-            continue
-        written = _written(tasks, size, owners, other, sizes_bytes)
-        most_bytes = _most_bytes(written, sizes_bytes, copied)
-        if most_bytes < _WORTHWHILE * best_bytes:
-            programs, best_bytes = written, most_bytes
-            if plan is late:
-                supersteps = other
-                continue
-            larger_bytes = int(best_bytes * _EXCHANGED_PART)
-            if larger_bytes >= _FEWER * smallest_bytes:
-                written = _written(tasks, size, owners, parts(larger_bytes))
-                if _WORTHWHILE * _most_bytes(written, sizes_bytes, copied) < best_bytes:
-                    programs = written
-    return programs
+    supersteps = supersteps_of(tasks, owners)
+    programs = written(supersteps)
+    if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
+        return programs
+    best = planned(supersteps, programs)
+    if best.most_bytes >= _LARGE_BYTES:
+        late = late_supersteps_of(tasks, owners)
+        if late != best.supersteps:
+            best = _smaller(best, planned(late, written(late)))
+    if copied is None or best.most_bytes < _LARGE_EXCHANGES_BYTES:
+        return best.programs
+
+    def in_parts(most_bytes: int) -> _Planned:
+        given = tasks, owners, best.supersteps, sizes_bytes, elements, most_bytes
+        found = divided(*given)
+        return best if found == best.supersteps else planned(found, written(found))
+
+    least_bytes = _EXCHANGED_BYTES * size
+    parts = _smaller(best, in_parts(least_bytes))
+    larger_bytes = int(parts.most_bytes * _EXCHANGED_PART)
+    if parts is best or larger_bytes < _FEWER * least_bytes:
+        return parts.programs
+    return _smaller(in_parts(larger_bytes), parts).programs
+
+
+def _smaller(first: _Planned, second: _Planned) -> _Planned:
+    """Return the second plan if its ranks need clearly less memory, else the first one."""
+    return second if second.most_bytes < _WORTHWHILE * first.most_bytes else first
 
 
 def _is_on_gpu(node: Any) -> bool:
