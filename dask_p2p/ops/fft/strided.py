@@ -26,7 +26,7 @@ _GAP_BYTES = 64  # a cache line
 
 
 def columns_of(block: Array, axes: Sequence[int]) -> int:
-    """Return the number of columns to transform at a time; 0: all at once is as fast."""
+    """Return the number of columns to transform at a time; 0: all of them take no longer."""
     least = _LEAST.get(block.itemsize) if block.dtype.kind == "c" else None
     if least is None or len(axes) != 1 or not block.flags.c_contiguous:
         return 0
