@@ -42,6 +42,14 @@ class RaceError(AssertionError):
     """Two accesses of the same memory, of which at least one is a write, in no order."""
 
 
+def of_thread(name):
+    """A property of the current thread, which is None until it is set."""
+    return property(
+        lambda recorder: getattr(recorder._per_thread, name, None),
+        lambda recorder, value: setattr(recorder._per_thread, name, value),
+    )
+
+
 class Recorder:
     """The device: its memory, its streams, and all accesses so far."""
 
@@ -72,32 +80,12 @@ class Recorder:
             self._per_thread.current = [self._null]
         return self._per_thread.current
 
-    @property
-    def capture(self):
-        """What this thread's capture of a stream has found; None if there is none."""
-        return getattr(self._per_thread, "capture", None)
-
-    @capture.setter
-    def capture(self, found):
-        self._per_thread.capture = found
-
-    @property
-    def timeline(self):
-        """That of a graph's operation, during its launch; None: that of the current stream."""
-        return getattr(self._per_thread, "timeline", None)
-
-    @timeline.setter
-    def timeline(self, timeline):
-        self._per_thread.timeline = timeline
-
-    @property
-    def pool(self):
-        """Where this thread's allocations stay; None if they go when they are dropped."""
-        return getattr(self._per_thread, "pool", None)
-
-    @pool.setter
-    def pool(self, pool):
-        self._per_thread.pool = pool
+    #: The `Capture` of a stream that this thread has begun; None if there is none.
+    capture = of_thread("capture")
+    #: That of a graph's operation, during its launch; None: that of the current stream.
+    timeline = of_thread("timeline")
+    #: Where this thread's allocations stay; None if they go when they are dropped.
+    pool = of_thread("pool")
 
     # --- clocks ---
 
