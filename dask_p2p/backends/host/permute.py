@@ -90,7 +90,12 @@ def block_shape(
 
 def _cached_rows(stride_bytes: int) -> int:
     """Return the number of rows at this distance that fit into the first-level cache."""
-    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // gcd(stride_bytes, _CACHE_WAY_BYTES))
+    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // competing_bytes(stride_bytes))
+
+
+def competing_bytes(stride_bytes: int) -> int:
+    """Return the distance of such rows in a cache way: if it is large, they share few lines."""
+    return gcd(stride_bytes, _CACHE_WAY_BYTES)
 
 
 def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:

@@ -27,12 +27,17 @@ from dask_p2p.types import Key
 MOST_LITERAL_BYTES = 2**12
 #: A task that reads more bytes of several ranks is not moved to its reader.
 _SMALL_BYTES = 2**16
-_FEW_RANKS = 16  # with more, one rank would receive too many messages
-_ABOUT = 0.95  # a rank with this part of the most bytes has about as many
-#: With more tasks for each input, its transfer costs little, and a second choice of owners more.
+#: With more ranks, one of them would receive too many messages.
+_FEW_RANKS = 16
+#: A rank with this part of the most bytes has about as many.
+_ABOUT = 0.95
+#: Most tasks for each input with a second choice of owners. With more, the choice takes longer than
+#: the transfer of the input.
 _FEW_TASKS = 16
-_CLEARLY = 0.5  # part of other bytes that is clearly less
-_EVEN = 1.15  # ratio of the work of the ranks with most of it, in two plans that are about as even
+#: The second choice is taken if ranks move less than this part of the bytes of the first.
+_CLEARLY = 0.5
+#: Then its busiest rank also makes at most this factor of the bytes of the first choice's.
+_EVEN = 1.15
 
 
 def owners_of(
