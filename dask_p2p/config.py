@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from functools import cache, lru_cache
-from importlib import import_module
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import dask
@@ -160,14 +159,17 @@ class Options:
         return tuple(name for name, transport in known if transport.is_in_auto(self, kind))
 
 
+#: Functions that return classes of transports by name, best first. `dask_p2p.transports` adds one:
+#: it imports this module, and so cannot be imported here.
+transport_finders: list[Callable[[], dict[str, Any]]] = []
+
+
 @cache
 def transport_classes() -> dict[str, Any]:
-    """Return the classes of all transports by name, best first.
-
-    They import this module, so the look-up happens at the first call.
-    """
-    found: dict[str, Any] = import_module("dask_p2p.transports").all_transports()
-    return found
+    """Return the classes of all transports by name, best first."""
+    if not transport_finders:
+        raise RuntimeError("expected dask_p2p.transports to be imported before options are read")
+    return {name: cls for finder in transport_finders for name, cls in finder().items()}
 
 
 class TransportOptions:

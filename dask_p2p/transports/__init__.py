@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
-from dask_p2p.config import Options, transport_classes
+from dask_p2p.config import Options, transport_classes, transport_finders
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.context import WorkerContext
@@ -36,6 +36,9 @@ def all_transports() -> dict[str, type[Transport]]:
     """
     others = [_loaded(entry_point) for entry_point in entry_points(group="dask_p2p.transports")]
     return {transport.name: transport for transport in (*others, *OWN)}
+
+
+transport_finders.append(all_transports)
 
 
 def _loaded(entry_point: EntryPoint) -> type[Transport]:

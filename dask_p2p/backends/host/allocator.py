@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
-_LEAST_BYTES = 2**20  # limit of each arena; 256 KiB are enough for one buffer
+_LEAST_ARENA_BYTES = 2**20  # limit of each arena; 256 KiB are enough for one buffer
 _VARIABLE = b"MALLOC_TRIM_THRESHOLD_="
 # The environment at the start of the process, which configures the C library. In a nanny's own
 # process the variable is set later: there glibc uses its default, and keeps more.
@@ -35,7 +35,7 @@ MOST_BYTES = 2**25
 # With a smaller pad glibc returns a heap, of 64 MiB in threads other than the first, when its last
 # array is freed. Pages of the pad take no memory until they are used.
 _KEPT = {_MMAP_THRESHOLD: MOST_BYTES, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 2**26}
-_BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_BYTES, _TOP_PAD: 2**17}
+_BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_ARENA_BYTES, _TOP_PAD: 2**17}
 
 # New pages for arrays of 8 MiB take 1.2 ms of an EPYC core, and kept ones 0.15 ms in all. So free
 # memory returns once no context has begun for some time, unless the process has grown by many
@@ -64,7 +64,7 @@ def _glibc() -> Any:
         return None
     for each in _ENVIRONMENT.read_bytes().split(b"\0"):
         size_text = each.removeprefix(_VARIABLE)
-        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_BYTES):
+        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_ARENA_BYTES):
             library.malloc.restype = ctypes.c_void_p
             return library
     return None
@@ -73,7 +73,7 @@ def _glibc() -> Any:
 def keep_small_buffers() -> None:
     """Let the C library keep up to 1 MiB of free memory an arena, if its limit is lower."""
     if (glibc := _glibc()) is not None:
-        glibc.mallopt(_TRIM_THRESHOLD, _LEAST_BYTES)
+        glibc.mallopt(_TRIM_THRESHOLD, _LEAST_ARENA_BYTES)
 
 
 def _resident_bytes() -> int:

@@ -18,7 +18,7 @@ from dask_p2p.geometry import box_slices, split_box, whole_box
 # with 8 or 12 threads, and 31 GB/s pinned in place.
 _FEW_THREADS = 4
 _REGISTER_FROM_BYTES = 2**24
-_LEAST_BYTES = 2**20  # least size of a copy by other threads
+_LEAST_COPY_BYTES = 2**20  # least size of a copy by other threads
 _BYTES_EACH = 2**22  # least for each thread: a submission takes as long as a copy of half a MiB
 
 
@@ -36,7 +36,7 @@ def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[
     def copy(part: Any) -> None:
         permute_into(to[part], of[part], range(of.ndim))
 
-    if of.nbytes < _LEAST_BYTES:
+    if of.nbytes < _LEAST_COPY_BYTES:
         copy(...)
         return lambda: None
     box, count = whole_box(of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))

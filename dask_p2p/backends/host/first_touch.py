@@ -18,7 +18,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends.host.threads import pool, thread_count
 
-_LEAST_BYTES = 2**22  # NumPy requests huge pages from this size on
+_LEAST_TOUCH_BYTES = 2**22  # NumPy requests huge pages from this size on
 _PAGE_BYTES = 2**12
 _STEP_BYTES = 2**22
 _SLOW_S = 4e-3  # a step takes 0.5 to 1 ms with free huge pages, 8 to 30 ms without, 2 with small
@@ -28,7 +28,7 @@ _POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 def first_touch(array: np.ndarray[Any, Any]) -> None:
     """Let the system provide the pages of a C-ordered array with undefined values."""
-    if array.nbytes < _LEAST_BYTES:
+    if array.nbytes < _LEAST_TOUCH_BYTES:
         return
     start = -(-array.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
     stop = (array.ctypes.data + array.nbytes) // _PAGE_BYTES * _PAGE_BYTES

@@ -9,7 +9,7 @@ import numpy as np
 from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.sections.exchange.values import as_numbers
-from dask_p2p.types import Array, DType
+from dask_p2p.types import DType
 
 
 def shape_of(name: str, array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
@@ -35,7 +35,7 @@ def becomes(found: DType, dtype: DType, converts: bool) -> bool:
     return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
 
 
-def holds(dtype: DType, own: Array) -> bool:
+def holds(dtype: DType, own: Any) -> bool:
     """Return whether a dtype holds the values of an array, apart from the precision of floats."""
     if not np.can_cast(own.dtype, dtype, "same_kind"):
         return False

@@ -34,7 +34,7 @@ def reserve_files(ranks: int, others: int) -> None:
         If the hard limit is too low for these connections and the files that are open already.
     """
     with _raising:
-        soft, hard = (_bound(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+        soft, hard = (_file_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
         needed = len(os.listdir("/proc/self/fd")) + ranks * others
         if needed > hard:
             raise SectionError(
@@ -57,5 +57,5 @@ def check_files(exc: OSError) -> None:
         ) from exc
 
 
-def _bound(limit: int) -> float:
+def _file_limit(limit: int) -> float:
     return inf if limit == resource.RLIM_INFINITY else limit
