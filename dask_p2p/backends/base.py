@@ -12,11 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.backends.timing import Timer as Timer
 from dask_p2p.config import Options
 from dask_p2p.errors import AxesError, BlockMismatchError
@@ -24,6 +23,14 @@ from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
 MOST_UNREAD = 2  # received arrays that are kept for queued kernels
+
+
+class HostLink(NamedTuple):
+    """Rates of copies between pinned host memory and a GPU, 1e9 bytes a second."""
+
+    up_gbs: float  # to the GPU
+    down_gbs: float  # from the GPU
+    both_gbs: float  # sum of two concurrent copies, one each way
 
 
 class Backend(ABC):

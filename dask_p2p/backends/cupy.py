@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import Backend
+from dask_p2p.backends.base import Backend, HostLink
 from dask_p2p.backends.device import device_work, gpu_obstacle, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import is_shareable
 from dask_p2p.backends.host.hardware import link_gbs, on_gpu
-from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
+from dask_p2p.backends.pipelines.host_link import measured_host_link
 from dask_p2p.errors import UnsupportedArrayError, install_command
 from dask_p2p.types import Array, DTypeLike
 

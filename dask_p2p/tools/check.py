@@ -19,10 +19,10 @@ from typing import Any, overload
 
 from dask_p2p import tuning
 from dask_p2p.backends import worker_backend
+from dask_p2p.backends.base import HostLink
 from dask_p2p.backends.host.hardware import versions
 from dask_p2p.backends.host.pinned import CANNOT_PIN, REMEDY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines.host_link import HostLink
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import median
 
-from dask_p2p.backends.pipelines.host_link import HostLink
+from dask_p2p.backends.base import HostLink
 from dask_p2p.errors import Obstacle
 from dask_p2p.monitoring.tables import html_table, text_table
 from dask_p2p.types import Kind

@@ -19,8 +19,8 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections.exchange import device as host_device
-from dask_p2p.sections.gpu import device as gpu_device
 from dask_p2p.sections.gpu import graphs, halo_windows, lending, region_windows, windows
+from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import first_step
 from dask_p2p.sections.wire import endpoint
@@ -62,7 +62,7 @@ def emulated_gpu(monkeypatch):
 
     for where, name, value in (
         (halo_windows, "begin_in_order", noted),
-        *((module, "checksum", checksum) for module in (host_device, gpu_device)),
+        *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
         (dask_p2p.backends.kernels, "permute", kernels(recorder)),
         (cupy_backend, "_kernels", lambda name: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),

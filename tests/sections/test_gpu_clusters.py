@@ -15,7 +15,7 @@ from distributed import LocalCluster, Reschedule
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.gang import rank
-from dask_p2p.sections.gpu import device as gpu_device
+from dask_p2p.sections.gpu import streams as gpu_streams
 from tests.sections.emulated import kernel
 from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_iterate import reference, star
@@ -104,7 +104,7 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
 
 def lingers(thread):
     """Whether windows of an attempt that failed stay until this thread ends."""
-    return getattr(thread, "_target", None) is gpu_device._drop_later
+    return getattr(thread, "_target", None) is gpu_streams._drop_later
 
 
 def blocks_here(dask_worker):

@@ -9,7 +9,7 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.backends.pipelines.host_link import HostLink
+from dask_p2p.backends.base import HostLink
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle
 from dask_p2p.plugins.registration import workers_of

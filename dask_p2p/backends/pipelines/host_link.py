@@ -6,20 +6,12 @@ Functions import CuPy; the import of this module does not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from dask_p2p import tuning
+from dask_p2p.backends.base import HostLink
 from dask_p2p.backends.host.pinned import is_pinned
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.slots import Slot
-
-
-class HostLink(NamedTuple):
-    """Rates of copies between pinned host memory and a GPU, 1e9 bytes a second."""
-
-    up_gbs: float  # to the GPU
-    down_gbs: float  # from the GPU
-    both_gbs: float  # sum of two concurrent copies, one each way
 
 
 def measured_host_link(warn: Callable[..., None]) -> HostLink | None:

@@ -24,7 +24,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 _SLOT_BYTES = 1  # of windows that have counters alone
 
@@ -38,7 +38,7 @@ class GraphLending(GpuLending):
 
     _barrier: DeviceBarrier | None = None  # None: one rank
 
-    def __init__(self, gpu: Gpu, connections: Connections) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         self._read_bytes = Counter[int]()  # by rank, in a replay
         super().__init__(gpu, connections)
 

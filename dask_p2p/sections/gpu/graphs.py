@@ -14,7 +14,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.interprocess import cuda_ipc
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 # Memory pools for graphs, by device. They are never dropped: memory of a function that raised is
 # freed later, and CuPy crashes if the garbage collector finds a pool and its memory together.
@@ -47,7 +47,7 @@ def share_gpus(names: Sequence[bytes]) -> bool:
     return len({*names}) < len(names)
 
 
-def captured(gpu: Gpu, work: Callable[[], None]) -> Callable[[], None]:
+def captured(gpu: GpuStreams, work: Callable[[], None]) -> Callable[[], None]:
     """Capture all that `work` enqueues; return a function that launches it as one graph.
 
     The work is not executed now. The graph holds the addresses of the current arrays, and memory

@@ -53,7 +53,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 
 class _ByteRun(NamedTuple):
@@ -68,7 +68,9 @@ class _ByteRun(NamedTuple):
 class HaloWindows(HaloMover):
     """Exchanges halos in GPU memory. `HaloMessages` is its counterpart for host memory."""
 
-    def __init__(self, gpu: Gpu, calls: Sequence[ExchangeCall], connections: Connections) -> None:
+    def __init__(
+        self, gpu: GpuStreams, calls: Sequence[ExchangeCall], connections: Connections
+    ) -> None:
         self._gpu, self._connections = gpu, connections
         self._text, self._order = text_of(calls), calls[0].order
         self._sends, receives = send_layouts(calls), receive_layouts(calls)

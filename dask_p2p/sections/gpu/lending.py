@@ -27,7 +27,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 
 class _Read(NamedTuple):
@@ -48,7 +48,7 @@ class GpuLending(LentArrays, Lending):
 
     lends_whole = True
 
-    def __init__(self, gpu: Gpu, connections: Connections) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         super().__init__(gpu)
         self._connections, self.backend = connections, gpu.backend
         self._batch = region_batch()

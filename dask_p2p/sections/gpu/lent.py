@@ -21,7 +21,7 @@ from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, try_share
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 WRITTEN, READ = range(2)  # numbers of a rank's events
 EVENTS = 2
@@ -30,7 +30,7 @@ EVENTS = 2
 class LentArrays:
     """Arrays of this rank that other ranks may be reading."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: GpuStreams) -> None:
         self._gpu = gpu
         self._own: OwnEvents | None = None
         # Memory of other ranks that read here and are read.

@@ -27,7 +27,7 @@ from dask_p2p.sections.wire.messages.lender import Lender
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 _BYTE = np.dtype(np.uint8)
 
@@ -35,7 +35,7 @@ _BYTE = np.dtype(np.uint8)
 class MessageLender(LentArrays, Lender):
     """The arrays of a rank's GPU that it sends and receives in messages."""
 
-    def __init__(self, gpu: Gpu, connections: Connections) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         super().__init__(gpu)
         self._connections = connections
         self._unreadable = set[int]()  # ranks whose memory this one cannot read

@@ -22,7 +22,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 
 class GpuMessages:
@@ -36,7 +36,7 @@ class GpuMessages:
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, connections: Connections, reads_memory: bool) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._of_host = RegionExchange(connections, reads_memory)
 

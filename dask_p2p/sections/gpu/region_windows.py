@@ -33,7 +33,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 _LEAST_SLOT_BYTES = 2**16
 _MOST_CALLS = 64  # with prepared copies
@@ -66,7 +66,7 @@ class RegionWindows:
         Connections to the other ranks.
     """
 
-    def __init__(self, gpu: Gpu, connections: Connections) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         self._gpu, self._connections = gpu, connections
         self._batch = region_batch()
         self._copies = KeptResults[_Copies](_MOST_CALLS)

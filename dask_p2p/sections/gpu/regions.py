@@ -55,7 +55,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 #: Limit of a local block with pending acknowledgements: memory may be short, and the host is ahead
 #: anyway.
@@ -88,7 +88,7 @@ class GpuRegions(RegionMover):
         As for `RegionExchange`.
     """
 
-    def __init__(self, gpu: Gpu, connections: Connections, reads_memory: bool) -> None:
+    def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._messages = GpuMessages(gpu, connections, reads_memory)
         self._windows = RegionWindows(gpu, connections)
@@ -257,7 +257,9 @@ class GpuRegions(RegionMover):
         return self._near
 
 
-def read_in_parts(gpu: Gpu, region: Array, into: Array, axes: Sequence[int], is_last: bool) -> None:
+def read_in_parts(
+    gpu: GpuStreams, region: Array, into: Array, axes: Sequence[int], is_last: bool
+) -> None:
     """Enqueue the read of another rank's mapped region on the streams of the rank's queue.
 
     `is_last` is true for the last region of an exchange.

@@ -37,7 +37,7 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.device import Gpu
+    from dask_p2p.sections.gpu.streams import GpuStreams
 
 SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
@@ -71,7 +71,7 @@ class OwnEvents:
 
     def __init__(
         self,
-        gpu: Gpu,  # GPU whose streams record the events
+        gpu: GpuStreams,  # GPU whose streams record the events
         count: int,  # number of events
     ) -> None:
         make = gpu.module.cuda.Event
@@ -94,7 +94,7 @@ class OwnWindow(OwnEvents):
 
     def __init__(
         self,
-        gpu: Gpu,  # GPU of the memory
+        gpu: GpuStreams,  # GPU of the memory
         sizes_bytes: Mapping[int, int],  # size of a slot, by the rank of its reader
     ) -> None:
         super().__init__(gpu, SLOTS)
@@ -129,7 +129,7 @@ class PeerMemory:
 
     def __init__(
         self,
-        gpu: Gpu,  # GPU of this rank
+        gpu: GpuStreams,  # GPU of this rank
         descriptor: bytes,  # descriptor of the other rank: `OwnEvents.descriptor`
     ) -> None:
         fields = json.loads(descriptor)
@@ -230,7 +230,7 @@ class PeerWindow(PeerMemory):
 
     def __init__(
         self,
-        gpu: Gpu,  # GPU of this rank
+        gpu: GpuStreams,  # GPU of this rank
         descriptor: bytes,  # descriptor of the other rank: `OwnWindow.descriptor`
         size_bytes: int,  # size of a slot
     ) -> None:
@@ -264,7 +264,7 @@ class DeviceBarrier:
         Windows of the neighbours. Their barriers include this rank.
     """
 
-    def __init__(self, gpu: Gpu, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
+    def __init__(self, gpu: GpuStreams, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
         self._gpu, self._counters = gpu, own.counters
         addresses = np.array([peer.counters for peer in peers], np.uint64)
         theirs = gpu.module.asarray(addresses)
@@ -286,7 +286,7 @@ class DeviceBarrier:
         runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
 
 
-def try_share(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
+def try_share(gpu: GpuStreams, make: Callable[[], _T]) -> _T | None:
     """Return an object to share with other processes; None if CUDA IPC does not work here."""
     with suppress(TransferError, ImportError, gpu.module.cuda.runtime.CUDARuntimeError):
         return make()
@@ -294,7 +294,7 @@ def try_share(gpu: Gpu, make: Callable[[], _T]) -> _T | None:
 
 
 def opened_by_all(
-    gpu: Gpu, connections: Connections, call: str, events: int
+    gpu: GpuStreams, connections: Connections, call: str, events: int
 ) -> tuple[OwnEvents | None, dict[int, PeerMemory]]:
     """Open the memory of all other ranks of this host: `opened`, with events for all of them."""
     own, size = connections.rank_and_size
@@ -309,7 +309,7 @@ def opened_by_all(
 
 
 def opened(
-    gpu: Gpu,  # GPU of this rank, which closes opened memory with its attempt
+    gpu: GpuStreams,  # GPU of this rank, which closes opened memory with its attempt
     connections: Connections,
     call: str,  # text of the call, the same on all ranks
     ranks: Iterable[int],  # ranks that this one exchanges data with

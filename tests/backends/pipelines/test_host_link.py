@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dask_p2p.backends.base import HostLink
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
+from dask_p2p.backends.pipelines.host_link import measured_host_link
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
 from tests.support import tune

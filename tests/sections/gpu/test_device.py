@@ -30,8 +30,9 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.exchange import divided
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from dask_p2p.sections.gpu import device as gpu_device
-from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu
+from dask_p2p.sections.gpu import streams as gpu_streams
+from dask_p2p.sections.gpu.device import Gpu, device_for
+from dask_p2p.sections.gpu.streams import STEPS_AHEAD
 from dask_p2p.sections.iterate import overlap
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
@@ -310,7 +311,7 @@ def test_the_host_is_not_far_ahead_of_long_steps(gpu, monkeypatch):
         waited.append(step)
 
     monkeypatch.setattr(Gpu, "wait", wait)
-    monkeypatch.setattr(gpu_device, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(gpu_streams, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for step in range(1, 201):
         if step == 100:
             step_s[0] = 0.0  # the host takes all the time
@@ -370,7 +371,7 @@ def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
 )
 def test_options_for_reading(staging, order, part_bytes, has_windows):
     with dask.config.set({"p2p.transports.order": order, STAGING: staging}):
-        device = gpu_device.device_for("cupy", options())
+        device = device_for("cupy", options())
     assert (device.part_bytes, device.has_windows) == (part_bytes, has_windows)
 
 
@@ -407,9 +408,11 @@ class StartedByHand:
 
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     clock, later, device = Clock(), [], Gpu()
-    monkeypatch.setattr(gpu_device, "time", clock)
+    monkeypatch.setattr(gpu_streams, "time", clock)
     monkeypatch.setattr(
-        gpu_device, "threading", SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made))
+        gpu_streams,
+        "threading",
+        SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made)),
     )
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
@@ -419,7 +422,7 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     (run,) = later
     run()
     assert clock.now_s - START_S == pytest.approx(
-        tuning.current.window_linger_s, abs=2 * gpu_device._LOOK_S
+        tuning.current.window_linger_s, abs=2 * gpu_streams._LOOK_S
     )
     assert gpu.live_bytes < used
     device.exported.append(gpu.empty((100,), "f8"))
@@ -436,7 +439,7 @@ def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ende
     used = gpu.live_bytes
     device.let_go(is_orderly=False)
     if not all(ended):
-        time.sleep(3 * gpu_device._LOOK_S)
+        time.sleep(3 * gpu_streams._LOOK_S)
         assert gpu.live_bytes == used
         device.peers[1].has_ended = True
     wait_until(lambda: gpu.live_bytes < used)
