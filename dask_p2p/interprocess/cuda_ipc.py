@@ -21,7 +21,6 @@ from dask_p2p.backends.host.repeating import RepeatingTimer
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.processes import PROCESSES
-from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.types import Array, DType
 
 #: Settings that make all memory of a worker shareable, and fast to map.
@@ -47,15 +46,6 @@ class IpcHandle:
     base: int  # address of the allocation in its process
     nbytes: int  # size of the allocation
     offset_bytes: int  # offset of the block in the allocation
-
-    @classmethod
-    def parse(cls, fields: Any) -> IpcHandle:
-        """Parse another process's handle; `ValueError` or `TypeError` if it is malformed."""
-        ipc_handle = cls(**fields)
-        bytes.fromhex(ipc_handle.handle)
-        checked_integer("buffer_id", ipc_handle.buffer_id, 0, 2**64)
-        checked_integer("offset_bytes", ipc_handle.offset_bytes, 0, 2**63)
-        return ipc_handle
 
 
 _MOST_SHARED = 1024

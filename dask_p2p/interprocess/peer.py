@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.errors import Obstacle
 from dask_p2p.interprocess.processes import own_name
-from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,6 @@ class Peer:
         """Describe this process."""
         own = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
         return cls(*own, folder, memory_proof, refusal)
-
-    @classmethod
-    def parse(cls, fields: Any) -> Peer:
-        """Parse a worker's own description; `ValueError` or `TypeError` if it is malformed."""
-        peer = cls(**fields)
-        for name in ("boot_id", "pid_namespace", "process", "folder", "memory_proof"):
-            checked_text(name, getattr(peer, name))
-        checked_text("refusal", peer.refusal or "")
-        checked_integer("user", peer.user, 0, 2**32)
-        checked_integer("pid", peer.pid, 0, 2**31)
-        return peer
 
 
 def separation(local: Peer, remote: Peer) -> Obstacle | None:

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import astuple
 from functools import wraps
-from inspect import signature
 from typing import Any, Protocol
 
 from dask_p2p import tuning
@@ -26,7 +25,6 @@ from dask_p2p.errors import (
     UnsuitableError,
     UnsupportedArrayError,
 )
-from dask_p2p.interprocess.requests import reject_unknown
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -99,16 +97,11 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
 
 
 def answering(handler: Handler) -> Handler:
-    """Return a method as an RPC handler that replies with the method's result or error.
-
-    The handler rejects unknown argument names. The method checks the values.
-    """
-    known = signature(handler).parameters.keys()
+    """Return a method as an RPC handler that replies with the method's result or error."""
 
     @wraps(handler)
     async def answer(self: Any, /, **request: Any) -> dict[str, Any]:
         try:
-            reject_unknown(request.keys() - known)
             return {"status": "ok", **await handler(self, **request)}
         except Exception as exc:
             return refuse(exc)
@@ -144,10 +137,5 @@ def check_reply(reply: Any, holder: str, about: Any) -> dict[str, Any]:
     text = f"{holder} could not send {about}: {message}"
     if status == "silent":
         raise SilentError(text, str(message))
-    raise TransferError(text, str(message), _obstacle_of(fields.get("obstacle")))
-
-
-def _obstacle_of(parts: Any) -> Obstacle | None:
-    """Return the obstacle that a holder reports, if it is a valid one."""
-    is_valid = type(parts) in (list, tuple) and [type(part) for part in parts] == 3 * [str]
-    return Obstacle(*parts) if is_valid else None
+    obstacle = fields.get("obstacle")
+    raise TransferError(text, str(message), obstacle and Obstacle(*obstacle))

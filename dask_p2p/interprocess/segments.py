@@ -26,7 +26,6 @@ from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.backends.host.pinned import pin_while
 from dask_p2p.errors import UnsuitableError
 from dask_p2p.interprocess.buffers import Buffers
-from dask_p2p.interprocess.requests import checked_integer, checked_text
 
 FILE_NAME = "dask-p2p"  # name in `/proc`
 _per_thread = threading.local()
@@ -41,18 +40,6 @@ class SegmentName(NamedTuple):
     fd: int
     inode: int
     size_bytes: int
-
-    @classmethod
-    def parse(cls, fields: Any) -> SegmentName:
-        """Parse a name from another process; `ValueError` if it is malformed."""
-        if type(fields) not in (list, tuple) or len(fields) != len(cls._fields):
-            raise ValueError("memory: expected the name of a segment")
-        name = cls(*fields)
-        checked_text("kernel", name.kernel)
-        checked_text("pid_namespace", name.pid_namespace)
-        for number in name[2:]:
-            checked_integer("memory", number, 0, 2**63)
-        return name
 
     def is_open(self) -> bool:
         """Return true if the segment's process still has it open."""

@@ -29,7 +29,6 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering, ask_and_wait
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, record_transfer
@@ -49,7 +48,6 @@ _T = TypeVar("_T")
 FALLBACK_TOPIC = "p2p-fallback"
 
 _RECORDS = 10_000  # kept records of attempts and their stages
-_MOST_RECORDS = 2**62  # upper bound of record numbers
 _SERVING_THREADS = 2  # threads that pack regions for other workers
 _LOOKS = 10  # lookups of a block that is being spilled or restored
 _KEEP_S = 1.0  # time until a block that was read from disk is dropped
@@ -255,12 +253,12 @@ class DaskWorkerContext(AttemptLog):
         return record._replace(run=task.run_id) if task is not None else record
 
     @answering
-    async def new_records(self, since: Any = 0) -> dict[str, Any]:
+    async def new_records(self, since: int = 0) -> dict[str, Any]:
         """Return the records from number `since` on, as `RecordLog.since`, to the scheduler.
 
         ``under_way`` has the records of running tasks.
         """
-        first, records = self.records.since(checked_integer("since", since, 0, _MOST_RECORDS))
+        first, records = self.records.since(since)
         running = map(self._numbered, self.under_way())
         return {"first": first, "records": packed(records), "under_way": packed(running)}
 

@@ -23,7 +23,6 @@ from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
 from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.background import Background
-from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.monitoring import prometheus
 from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
@@ -47,7 +46,6 @@ from dask_p2p.versioned import check_dask, this_version, versioned
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_MOST_RUNS = 2**62
 _LEFT = ("waiting", "no-worker", "queued", "processing")  # states of unfinished tasks
 _ENDED = ("memory", "erred", "forgotten")  # not "released": a released task may run again
 
@@ -179,7 +177,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         With 0, only records of running tasks are returned. ``records`` are in the form of `packed`;
         ``silent`` lists workers that did not answer.
         """
-        n = None if n is None else checked_integer("n", n, 0, _MOST_RUNS)
         ready = self.ready()
         answers = await asyncio.gather(*map(self._fetch, ready))
         silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]

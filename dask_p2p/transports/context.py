@@ -41,5 +41,5 @@ class WorkerContext(Caller, Protocol):
 
 
 def find_block(worker: WorkerContext, key: Key, shape: tuple[int, ...]) -> Any:
-    """Return the block of a reader's request, checked. Raises `KeyError` if it is not here."""
+    """Return the block of a reader's request. Raises `KeyError` if it is not here."""
     return checked_block(as_array(worker.block(key)), key, shape)

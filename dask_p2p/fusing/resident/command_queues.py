@@ -18,7 +18,6 @@ from dask_p2p import tuning
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.resident.command_log import Command
 from dask_p2p.fusing.resident.command_stream import CommandStream
-from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.plugins.gangs.units import Units
 from dask_p2p.sections.wire.connection import AttemptEndedError
 
@@ -130,9 +129,9 @@ class CommandQueues:
         finally:
             self._worker.loop.add_callback(self._end, queue.token)
 
-    async def receive(self, comm: Any, token: Any) -> Status:
+    async def receive(self, comm: Any, token: str) -> Status:
         """Receive the commands of one rank until the stream ends."""
-        queue, stream = self._queues.get(checked_text("token", token)), CommandStream(comm)
+        queue, stream = self._queues.get(token), CommandStream(comm)
         if queue is None or not queue.begin(stream):
             stream.close()
             return Status.dont_reply

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
@@ -18,7 +18,6 @@ from typing import Any
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.background import Background
-from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.bars import Bars, UnderWay
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
@@ -36,9 +35,6 @@ FORGET = "p2p_section_forget"
 
 _POLL_S = 5.0
 _ELSEWHERE_S = 1.0  # delay until a rank without room is rescheduled
-_MOST_RANKS = 2**16
-_MOST_STEPS = 2**62
-_MOST_STATES = 2**16  # states in one worker's request
 
 
 class Gangs:
@@ -124,25 +120,21 @@ class Gangs:
     @answering
     async def join(
         self,
-        gang: Any,
-        size: Any,
-        rank: Any,
-        token: Any,
-        worker: Any,
-        endpoint: Any,
-        saved: Any,
-        is_resident: Any = False,
-    ) -> Any:
+        gang: str,
+        size: int,
+        rank: int,
+        token: str,
+        worker: str,
+        endpoint: str,
+        saved: Iterable[tuple[int, Sequence[int]]],
+        is_resident: bool = False,
+    ) -> dict[str, Any]:
         """Add a waiting rank to its gang; reply with its next order."""
-        if type(is_resident) is not bool:
-            raise MalformedRequestError("is_resident: expected a Boolean")
-        size = checked_integer("size", size, 1, _MOST_RANKS)
-        gang, rank, token = _checked(gang, rank, token)
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
-        if not self._is_processing((gang, rank), checked_text("worker", worker)):
+        if not self._is_processing((gang, rank), worker):
             return asdict(Order("stopped"))
-        endpoint, states = checked_text("endpoint", endpoint), _checked_states(saved, size)
+        states = {holder: list(steps) for holder, steps in saved}
         if self._is_one_too_many((gang, rank)):
             await asyncio.sleep(_ELSEWHERE_S)
             return asdict(Order("stopped"))
@@ -160,13 +152,10 @@ class Gangs:
 
     @answering
     async def leave(
-        self, gang: Any, rank: Any, token: Any, cause: Any = "", error: Any = None
-    ) -> Any:
+        self, gang: str, rank: int, token: str, cause: str = "", error: bytes | None = None
+    ) -> dict[str, Any]:
         """Record that a rank's function has returned, or why it has not."""
-        if error is not None and type(error) is not bytes:
-            raise MalformedRequestError("error: expected bytes")
-        gang, rank, token = _checked(gang, rank, token)
-        self._coordinator.leave(gang, rank, token, checked_text("cause", cause), error)
+        self._coordinator.leave(gang, rank, token, cause, error)
         self._wake_ranks()
         if self._coordinator.is_committed(gang):
             self._bars.finish(gang)
@@ -174,15 +163,14 @@ class Gangs:
         return {}
 
     @answering
-    async def order(self, gang: Any, rank: Any, token: Any, known: Any) -> Any:
+    async def order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
         """Reply with a rank's next order, once its state differs from `known`."""
-        return await self._next_order(*_checked(gang, rank, token), checked_text("known", known))
+        return await self._next_order(gang, rank, token, known)
 
     @answering
-    async def saves(self, gang: Any, rank: Any, token: Any, worker: Any) -> Any:
+    async def saves(self, gang: str, rank: int, token: str, worker: str) -> dict[str, Any]:
         """Record that a worker is about to keep states of a gang."""
-        gang, rank, _ = _checked(gang, rank, token)
-        self._keepers[gang].add(checked_text("worker", worker))
+        self._keepers[gang].add(worker)
         task = self._scheduler.tasks.get((gang, rank))
         has_failed = task is not None and task.state == "erred"
         if has_failed or self._coordinator.size(gang) is None:  # cancelled in the meantime
@@ -190,9 +178,8 @@ class Gangs:
         return {}
 
     @answering
-    async def stalls(self, gang: Any, rank: Any, token: Any) -> Any:
+    async def stalls(self, gang: str, rank: int, token: str) -> dict[str, Any]:
         """Record that a rank has waited for others for long."""
-        gang, _, _ = _checked(gang, rank, token)
         if workers := self._coordinator.running().get(gang):
             self._stalls.record(gang, workers)
         return {}
@@ -298,24 +285,3 @@ class Gangs:
         held = [key for key in keys if key in tasks and tasks[key].state == "memory"]
         stimulus = f"p2p-section-again-{time.time()}"
         self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
-
-
-def _checked(gang: Any, rank: Any, token: Any) -> tuple[str, int, str]:
-    return (
-        checked_text("gang", gang),
-        checked_integer("rank", rank, 0, _MOST_RANKS),
-        checked_text("token", token),
-    )
-
-
-def _checked_states(saved: Any, size: int) -> dict[int, list[int]]:
-    """Return the steps of states, by rank."""
-    if type(saved) not in (list, tuple) or len(saved) > _MOST_STATES:
-        raise MalformedRequestError("saved: expected pairs of a rank and steps")
-    states = {}
-    for pair in saved:
-        if type(pair) not in (list, tuple) or len(pair) != 2 or type(pair[1]) not in (list, tuple):
-            raise MalformedRequestError("saved: expected pairs of a rank and steps")
-        rank = checked_integer("rank", pair[0], 0, size - 1)
-        states[rank] = [checked_integer("step", step, 0, _MOST_STEPS) for step in pair[1]]
-    return states

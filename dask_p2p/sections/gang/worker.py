@@ -23,7 +23,6 @@ from distributed.worker import WORKER_ANY_RUNNING
 
 from dask_p2p.errors import SectionError
 from dask_p2p.interprocess.background import Background
-from dask_p2p.interprocess.requests import checked_text
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.plugins.gangs.coordinator import Order
@@ -221,10 +220,9 @@ class WorkerRanks:
         return [each.report() for each in tuple(self._ranks.values()) if each.runs]
 
     @answering
-    async def reports_of(self, gang: Any) -> Any:
+    async def reports_of(self, gang: str) -> dict[str, Any]:
         """Reply with the states of a gang's ranks here."""
-        name = checked_text("gang", gang)
-        return {"reports": [each for each in self.reports() if each["gang"] == name]}
+        return {"reports": [report for report in self.reports() if report["gang"] == gang]}
 
     def report_wait(self, gang: str, rank: int, token: str) -> None:
         """Report to the scheduler that a rank has waited for others for long. In its thread."""
@@ -236,9 +234,9 @@ class WorkerRanks:
         self._sampling.set_least(_SAMPLE_MS if self._ranks else 0.0)
 
     @answering
-    async def forget(self, gang: Any) -> Any:
+    async def forget(self, gang: str) -> dict[str, Any]:
         """Drop the states of a gang."""
-        self.saved.drop(checked_text("gang", gang))
+        self.saved.drop(gang)
         return {}
 
     async def register(self) -> None:

@@ -29,7 +29,7 @@ def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
     """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
-        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle.parse(ipc_handle))
+        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))
         for number, length, strides, ipc_handle in pieces
     ]
 

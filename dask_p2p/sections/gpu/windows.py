@@ -133,7 +133,7 @@ class PeerMemory:
         descriptor: bytes,  # descriptor of the other rank: `OwnEvents.descriptor`
     ) -> None:
         fields = json.loads(descriptor)
-        peer = Peer.parse(fields["peer"])
+        peer = Peer(**fields["peer"])
         own = Peer.own(cuda_ipc.gpu_uuid())
         obstacle = separation(own, peer) or cuda_ipc.memory_obstacle(own, peer)
         if obstacle is not None:
@@ -239,7 +239,7 @@ class PeerWindow(PeerMemory):
         try:
             if fields["size_bytes"] != size_bytes:
                 raise TransferError(f"expected {size_bytes} bytes, got {fields['size_bytes']}")
-            start = self.mapped(cuda_ipc.IpcHandle.parse(fields["ipc_handle"]), SLOTS * size_bytes)
+            start = self.mapped(cuda_ipc.IpcHandle(**fields["ipc_handle"]), SLOTS * size_bytes)
             self.counters = start
         except BaseException:
             self.close()

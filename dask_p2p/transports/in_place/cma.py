@@ -97,10 +97,7 @@ class CmaTransport(SameHostTransport):
         return {"address": block.ctypes.data}
 
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
-        wanted, fields = reading.requests[number], descriptor.address
-        address = fields.get("address") if isinstance(fields, dict) else None
-        if type(address) is not int or not 0 <= address < 2**64:
-            raise TransferError(f"the descriptor of {wanted} has no address: {fields!r}")
+        wanted, address = reading.requests[number], descriptor.address["address"]
         _check_runs(wanted, descriptor)
         unread = sum(map(_weight, wanted.boxes))
 

@@ -71,10 +71,7 @@ class IpcTransport(SameHostTransport):
 
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
         wanted, peer = reading.requests[number], reading.peer
-        try:
-            ipc_handle = cuda_ipc.IpcHandle.parse(descriptor.address)
-        except (TypeError, ValueError) as exc:
-            raise TransferError(f"the descriptor of {wanted} cannot be read: {exc}") from exc
+        ipc_handle = cuda_ipc.IpcHandle(**descriptor.address)
         if ipc_handle.gpu != peer.memory_proof and (
             obstacle := cuda_ipc.peer_obstacle(ipc_handle.gpu)
         ):

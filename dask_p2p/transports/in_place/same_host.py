@@ -28,8 +28,7 @@ from dask_p2p.backends.host.hardware import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
-from dask_p2p.interprocess.requests import MalformedRequestError, checked_blocks
-from dask_p2p.interprocess.rpc import Handler, ask_and_wait
+from dask_p2p.interprocess.rpc import Handler, ask_and_wait, check_reply
 from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.in_place.leases import PublishedBlocks
@@ -109,11 +108,7 @@ class SameHostTransport(Transport):
         if known is None:
             about = "its process"
             reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
-            try:
-                peer = Peer.parse(reply["peer"])
-            except (TypeError, ValueError, KeyError) as exc:
-                message = f"{holder} sent no valid description of its process: {reply}"
-                raise TransferError(message) from exc
+            peer = Peer(**check_reply(reply, holder, about)["peer"])
             try:
                 known = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
@@ -185,13 +180,12 @@ class SameHostTransport(Transport):
         return Peer.own(self.memory_proof(), self.directory.folder, self.directory.refusal)
 
     @answers
-    async def _answer_publish(self, *, blocks: Any) -> dict[str, Any]:
+    async def _answer_publish(
+        self, *, blocks: Sequence[tuple[Key, tuple[int, ...]]]
+    ) -> dict[str, Any]:
         """Publish the first of these blocks, and all others that are in memory."""
-        asked = checked_blocks(blocks)
-        if not asked:
-            raise MalformedRequestError("blocks: expected at least one")
-        await self.worker.offload(self.publish_block, *asked[0])
-        await self.worker.offload(self._publish_ahead, asked[1:])
+        await self.worker.offload(self.publish_block, *blocks[0])
+        await self.worker.offload(self._publish_ahead, blocks[1:])
         return {}
 
     def publish_block(self, key: Key, shape: Any) -> None:

@@ -30,14 +30,6 @@ from dask_p2p.backends.declared import check_dtype_text, dtype_text, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.geometry import Box, Layout, box_slices
-from dask_p2p.interprocess.requests import (
-    checked_blocks,
-    checked_bool,
-    checked_integer,
-    checked_parts,
-    checked_seconds,
-    checked_text,
-)
 from dask_p2p.interprocess.rpc import Handler, refuse
 from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext, find_block
@@ -48,13 +40,12 @@ from dask_p2p.types import Array, Key
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
 PAUSE_S = 1e-3  # between checks for free memory
-_LARGEST_ITEM_BYTES = 2**31
 
 
 class Asked(NamedTuple):
-    """A reader's request, checked by the holder."""
+    """A reader's request."""
 
-    blocks: Sequence[tuple[Any, tuple[int, ...]]]  # keys and shapes
+    blocks: Sequence[tuple[Key, tuple[int, ...]]]  # keys and shapes
     parts: Sequence[tuple[int, Box]]  # indices into `blocks`, and boxes
     dtype: str
     item_bytes: int
@@ -145,7 +136,7 @@ class PackedTransport(Transport):
 
     @abstractmethod
     async def target(self, asked: Asked, where: Any) -> Target:
-        """Return the target of a request, after checking the reader's description `where`."""
+        """Return the target of a request, by the reader's description `where`."""
 
     def own_bytes(self, asked: Asked) -> list[int]:
         """Return the sizes of the holder's own memory for packing a request."""
@@ -176,24 +167,16 @@ class PackedTransport(Transport):
     async def _serve(
         self,
         *,
-        blocks: Any,
-        parts: Any,
-        dtype: Any,
-        item_bytes: Any,
-        wait_s: Any,
+        blocks: Sequence[tuple[Key, tuple[int, ...]]],
+        parts: Sequence[tuple[int, Box]],
+        dtype: str,
+        item_bytes: int,
+        wait_s: float,
         where: Any = None,
-        checksum: Any = False,
+        checksum: bool = False,
     ) -> dict[str, Any]:
         """Handle one request. References keep the blocks alive until they are packed."""
-        blocks = checked_blocks(blocks)
-        asked = Asked(
-            blocks,
-            checked_parts(parts, [shape for _, shape in blocks]),
-            checked_text("dtype", dtype),
-            checked_integer("item_bytes", item_bytes, 0, _LARGEST_ITEM_BYTES),
-            checked_bool("checksum", checksum),
-            time.monotonic() + checked_seconds("wait_s", wait_s),
-        )
+        asked = Asked(blocks, parts, dtype, item_bytes, checksum, time.monotonic() + wait_s)
         return {"parts": await self.packed_for(asked, where)}
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:

@@ -15,7 +15,6 @@ from distributed.protocol import to_serialize
 from dask_p2p.backends import Queue, backend_for, backend_named
 from dask_p2p.config import Options, TransportOptions, option, positive_bytes, positive_int, section
 from dask_p2p.geometry import box_size
-from dask_p2p.interprocess.requests import MalformedRequestError
 from dask_p2p.transports.footprint import Footprint, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
 from dask_p2p.types import Array, Kind
@@ -57,8 +56,6 @@ class CommTransport(PackedTransport):
         """Do nothing: Dask itself uses these connections, so that they need no probe."""
 
     async def target(self, asked: Asked, where: Any) -> Target:
-        if where is not None:
-            raise MalformedRequestError("where: expected None")
         return Reply(self.worker.address)
 
     def own_bytes(self, asked: Asked) -> list[int]:

@@ -30,12 +30,11 @@ from dask_p2p.backends import BACKENDS, Backend, backend_named
 from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
-from dask_p2p.interprocess.requests import MalformedRequestError
 from dask_p2p.interprocess.rpc import ask_and_wait
 from dask_p2p.interprocess.segments import Segment, SegmentName, Segments, to_device
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.footprint import Footprint, Release, buffered, left_bytes, parts_held
+from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
 from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
 from dask_p2p.transports.silence import PROBE_TIMEOUT_S
@@ -158,7 +157,7 @@ class PinnedTransport(PackedTransport):
     # --- the holder's side ---
 
     async def target(self, asked: Asked, where: Any) -> MemoryTarget:
-        name = SegmentName.parse(where)
+        name = SegmentName(*where)
         if not asked.parts:  # the reader only tests whether its memory can be opened
             await self.worker.offload(Segment.open, name)
         return _SegmentTarget(self, name)
@@ -197,14 +196,6 @@ class _SegmentTarget(MemoryTarget):
 
     def __init__(self, transport: PinnedTransport, name: SegmentName) -> None:
         self._transport, self._name = transport, name
-
-    def begin(self, asked: Asked, reserved: list[Release]) -> None:
-        super().begin(asked, reserved)
-        if self.size_bytes > self._name.size_bytes:
-            room_bytes = self._name.size_bytes
-            raise MalformedRequestError(
-                f"where: {self.size_bytes} bytes need more than {room_bytes}"
-            )
 
     def memory(self, backend: Backend) -> Array:
         return self._transport.segment(self._name).array(backend)

@@ -28,7 +28,6 @@ from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.interprocess.messenger import NAP_S, Message, Messenger
-from dask_p2p.interprocess.requests import MalformedRequestError, checked_integer, checked_text
 from dask_p2p.interprocess.rpc import check_reply
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.packed.base import MemoryTarget
@@ -36,8 +35,6 @@ from dask_p2p.transports.packed.reading import MemoryLanding, PackedReading, ans
 from dask_p2p.types import Array
 
 MOST_MESSAGES = 64  # messages in one row
-_TAGS = 2**62
-_MOST_CLOSED = 2**31
 
 
 class Mailboxes(NamedTuple):
@@ -46,19 +43,6 @@ class Mailboxes(NamedTuple):
     tags: Sequence[int]  # tags of the messages
     reader: str  # address of the reading worker
     closed: int  # number of the reader's closed endpoints to the holder: see `Messenger.renew`
-
-    @classmethod
-    def checked(cls, where: Any) -> Mailboxes:
-        """Return the checked mailboxes of a reader's request."""
-        sequences = list, tuple
-        if type(where) not in sequences or len(where) != 3 or type(where[0]) not in sequences:
-            raise MalformedRequestError("where: expected tags, reader and closed")
-        tags, reader, closed = where
-        if not 0 < len(tags) <= MOST_MESSAGES:
-            raise MalformedRequestError(f"where: expected 1 to {MOST_MESSAGES} tags")
-        tags = [checked_integer("tag", tag, 0, _TAGS - 1) for tag in tags]
-        checked_integer("closed", closed, 0, _MOST_CLOSED)
-        return cls(tags, checked_text("reader", reader), closed)
 
 
 class Incoming(MemoryLanding):

@@ -41,8 +41,7 @@ from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
-from dask_p2p.interprocess.requests import MalformedRequestError
-from dask_p2p.interprocess.rpc import Handler, ask, refuse
+from dask_p2p.interprocess.rpc import Handler, ask, check_reply, refuse
 from dask_p2p.transports.base import answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, Release, buffered, left_bytes, parts_held
@@ -53,7 +52,6 @@ from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Kind
 
 _PEER_OP = "p2p_ucx_peer"
-_LONGEST_ADDRESS_BYTES = 2**16
 _IDLE_PARTS = 5
 # Threads that send messages. They wait most of the time, and no reader should wait for another.
 _THREADS = 32
@@ -166,11 +164,9 @@ class UcxTransport(PackedTransport):
     # --- the holder's side ---
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        to = Mailboxes.checked(where)
+        to = Mailboxes(*where)
         if len(to.tags) == 1:
             return await super().packed_for(asked, to)
-        if len(to.tags) != len(asked.parts) or asked.with_sums:
-            raise MalformedRequestError("where: expected a tag for each part")
         row = [await self.target(asked, to._replace(tags=[tag])) for tag in to.tags]
         streaming = self._stream_all, asked, row, asked.left_s
         return await self.worker.offload(*streaming, threads=self.threads)
@@ -249,17 +245,12 @@ class UcxTransport(PackedTransport):
         return [buffer_bytes(asked.layout().size_bytes)]
 
     async def _address_of(self, reader: str) -> bytes:
-        """Return a worker's UCX address, requested from the worker itself.
-
-        Requests of others cannot forge it. An invalid address could crash UCX.
-        """
+        """Return a worker's UCX address, requested from the worker itself."""
         address = self.addresses.get(reader)
         if address is None:
-            reply = await ask(self.worker, reader, _PEER_OP, PROBE_TIMEOUT_S, "its UCX address")
-            address = reply.get("address") if isinstance(reply, dict) else None
-            if not isinstance(address, bytes) or not 0 < len(address) <= _LONGEST_ADDRESS_BYTES:
-                raise TransferError(f"{reader} did not send its UCX address: {reply!r}")
-            self.addresses[reader] = address
+            about = "its UCX address"
+            reply = await ask(self.worker, reader, _PEER_OP, PROBE_TIMEOUT_S, about)
+            address = self.addresses[reader] = check_reply(reply, reader, about)["address"]
         return address
 
 

@@ -315,7 +315,6 @@ class TestCma(Conformance):
             ("zz aa", "invalid literal"),
             ("", "not enough values"),
             (f"{2**70:x} aa", "may not be read"),
-            (7, "sent no valid description of its process"),
         ],
     )
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
@@ -326,17 +325,6 @@ class TestCma(Conformance):
         address = np.zeros(16, "u1").ctypes.data
         described(setup, monkeypatch, memory_proof=f"{address:x} {'ab' * 16}")
         assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
-
-    @pytest.mark.parametrize(
-        "address", [{}, {"address": "1"}, {"address": True}, {"address": -1}, 1, None], ids=str
-    )
-    def test_a_descriptor_without_an_address(self, setup, block, monkeypatch, address):
-        key, array = block
-        monkeypatch.setattr(CmaTransport, "address_of", lambda transport, block: address)
-        with pytest.raises(TransferError, match="has no address"):
-            self.open(setup, key, array)
-        setup.drop(key)
-        assert usage(setup.serving) == {"published": 0}
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block

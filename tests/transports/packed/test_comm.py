@@ -39,16 +39,6 @@ class TestComm(PackedConformance):
         with pytest.raises(BlockMismatchError, match=r"(?i)masked"):
             self.read(setup, "block", np.ones((2, 2)), ((0, 1), (0, 1)))
 
-    @pytest.mark.parametrize(
-        "box",
-        [((0, 7), (0, 10)), ((-1, 2), (0, 10)), ((3, 2), (0, 10)), ((0, 6),), ((0, 1),) * 3],
-        ids=str,
-    )
-    def test_boxes_that_do_not_lie_in_the_block(self, setup, block, box):
-        key, array = block
-        with pytest.raises(TransferError, match="does not lie in a block"):
-            self.read(setup, key, array, box)
-
     def test_errors_that_nobody_waits_for_are_not_logged(self, setup, loop, block, monkeypatch):
         """A killed holder ends all requests at once; the reader gives up with the first."""
         key, array = block

@@ -105,7 +105,7 @@ class Slots:
         """Return the slots that the peer has made; None if this process cannot open them."""
         with suppress(UnsuitableError, OSError, ValueError):
             kernel, namespace, *numbers = text.decode().split()
-            name = SegmentName.parse([kernel, namespace, *map(int, numbers)])
+            name = SegmentName(kernel, namespace, *map(int, numbers))
             if name.size_bytes == _SIZE_BYTES:
                 found = cls(Segment.open(name), is_maker=False)
                 found.sleeps = False
