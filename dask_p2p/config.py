@@ -134,7 +134,6 @@ class Options:
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
     passes: int | None = option("passes", _passes)  # 1 or 2; None: chosen by the graph
     permute_numpy: str = option("permute-numpy", _one_of("auto", "cpu", "gpu"))
-    checksum: bool = option("checksum", yes_or_no)
     producer_streams: str = option("producer-streams", _one_of("any", "default"))
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
     retain_outputs_s: float = option("memory.retain-outputs", duration_s)
@@ -156,7 +155,7 @@ class Options:
         if self.transports is not None:
             return self.transports
         known = transport_classes().items()
-        return tuple(name for name, transport in known if transport.is_in_auto(self, kind))
+        return tuple(name for name, transport in known if transport.is_in_auto(kind))
 
 
 #: Functions that return classes of transports by name, best first. `dask_p2p.transports` adds one:

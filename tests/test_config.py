@@ -54,7 +54,6 @@ def test_schema_describes_every_default():
 def test_defaults():
     chosen = options()
     assert chosen.mode == "async"
-    assert chosen.checksum is False
     assert chosen.order("cupy") == ("ipc", "ucx", "pinned", "comm")
     assert chosen.order("numpy") == ("cma", "comm")
     assert CommOptions.of(chosen).part_bytes == 16 * 2**20
@@ -66,14 +65,6 @@ def test_comm_is_always_the_last_resort():
         assert options().order("cupy") == options().order("numpy") == ("ipc", "comm")
 
 
-def test_who_wants_checksums_has_them():
-    with dask.config.set({"p2p.checksum": True}):
-        assert options().order("numpy") == ("comm",)
-        assert options().order("cupy") == ("ipc", "ucx", "pinned", "comm")
-        with dask.config.set({"p2p.transports.order": ["cma"]}):
-            assert options().order("numpy") == ("cma", "comm")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -81,7 +72,6 @@ def test_who_wants_checksums_has_them():
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
         ("permute-numpy", "tpu", "expected one of auto, cpu, gpu"),
-        ("checksum", "crc32", "true or false"),
         ("transports.order", ["ipc", "pigeon"], "from ipc, cma, ucx, pinned, comm"),
         ("transports.order", "ipc", "from ipc, cma, ucx, pinned, comm"),
         ("transports.order", None, "expected auto, or a list"),
@@ -141,21 +131,21 @@ def test_workers_take_a_configuration_for_another_version():
         assert options().mode == "async"
 
 
-def test_checksums_travel_with_tasks():
-    with dask.config.set({"p2p.checksum": True}):
+def test_options_travel_with_tasks():
+    with dask.config.set({"p2p.attempts": 7}):
         y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
     specs = [arg for task in y.dask.values() for arg in task.args if isinstance(arg, OutputSpec)]
     assert len(specs) == 2
-    assert all(spec.options.checksum for spec in specs)
+    assert all(spec.options.attempts == 7 for spec in specs)
 
 
 def test_defaults_are_there_after_importing_the_package_and_environment_variables_are_read():
     program = (
-        "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.checksum', 'p2p.mode')));"
+        "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.fuse', 'p2p.mode')));"
         "from dask_p2p.config import options; print(options().mode, options().attempts)"
     )
     output = output_of("-c", program, DASK_P2P__MODE="sync", DASK_P2P__ATTEMPTS="3")
-    assert output.split() == ["False", "sync", "sync", "3"]
+    assert output.split() == ["off", "sync", "sync", "3"]
 
 
 def test_options_are_read_again_after_a_change():

@@ -21,7 +21,7 @@ Failure
     block differs from its declaration; `TransferError` for all other failures. The `scope` of an
     error is the set of reads that fail with it. Messages do not name the transport: callers do. A
     block's failure does not affect other blocks of its holder. Transports do not deliver wrong
-    data knowingly; with `Options.checksum` the reader detects corrupted regions.
+    data knowingly.
 Threads
     Several task threads use `read` and `Reading` objects concurrently. Handlers run on the worker's
     event loop and never block it.
@@ -256,7 +256,7 @@ class Transport(ABC):
     # --- arithmetic, without a worker ---
 
     @classmethod
-    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
+    def is_in_auto(cls, kind: Kind) -> bool:
         """Return whether the order ``auto`` includes this transport for blocks of this kind."""
         return kind in cls.kinds
 

@@ -150,7 +150,7 @@ class _RankRun:
         """Connect to the other ranks; return the context of the function, and its record."""
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
-        reads_memory = "cma" in self.options.order("numpy") and not self.options.checksum
+        reads_memory = "cma" in self.options.order("numpy")
         device = device_for(self.body.kind, self.options, connections)
         checkpoints = rank_attempt.checkpoints(order, device)
         ranks = self.ranks, self.rank
@@ -226,7 +226,7 @@ def _order_when_whole(
 
 def _ucx(context: TaskContext, options: Options, kind: Kind) -> UcxTransport | None:
     """Return the UCX transport for large messages between hosts; None if tasks do not use UCX."""
-    if "ucx" not in options.order(kind) or options.checksum:
+    if "ucx" not in options.order(kind):
         return None
     transport: UcxTransport | None = context.transport("ucx")
     return None if transport is None or transport.holder_obstacle("") else transport

@@ -57,12 +57,6 @@ class CmaTransport(SameHostTransport):
     sections: ClassVar[tuple[type[TransportOptions], ...]] = (CmaOptions, DirectoryOptions)
 
     @classmethod
-    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
-        # For NumPy blocks on a host with two cores, Dask's own TCP takes twice as long. With
-        # checksums, cma is not used: it has none.
-        return kind == "numpy" and not options.checksum
-
-    @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with one part at a time, read by the reader's own thread."""
         part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)

@@ -10,7 +10,7 @@ into contiguous memory::
 
 Several calls are in progress at a time, so that a batch is packed while the one before is sent.
 Requests and errors use Dask's connections, encrypted if those are. The packed bytes use the
-transport's own path. With ``p2p.checksum`` a reply also has checksums of the packed bytes.
+transport's own path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from dask_p2p.interprocess.rpc import Handler, refuse
 from dask_p2p.transports.base import Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.footprint import Release
-from dask_p2p.transports.packed.checksums import region_sum
 from dask_p2p.transports.packed.reading import Landing, Pace, PackedReading, layout_of
 from dask_p2p.types import Array, Key
 
@@ -49,7 +48,6 @@ class Asked(NamedTuple):
     parts: Sequence[tuple[int, Box]]  # indices into `blocks`, and boxes
     dtype: str
     item_bytes: int
-    with_sums: bool
     deadline_s: float  # end of the reader's wait, by `time.monotonic`
 
     @property
@@ -173,10 +171,9 @@ class PackedTransport(Transport):
         item_bytes: int,
         wait_s: float,
         where: Any = None,
-        checksum: bool = False,
     ) -> dict[str, Any]:
         """Handle one request. References keep the blocks alive until they are packed."""
-        asked = Asked(blocks, parts, dtype, item_bytes, checksum, time.monotonic() + wait_s)
+        asked = Asked(blocks, parts, dtype, item_bytes, time.monotonic() + wait_s)
         return {"parts": await self.packed_for(asked, where)}
 
     async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
@@ -251,10 +248,4 @@ class PackedTransport(Transport):
             packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]
         finally:
             queue.synchronize()  # memory is reused after the reply, and after an error
-        answers = [{"status": "ok", **target.payload(region)} for region in packed]
-        if target.asked.with_sums:
-            for answer, region, (_, box) in zip(answers, packed, boxes, strict=True):
-                # By the packed array: the reader gets it in the same kind of memory.
-                algorithm = backend_for(region).checksum_algorithm
-                answer["checksum"] = (algorithm, region_sum(key, box, region, algorithm))
-        return answers
+        return [{"status": "ok", **target.payload(region)} for region in packed]

@@ -94,7 +94,7 @@ class PinnedTransport(PackedTransport):
     sections: ClassVar[tuple[type[TransportOptions], ...]] = (PinnedOptions,)
 
     @classmethod
-    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
+    def is_in_auto(cls, kind: Kind) -> bool:
         return kind == "cupy"
 
     @classmethod

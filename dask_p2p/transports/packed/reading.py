@@ -17,7 +17,6 @@ from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, Layout, box_shape, box_size, round_up
 from dask_p2p.interprocess.rpc import ask, check_reply
 from dask_p2p.transports.base import Reading, Region, Request
-from dask_p2p.transports.packed.checksums import check_sum
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -121,8 +120,6 @@ class PackedReading(Reading):
         self._answers_ahead = self.ahead
         self._last: deque[int] = deque(maxlen=self.ahead)  # numbers of parts in the last requests
         self.timeout_s = options.request_timeout_s
-        # Objects are pickled: their bytes differ between processes.
-        self._with_sums = options.checksum and not requests[0].dtype.hasobject
         self.calls: set[Future[Any]] = set()  # calls without a reply so far
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
         self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
@@ -210,7 +207,7 @@ class PackedReading(Reading):
             blocks=[(self.requests[n].key, self.requests[n].shape) for n in numbers],
             parts=[(numbers[part.request], part.box) for part in parts],
             dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
-            wait_s=self.timeout_s * _HOLDERS_SHARE, checksum=self._with_sums,
+            wait_s=self.timeout_s * _HOLDERS_SHARE,
         )  # fmt: skip
         begun_s = time.monotonic()
         try:
@@ -238,8 +235,6 @@ class PackedReading(Reading):
                 region = await self.worker.offload(in_dtype, came, request.dtype)
             if region is None:
                 raise mismatch(request, request.dtype, came.dtype)
-            if self._with_sums:
-                await self.worker.offload(check_sum, request, box, came, answer.get("checksum"))
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region

@@ -98,9 +98,6 @@ class StreamedReading(PackedReading):
         self._missing: dict[Any, int] = {}  # number of missing messages, by the row's call
 
     def __iter__(self) -> Iterator[Region]:
-        if self._with_sums:  # replies have the sums, so each message needs its own
-            yield from super().__iter__()
-            return
         for is_batch, batches in groupby(self._batches(), key=lambda batch: len(batch) > 1):
             row: list[Region] = []
             for batch in batches:

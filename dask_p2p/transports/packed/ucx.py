@@ -76,7 +76,7 @@ class UcxTransport(PackedTransport):
     sections: ClassVar[tuple[type[TransportOptions], ...]] = (UcxOptions,)
 
     @classmethod
-    def is_in_auto(cls, options: Options, kind: Kind) -> bool:
+    def is_in_auto(cls, kind: Kind) -> bool:
         # For NumPy blocks on a host with two cores, UCX takes 1.3 to 2 times as long as Dask's TCP.
         return kind == "cupy"
 

@@ -20,12 +20,11 @@ F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 class TestComm(PackedConformance):
-    @pytest.mark.parametrize("checksum", [False, True])
     @pytest.mark.parametrize("dtype", [">f8", [("a", ">i2"), ("b", "<f8"), ("c", ">U2")]], ids=str)
-    def test_dtypes_in_another_byte_order(self, setup, dtype, checksum):
+    def test_dtypes_in_another_byte_order(self, setup, dtype):
         array = (np.arange(12).reshape(3, 4) + 0.5).astype("i8").astype(dtype)
         setup.put("block", array.astype(array.dtype.newbyteorder("=")))
-        got = self.read(setup, "block", array, ((0, 3), (1, 4)), checksum=checksum)
+        got = self.read(setup, "block", array, ((0, 3), (1, 4)))
         assert got.dtype == array.dtype
         assert got.tobytes() == array[:, 1:].tobytes()
 

@@ -50,19 +50,16 @@ def mapped_segments(dask_worker):
         return {int(line.split()[4]) for line in maps if f"/memfd:{FILE_NAME}" in line}
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-def test_values(client, checksum):
+def test_values(client):
     a = spread(client, source((1500, 1100), (200, 1100)))
     for _ in range(5):
-        with dask.config.set({"p2p.checksum": checksum}):
-            y = persisted(client, dask_p2p.transpose(a))
+        y = persisted(client, dask_p2p.transpose(a))
         assert used(client, y) == {"pinned"}
         np.testing.assert_array_equal(y.compute(), expected((1500, 1100)).T)
         del y
-    # Seven of a part each, and one by which workers have met. A thread that made a checksum may let
-    # go of one when the next is needed already.
+    # Seven of a part each, and one by which workers have met.
     owned = client.run(own_segments)
-    assert all(len(of) <= 8 + 2 * checksum for of in owned.values()), owned
+    assert all(len(of) <= 8 for of in owned.values()), owned
 
 
 def test_objects_go_another_way(client):
