@@ -78,11 +78,6 @@ class TransferError(P2PError):
         The message without these names, so that equal failures of several blocks give one warning.
     obstacle : Obstacle, optional
         The known reason why the transport does not work.
-
-    Attributes
-    ----------
-    silent_s : float
-        Seconds of the holder's known silence; 0 if it answers.
     """
 
     #: "block": this block over any transport. "route": this block over this transport, which is not
@@ -91,8 +86,6 @@ class TransferError(P2PError):
     scope: ClassVar[Scope] = "route"
     #: True if no answer came in time, so that waiting for other blocks would be useless.
     is_silence: ClassVar[bool] = False
-
-    silent_s = 0.0
 
     def __init__(
         self, message: str, reason: str | None = None, obstacle: Obstacle | None = None

@@ -293,9 +293,7 @@ class Protocol(RuleBasedStateMachine):
             return
         if error is not None:
             assert isinstance(error, P2PError), repr(error)
-            # A holder that is silent for as long as all attempts may take is given up at once.
-            is_given_up = "has been silent" in str(error)
-            assert is_given_up or self.attempts[failed] == ATTEMPTS - 1
+            assert self.attempts[failed] == ATTEMPTS - 1
         elif not task.cancelled:
             self.check_result(task)
         self.attempts[failed] = 0

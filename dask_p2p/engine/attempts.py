@@ -13,9 +13,10 @@ from typing import Any
 
 from dask_p2p import tuning
 from dask_p2p.config import Options
-from dask_p2p.transports.silence import LONGEST_PAUSE_S, PROBE_TIMEOUT_S
+from dask_p2p.transports.base import PROBE_TIMEOUT_S
 from dask_p2p.types import Key
 
+LONGEST_PAUSE_S = 2.0  # between two attempts at a task
 _KEPT_CAUSES = 8  # causes kept per task: the last distinct ones
 _CAUSE_CHARS = 500  # length of a cause
 

@@ -61,9 +61,6 @@ class TaskContext(Protocol):
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         """Return the worker's memory for blocks of this kind if it is less than wanted, or None."""
 
-    def responds(self, holder: str) -> bool:
-        """Return whether a silent worker answers now. If so, clear its record of silence."""
-
     def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
         """Record a failed attempt, as `AttemptLog` does."""
 

@@ -16,7 +16,6 @@ from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region
 from dask_p2p.transports.router import Route
-from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import Array, Key
 from dask_p2p.versioned import versioned
 
@@ -84,7 +83,6 @@ class Fetch:
     sources: Sequence[RemoteSource]  # sources of this route, in the order of the requests
     reading: Reading  # the transport's side of the read
 
-    silences: SilenceLog  # the worker's
     options: Options  # the task's
     start_s: float  # start of the task, by the performance counter
     begun_s: float  # start of the read, by the performance counter
@@ -133,15 +131,13 @@ class Fetch:
 
         Raises `TransferError` if the region will not arrive.
         """
-        holder, transport = self.route.holder, self.route.transport.name
-        if not region.is_here():
-            self.silences.check(holder, transport, self.start_s, self.options)
         limit_s = self.options.request_timeout_s + tuning.current.event_loop_grace_s
         try:
             return self._timed(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
-                f"no answer from {holder} in time, and the worker's event loop did not respond"
+                f"no answer from {self.route.holder} in time, and the worker's event loop did not "
+                "respond"
             ) from None
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
@@ -156,7 +152,6 @@ class Fetch:
     def record_written(self, region: Region) -> None:
         """Record that a region is in the output, or will be once the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
-        self.silences.record_answer(self.route.holder, self.route.transport.name)
 
     def give_up(self, region: Region, error: TransferError) -> None:
         """Give up the source of a failed region. Its next route reads it again.
@@ -168,8 +163,6 @@ class Fetch:
             self.reading.drop(number)
             if number == region.request or self.sources[number].missing:
                 self.sources[number].give_up(error)
-        holder, transport = self.route.holder, self.route.transport.name
-        self.silences.record_failure(holder, transport, error, self.start_s, self.options)
         # Queued kernels may still read in place.
         if not self.in_place and all(source.error is not None for source in self.sources):
             self.reading.close()

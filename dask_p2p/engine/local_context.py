@@ -61,9 +61,6 @@ class LocalContext(AttemptLog):
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         return None
 
-    def responds(self, holder: str) -> bool:
-        return False
-
     def record(self, record: TaskRecord) -> None:
         """Do nothing: only a plugin keeps records."""
 

@@ -69,7 +69,7 @@ class RemoteSources:
         return self.sources
 
     def _nearest_first(self, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the holders of a block: those on this host first, recently silent ones last.
+        """Return the holders of a block: those on this host first.
 
         Different readers start at different holders.
         """
@@ -77,38 +77,23 @@ class RemoteSources:
             return holders
         here, router = self.context.address, self.context.router
         hosts = router.hosts([here, *holders])
-        silent = {h: router.silences.is_silent(h, self.start_s, self.options) for h in holders}
         order = stage_order(holders, here)
-        return tuple(sorted(order, key=lambda h: (silent[h], hosts[h] != hosts[here])))
+        return tuple(sorted(order, key=lambda h: hosts[h] != hosts[here]))
 
     def begin(self, sources: list[RemoteSource], kind: Kind) -> Fetch | None:
         """Start the read of sources with a common route. Return None if the transport fails."""
-        route, silences = sources[0].route, self.context.router.silences
+        route = sources[0].route
         try:
-            self._check_silence(route)
             begun_s = perf_counter()
             requests = [self._request(source, kind) for source in sources]
             reading = route.transport.read(requests, self.options)
         except TransferError as exc:
             for source in sources:
                 source.give_up(exc)
-            name = route.transport.name
-            silences.record_failure(route.holder, name, exc, self.start_s, self.options)
             return None
-        fetch = Fetch(sources, reading, silences, self.options, self.start_s, begun_s)
+        fetch = Fetch(sources, reading, self.options, self.start_s, begun_s)
         self.open.append(fetch)
         return fetch
-
-    def _check_silence(self, route: Route) -> None:
-        """Raise `TransferError` if the holder was silent about another block: timeouts add up."""
-        silences, name = self.context.router.silences, route.transport.name
-        try:
-            silences.check(route.holder, name, self.start_s, self.options)
-        except TransferError:
-            # Another task found the holder silent, but it may answer again.
-            is_older = silences.is_older(route.holder, name, self.start_s)
-            if not is_older or not self.context.responds(route.holder):
-                raise
 
     def _request(self, source: RemoteSource, kind: Kind) -> Request:
         shape = self.plan.source_shapes[source.source_number]
@@ -138,10 +123,7 @@ class RemoteSources:
         if not source.routes:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
-            failed = failure(f"block {source.key!r} could not be read: {causes}")
-            if error.is_silence:
-                failed.silent_s = router.silences.lasted_s(route.holder, route.transport.name)
-            raise failed
+            raise failure(f"block {source.key!r} could not be read: {causes}")
 
     def unconfirmed(self) -> list[RemoteSource]:
         """End all reads. Return the sources to read again, each on its next route.

@@ -28,7 +28,6 @@ from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
-from dask_p2p.transports.silence import is_given_up
 from dask_p2p.types import Key
 from dask_p2p.versioned import Unreadable, check_readable
 
@@ -263,13 +262,11 @@ def try_again(key: Key, error: TransferError, log: TaskContext, options: Options
     from distributed import Reschedule
 
     count, causes = log.count_attempt(key, str(error))
-    given_up = error.silent_s > 0 and is_given_up(options, error.silent_s)
-    if count >= options.attempts or given_up:
+    if count >= options.attempts:
         log.forget_attempts(key)
         times = f"{count} time{'s' if count > 1 else ''}"
-        silence = f" Its holder has been silent for {error.silent_s:.0f} s." if given_up else ""
         raise TransferError(
-            f"task {key!r} failed {times} on {log.address}: {causes}.{silence} "
+            f"task {key!r} failed {times} on {log.address}: {causes}. "
             f"Check that these workers can reach each other; p2p.attempts and p2p.timeouts set "
             f"the number of attempts and their deadlines."
         ) from error

@@ -26,10 +26,9 @@ from dask_p2p.errors import (
     DeviceLostError,
     Obstacle,
     P2PWarning,
-    TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.interprocess.rpc import answering, ask_and_wait
+from dask_p2p.interprocess.rpc import answering
 from dask_p2p.monitoring.counters import Counters
 from dask_p2p.monitoring.fine import meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
@@ -54,7 +53,6 @@ _KEEP_S = 1.0  # time until a block that was read from disk is dropped
 _ENCRYPTED = ("tls://", "wss://")  # encrypted protocols of Dask
 _PUBLISHED_ARRAYS = 1000  # number of arrays recorded as published
 _MOST_AHEAD = 1000  # blocks of one array that are published before a reader requests them
-_PING_S = 0.2  # timeout for an answer from a worker that counts as lost
 
 
 class DaskWorkerContext(AttemptLog):
@@ -136,7 +134,6 @@ class DaskWorkerContext(AttemptLog):
         self.calls[address].add(call)
         try:
             reply: dict[str, Any] = await call
-            self.router.silences.record_answer(address)
         except asyncio.CancelledError:
             if address in self._gone:
                 raise ConnectionAbortedError("it has left the cluster") from None
@@ -215,13 +212,6 @@ class DaskWorkerContext(AttemptLog):
     def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
         memory = self.pinned if queue.pinned_output else self.outputs
         return memory.empty(shape, dtype, queue)
-
-    def responds(self, holder: str) -> bool:
-        try:
-            ask_and_wait(self, holder, "identity", _PING_S, "whether it is there")
-        except TransferError:
-            return False
-        return True
 
     def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
         limit_bytes = self._worker.memory_manager.memory_limit

@@ -47,9 +47,9 @@ from dask_p2p.interprocess.rpc import Handler, answering
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import ByteBudget, Footprint
 from dask_p2p.transports.probe import PROBE_BYTES, PROBE_DTYPE, check_probe, probe_key
-from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, DType, Key, Kind
 
+PROBE_TIMEOUT_S = 10.0  # of the first request to a worker
 LAST_PART_BYTES = 2**24  # written to the output by a kernel in 10 µs
 
 #: Function that returns a region's array. `Region.result` calls it with the same arguments.

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.silence import SilenceLog
 from dask_p2p.types import DType, Kind
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class Router:
         self._warn = warn
         self._on_fallback = on_fallback
         self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
-        self.silences = SilenceLog()
         self._warned: set[str] = set()  # texts of warnings sent so far
         self._lock = threading.Lock()
         #: Probes by holder, transport and kind.
@@ -168,6 +166,5 @@ class Router:
             for known in learnt:
                 for about in [about for about in known if about[0] == holder]:
                     del known[about]
-        self.silences.on_worker_left(holder)
         for transport in self.transports.values():
             transport.on_worker_left(holder)

@@ -6,7 +6,6 @@ from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 import numpy as np
 import pytest
@@ -20,14 +19,12 @@ from dask_p2p.engine.local_context import LocalContext
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
-    SilentError,
     TransferError,
     UnreachableError,
     UnsupportedArrayError,
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import silence
 from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.router import Router
@@ -135,17 +132,11 @@ class FakePeers:
     def __init__(self, *transports):
         self.warnings = []
         self.served = []
-        self.back = set()  # workers that were silent, and answer
         self.warn = self.warnings.append
         self.router = Router({t.name: t for t in transports}, self.warn)
 
     def publish(self, blocks, kind, options):
         self.served += blocks
-
-    def responds(self, holder):
-        if holder in self.back:
-            self.router.silences.record_answer(holder)
-        return holder in self.back
 
     def empty_output(self, shape, dtype, queue):
         return queue.empty(shape, dtype)
@@ -437,70 +428,6 @@ def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, 
     assert quick.open_now == []
 
 
-@pytest.mark.parametrize("error", [UnreachableError("no answer"), SilentError("no message")])
-def test_a_task_that_had_begun_does_not_wait_for_what_another_one_found_silent(
-    quick, peers, log, error
-):
-    quick.fails["c", ("x", 2, 0)] = error
-    first, second = (assembly(peers, transports=("quick",), attempts=3) for _ in range(2))
-    for made in (first, second):
-        with pytest.raises(type(error), match=f"could not be read: quick: {error}") as caught:
-            made.run()
-        assert caught.value.silent_s == 0.0, "so it is known since now"
-    assert opened(log).count(("quick", "c")) == 1
-    with pytest.raises(type(error)) as caught:  # one that begins later asks again
-        assembly(peers, transports=("quick",), attempts=3).run()
-    assert opened(log).count(("quick", "c")) == 2
-    assert caught.value.silent_s > 0.0
-    quick.fails.clear()
-    made = assembly(peers, transports=("quick",), attempts=3)
-    check(made.run())
-    if isinstance(error, SilentError):  # the other one ends with any answer: see the worker
-        assert not peers.router.silences.known
-
-
-def test_an_old_silence_is_not_to_blame_for_another_failure(quick, peers, monkeypatch):
-    silent, past_s = UnreachableError("no answer"), perf_counter() - 2000
-    clock_s = iter([past_s, past_s + 1000])
-    monkeypatch.setattr("dask_p2p.transports.silence.perf_counter", lambda: next(clock_s))
-    for start_s in (past_s - 1, past_s + 1):
-        peers.router.silences.record_failure("c", "quick", silent, start_s, OPTIONS)
-    quick.fails["c", ("x", 2, 0)] = TransferError("its memory cannot be read")
-    with pytest.raises(TransferError, match="memory") as caught:
-        assembly(peers, transports=("quick",)).run()
-    assert peers.router.silences.lasted_s("c", "quick") == pytest.approx(1000.0)
-    assert caught.value.silent_s == 0.0
-
-
-def test_a_holder_that_was_silent_is_asked_last(quick, peers, log):
-    quick.fails["c", ("x", 2, 0)] = UnreachableError("no answer from c")
-    for asked in (["c", "d"], ["d"]):
-        log.clear()
-        check(assembly(peers, ("a", "b", ("c", "d"))).run())
-        assert [holder for _, holder in opened(log) if holder != "a"] == asked
-    peers.router.on_worker_left("c")
-    quick.fails.clear()
-    log.clear()
-    check(assembly(peers, ("a", "b", ("c", "d"))).run())
-    assert ("quick", "c") in opened(log)
-
-
-def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
-    quick, peers, monkeypatch
-):
-    begin = type(assembly(peers).sources).begin
-
-    def begun(self, *args):
-        read = begin(self, *args)
-        for holder in "ac":
-            silent = UnreachableError("no answer to another task")
-            peers.router.silences.record_failure(holder, "quick", silent, perf_counter(), OPTIONS)
-        return read
-
-    monkeypatch.setattr("dask_p2p.engine.sources.RemoteSources.begin", begun)
-    check(assembly(peers, ("c", "b", "c")).run())
-
-
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
     quick.fails["c", ("x", 2, 0)] = TransferError("c is deaf")
     slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")
@@ -635,18 +562,3 @@ def test_what_a_function_gets_is_its_own_and_not_known_to_be_written(peers):
     assert made.epilogue.seconds > 0
     reused = Assembly(plan, replace(output, epilogue=None), [block], peers)
     assert reused.finish(reused.run(), (0, 0)) is block
-
-
-def test_a_holder_that_was_given_up_is_read_as_soon_as_it_answers(peers, monkeypatch):
-    now_s = perf_counter()
-    clock_s = iter([now_s - 500.0, now_s])
-    with monkeypatch.context() as patch:
-        patch.setattr(silence, "perf_counter", lambda: next(clock_s))
-        for start_s in (now_s - 600.0, now_s - 499.0):
-            error = UnreachableError("no answer to another task")
-            peers.router.silences.record_failure("c", "quick", error, start_s, OPTIONS)
-    with pytest.raises(UnreachableError, match="no answer to another task"):
-        assembly(peers).run()
-    peers.back.add("c")
-    check(assembly(peers).run())
-    assert peers.router.silences.lasted_s("c", "quick") == 0.0

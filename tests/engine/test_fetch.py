@@ -20,7 +20,6 @@ from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.router import Route
-from dask_p2p.transports.silence import SilenceLog
 
 BOX = ((0, 2), (0, 4))
 
@@ -46,7 +45,7 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
     sources = [source(transport, "b"), source(transport, "b")]
     request = Request(("x", 0, 0), "b", (2, 4), np.dtype(dtype), "numpy", [BOX])
     reading = FakeReading([request, request], Footprint(None, 1), options())
-    return Fetch(sources, reading, SilenceLog(), options(), start_s, begun_s)
+    return Fetch(sources, reading, options(), start_s, begun_s)
 
 
 def record_written(fetch, *sources):
@@ -95,16 +94,6 @@ def test_what_has_come_so_far():
     assert (stage.nbytes, stage.wire_s) == (64, pytest.approx(0.25))
     fetch.sources[0].fetch = object()  # it failed, and comes otherwise
     assert fetch.progress().nbytes == 32
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_has_come_ends_a_silence(in_place):
-    fetch = begun(in_place)
-    transport = fetch.route.transport.name
-    fetch.silences.record_failure("b", transport, SilentError("no answer"), 0.0, options())
-    assert fetch.silences.known
-    record_written(fetch, 0)
-    assert not fetch.silences.known
 
 
 def test_waiting_is_timed_also_where_it_fails():

@@ -13,7 +13,6 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import TransferError
 from tests.faults.support import (
     BOUND_S,
@@ -25,7 +24,6 @@ from tests.faults.support import (
     source,
 )
 from tests.faults.test_moved_blocks import read_from, replicate
-from tests.transports.loopback import wait_until
 
 SHAPE = (64, 64)
 LARGE = (2048, 2048)  # a holder sends no part of it before a reader asks, or looks out for it
@@ -148,56 +146,6 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
         assert time.monotonic() - start_s < 32 * DEADLINE_S, "it is not 32 deadlines twice"
     del y
     check(client, x, shape=LARGE)
-
-
-def halo_of_alternate_blocks(client, reader, holder, blocks):
-    """A task for each block of the reader's, that needs halos of the holder's."""
-    x = source((2 * blocks, 16), (2, 16))
-    x = one_block_each(client, x, [reader, holder] * (blocks // 2))
-    with dask.config.set(PATIENT):
-        wait([x, client.persist(dask_p2p.transpose(x)[:8], workers=[reader])])  # routes are known
-    return dask_p2p.map_overlap(add_one, x, depth={0: 1}, boundary="none")
-
-
-def add_one(block):
-    return block + 1
-
-
-def silent(dask_worker):
-    """For how long a worker has known of holders that they do not answer."""
-    silences = dask_worker.plugins[PLUGIN_NAME].context.router.silences
-    return {
-        holder: silence.last_s - silence.first_s
-        for (holder, transport), silence in silences.known.items()
-        if transport is None
-    }
-
-
-def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(client):
-    reader, holder, *_ = addresses(client)
-    with dask.config.set({"p2p.attempts": 4}):
-        y = halo_of_alternate_blocks(client, reader, holder, 64)
-    with halted(client, holder):
-        start_s = time.monotonic()
-        y = client.compute(y, workers=[reader])
-        with pytest.raises(TransferError, match=f"on {reader}: .*no answer from {holder}"):
-            y.result(timeout=BOUND_S)
-        took_s = time.monotonic() - start_s
-    assert 4 * DEADLINE_S <= took_s < 32 * DEADLINE_S, "it is not 32 times four deadlines"
-    del y
-
-
-def test_tasks_get_over_a_holder_that_is_slow_for_less_than_their_attempts_take(client):
-    reader, holder, *_ = addresses(client)
-    with dask.config.set({"p2p.attempts": 30}):  # more than a busy machine lets pass
-        y = halo_of_alternate_blocks(client, reader, holder, 64)
-    with halted(client, holder):
-        y = client.compute(y, workers=[reader])
-        wait_until(lambda: client.run(silent, workers=[reader])[reader].get(holder), BOUND_S)
-    np.testing.assert_array_equal(y.result(timeout=BOUND_S), expected((128, 16)) + 1)
-    assert client.run(silent, workers=[reader])[reader] == {}, "it has answered since"
-    del y
-    assert_nothing_is_held(client)
 
 
 def test_a_holder_that_is_halted_in_the_middle(client):

@@ -25,7 +25,6 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.peer import Peer
-from dask_p2p.transports import silence
 from dask_p2p.transports.footprint import Footprint
 from dask_p2p.transports.in_place import ipc, leases, reading, same_host
 from dask_p2p.transports.packed import base as packed
@@ -296,7 +295,6 @@ class World:
         clock = SimpleNamespace(monotonic=now, perf_counter=now, time=now, sleep=self._sleep)
         for module in (same_host, reading, leases, packed, packed_reading, dask_p2p.engine.task):
             put(module, "time", clock)
-        put(silence, "perf_counter", now)
         no_timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)  # it runs in real time
         put(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
         of = reading.SameHostReading

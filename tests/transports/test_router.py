@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_p2p.config import options
-from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError, UnreachableError
+from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
 from dask_p2p.transports.router import Router
 from tests.support import BOUND_S
 
@@ -127,14 +126,11 @@ def test_nothing_is_kept_of_workers_that_left(router):
     for i in range(100):
         route, _ = found(router, (f"worker {i}",))
         router.record_failure(route, TransferError("why"), last=False)
-        router.silences.record_failure(
-            f"worker {i}", "comm", UnreachableError("why"), 0.0, options()
-        )
     routes(router, ("stays",))
     for i in range(100):
         router.on_worker_left(f"worker {i}")
     assert set(router.proofs) == {("stays", "ipc", "cupy")}
-    assert router.failures == router.silences.known == {}
+    assert router.failures == {}
 
 
 def test_a_worker_leaves_while_another_is_met(router):

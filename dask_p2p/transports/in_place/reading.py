@@ -22,13 +22,13 @@ from dask_p2p.interprocess.peer import Peer
 from dask_p2p.interprocess.rpc import ask_and_wait, check_reply
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.in_place.leases import Leases
-from dask_p2p.transports.silence import PUBLISH_REQUESTS
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.transports.in_place.same_host import SameHostTransport
 
 _POLL_S = 20e-6
+PUBLISH_REQUESTS = 3  # to a holder that withdraws the block again each time
 _MOST_PUBLISHED = 10_000  # blocks in one request to publish
 
 #: Function that returns a region of an open block; other arguments as for `Region.result`.

@@ -29,7 +29,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, UnsuitableError
 from dask_p2p.interprocess.peer import Peer, no_directory, separation
 from dask_p2p.interprocess.rpc import Handler, ask_and_wait, check_reply
-from dask_p2p.transports.base import Request, Transport, answers
+from dask_p2p.transports.base import PROBE_TIMEOUT_S, Request, Transport, answers
 from dask_p2p.transports.context import WorkerContext, find_block
 from dask_p2p.transports.in_place.leases import PublishedBlocks
 from dask_p2p.transports.in_place.reading import (
@@ -38,7 +38,6 @@ from dask_p2p.transports.in_place.reading import (
     ReadRegion,
     SameHostReading,
 )
-from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Key
 
 logger = logging.getLogger(__name__)

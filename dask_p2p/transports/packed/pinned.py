@@ -32,12 +32,11 @@ from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.rpc import ask_and_wait
 from dask_p2p.interprocess.segments import Segment, SegmentName, Segments, to_device
-from dask_p2p.transports.base import Request
+from dask_p2p.transports.base import PROBE_TIMEOUT_S, Request
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import Asked, MemoryTarget, PackedTransport
 from dask_p2p.transports.packed.reading import Landing, MemoryLanding, PackedReading
-from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Array, Kind
 
 # Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader

@@ -42,13 +42,12 @@ from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
 from dask_p2p.interprocess.rpc import Handler, ask, check_reply, refuse
-from dask_p2p.transports.base import answers
+from dask_p2p.transports.base import PROBE_TIMEOUT_S, answers
 from dask_p2p.transports.context import WorkerContext
 from dask_p2p.transports.footprint import Footprint, Release, buffered, left_bytes, parts_held
 from dask_p2p.transports.packed.base import NO_ROOM, PAUSE_S, Asked, PackedTransport
 from dask_p2p.transports.packed.reading import Landing, PackedReading
 from dask_p2p.transports.packed.stream import Incoming, Mailboxes, Outgoing, StreamedReading
-from dask_p2p.transports.silence import PROBE_TIMEOUT_S
 from dask_p2p.types import Kind
 
 _PEER_OP = "p2p_ucx_peer"
