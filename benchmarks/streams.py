@@ -5,11 +5,9 @@
 The first ways follow M. Harris, "How to Overlap Data Transfers in CUDA C/C++", and G. Ruetsch and
 M. Fatica for CUDA Fortran. An array of pinned memory goes to the GPU, through a function and back:
 as a whole; in four parts on four streams, queued part by part or kind by kind; or in 32 parts. The
-other ways use Dask arrays of eight blocks on one worker: `map_on_gpu`, and by the CPU and by the
-GPU (`p2p.permute-numpy`) a transpose of a square array and its rechunk to slabs along the other
-axis. Each way runs twice, and the second run is timed: outputs reuse the first run's memory, as in
-a chain of calls. Only "all new" releases that memory first. The first result of each way is
-checked. The program needs a GPU.
+other ways use `map_on_gpu` with Dask arrays of eight blocks on one worker. Each way runs twice, and
+the second run is timed: outputs reuse the first run's memory, as in a chain of calls. Only "all
+new" releases that memory first. The first result of each way is checked. The program needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, wait
@@ -47,8 +43,6 @@ MANY_PARTS = "32 parts, part by part"
 PINNED, PAGEABLE = "map_on_gpu, pinned", "map_on_gpu, pageable"
 FIRST = "map_on_gpu, pageable, all new"
 REGISTERED, USERS = "map_on_gpu, pinned where it lies", "asarray, function, asnumpy"
-TRANSPOSED = {"cpu": "transpose, by the CPU", "gpu": "transpose, by the GPU"}
-RECHUNKED = {"cpu": "rechunk, by the CPU", "gpu": "rechunk, by the GPU"}
 _SETTLE_S = 0.2  # enough for workers to release results
 _AS_IT_IS = host_threads._MOST, host_copies._FEW_THREADS
 
@@ -209,25 +203,6 @@ def unchanged(a: Any) -> Any:
     return a
 
 
-def transposing(client: Any, size: int) -> dict[str, Callable[[], float]]:
-    """Return functions that time a transpose and a rechunk of about `size` elements."""
-    side = isqrt(size)
-    x = da.arange(side**2, dtype="f4", chunks=-1).reshape(side, side)
-    x = client.persist(x.rechunk((-(-side // _BLOCKS), side)))
-
-    def moved(verb: Callable[..., Any], by: str) -> Any:
-        with dask.config.set({"p2p.permute-numpy": by}):
-            return verb(x)
-
-    rechunk = partial(dask_p2p.rechunk, chunks=x.chunks[::-1])
-    verbs = ((TRANSPOSED, dask_p2p.transpose, x.T), (RECHUNKED, rechunk, x))
-    return {
-        way: _of_dask(client, partial(moved, verb, by), wanted)
-        for ways, verb, wanted in verbs
-        for by, way in ways.items()
-    }
-
-
 def _of_dask(
     client: Any,
     make: Callable[[], Any],
@@ -292,7 +267,7 @@ def main(
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
         for megabytes in sizes:
             size = megabytes * 2**18
-            measured = issuing(size) | mapping(client, size, threads) | transposing(client, size)
+            measured = issuing(size) | mapping(client, size, threads)
             measured = {way: measure for way, measure in measured.items() if only in way}
             times: dict[str, list[float]] = {way: [] for way in measured}
             for repeat in range(repeats + 1):

@@ -133,7 +133,6 @@ class Options:
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
     passes: int | None = option("passes", _passes)  # 1 or 2; None: chosen by the graph
-    permute_numpy: str = option("permute-numpy", _one_of("auto", "cpu", "gpu"))
     producer_streams: str = option("producer-streams", _one_of("any", "default"))
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
     retain_outputs_s: float = option("memory.retain-outputs", duration_s)

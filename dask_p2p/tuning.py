@@ -39,9 +39,6 @@ class Tuning:
     #: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8
     #: bytes.
     gpu_row_bytes: int = 512
-    #: Smallest block that a GPU permutes if ``p2p.permute-numpy`` is "auto". One thread on the host
-    #: of an H200 permuted smaller blocks faster.
-    permute_on_gpu_bytes: int = 2**24
     #: Size of a copy that measures the link of a GPU to its host: less than a millisecond, but much
     #: more than its start takes.
     link_copy_bytes: int = 2**25

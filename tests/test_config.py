@@ -71,7 +71,6 @@ def test_comm_is_always_the_last_resort():
         ("mode", "asink", "expected one of async, sync"),
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
-        ("permute-numpy", "tpu", "expected one of auto, cpu, gpu"),
         ("transports.order", ["ipc", "pigeon"], "from ipc, cma, ucx, pinned, comm"),
         ("transports.order", "ipc", "from ipc, cma, ucx, pinned, comm"),
         ("transports.order", None, "expected auto, or a list"),
@@ -119,9 +118,11 @@ def test_a_misspelt_option_is_named_with_the_nearest(setting, wrong, nearest, op
 
 
 def test_names_with_underscores_and_empty_sections_are_none_misspelt():
-    with dask.config.set({"p2p": {"permute_numpy": "cpu", "memory": None, "transports": {}}}):
+    with dask.config.set(
+        {"p2p": {"producer_streams": "default", "memory": None, "transports": {}}}
+    ):
         chosen = checked_options()
-    assert chosen.permute_numpy == "cpu"
+    assert chosen.producer_streams == "default"
     assert chosen.staging_limit_bytes == 2 * 2**30, "what a section lacks has its default"
     assert chosen.order("numpy") == ("cma", "comm")
 

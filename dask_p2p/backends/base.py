@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from dask_p2p.backends.timing import Timer as Timer
-from dask_p2p.config import Options
 from dask_p2p.errors import AxesError, BlockMismatchError
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
@@ -87,26 +86,6 @@ class Backend(ABC):
 
         Its kernels may leave bandwidth for concurrent copies between workers.
         """
-
-    def queue_for(
-        self,
-        nbytes: int,  # size of the block
-        dtype: DType,  # dtype of the block
-        options: Options,  # options of the task
-        where: str,  # name of the worker in errors and warnings
-        warn: Callable[[str], None],  # warns the user
-        *,
-        leave_bandwidth: bool = False,  # see `queue`
-    ) -> Queue:
-        """Return a new queue for an output block.
-
-        `NoDeviceError` if the options require a GPU and this process has none.
-        """
-        return self.queue(leave_bandwidth=leave_bandwidth)
-
-    def queue_bytes(self, options: Options) -> int:
-        """Return the bytes of the slots of `queue_for`, in host memory and again on a GPU."""
-        return 0
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.backends.base import Backend
-from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.host.hardware import cpu_name
 from dask_p2p.backends.host.mixed_words import mixed_sum
 from dask_p2p.backends.host.permute import permute_into
-from dask_p2p.backends.host.pinned import warn_once
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.pipelines.host_through_device import (
-    HostThroughDeviceQueue,
-    is_for_device,
-    part_bytes,
-    slots_bytes,
-)
 from dask_p2p.backends.plain import is_plain
-from dask_p2p.config import Options
-from dask_p2p.errors import NoDeviceError, UnsupportedArrayError
-from dask_p2p.types import Array, DType, DTypeLike
+from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.types import Array, DTypeLike
 
 
 class NumpyBackend(Backend):
@@ -68,35 +57,6 @@ class NumpyBackend(Backend):
 
     def queue(self, *, leave_bandwidth: bool = False) -> HostQueue:
         return HostQueue(self)
-
-    def queue_for(
-        self,
-        nbytes: int,
-        dtype: DType,
-        options: Options,
-        where: str,
-        warn: Callable[[str], None],
-        *,
-        leave_bandwidth: bool = False,
-    ) -> HostQueue:
-        if not is_for_device(options.permute_numpy, nbytes, dtype):
-            return self.queue()
-        obstacle = gpu_obstacle()
-        if obstacle is None:
-            size_bytes = part_bytes(options.staging_limit_bytes)
-            return HostThroughDeviceQueue(self, size_bytes, partial(warn_once, warn, where))
-        if options.permute_numpy == "auto":
-            return self.queue()
-        raise NoDeviceError(
-            f"expected a GPU to permute NumPy blocks, got none: on {where} {obstacle}. Compute on "
-            f"workers with GPUs, such as those of dask_p2p.local_cluster(gpus=True), or set "
-            f"p2p.permute-numpy to cpu."
-        )
-
-    def queue_bytes(self, options: Options) -> int:
-        if not is_for_device(options.permute_numpy, sys.maxsize):
-            return 0
-        return slots_bytes(options.staging_limit_bytes)
 
     def to_host(self, array: Array) -> Any:
         return array

@@ -195,15 +195,7 @@ class Assembly:
             remote lane       ask ~~~~~~~~~~~~~~~~~~ place  ask ~~~~~~~~~~~ place
             same-host lane        read place  read place        read place        read place ...
         """
-        dtype = self.output.dtype
-        queue = backend_named(kind).queue_for(
-            prod(self.plan.shape) * dtype.itemsize,
-            dtype,
-            self.options,
-            self._where,
-            self.context.warn,
-            leave_bandwidth=bool(self._remote),
-        )
+        queue = backend_named(kind).queue(leave_bandwidth=bool(self._remote))
         try:
             if self._in_sync:
                 self._queue_local(queue)

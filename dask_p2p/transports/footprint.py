@@ -132,10 +132,10 @@ def left_bytes(options: Options, kind: Kind) -> int:
     """Return the memory that remains for parts from other hosts, beyond those from this host."""
     local = _used(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
-    # The queue has its slots twice, in host memory and on a GPU.
-    return options.staging_limit_bytes - held_bytes - 2 * backend_named(kind).queue_bytes(options)
+    return options.staging_limit_bytes - held_bytes
 
 
+@lru_cache(maxsize=1024)  # every task of an array calls it first, with the same arguments
 def staging_bytes(
     options: Options, kind: Kind, largest_bytes: int, remote_bytes: int, item_bytes: int
 ) -> int:
@@ -145,15 +145,9 @@ def staging_bytes(
     one transport only. The sizes are those of the largest region read from one block, of all
     regions from other workers, and of one element, the smallest part.
     """
-    wanted = largest_bytes, remote_bytes, item_bytes
-    return backend_named(kind).queue_bytes(options) + brought_bytes(options, kind, wanted)
-
-
-@lru_cache(maxsize=1024)  # every task of an array calls it first, with the same arguments
-def brought_bytes(options: Options, kind: Kind, wanted: tuple[int, int, int]) -> int:
-    """Return the upper bound of the transports' parts, from this host and from others."""
+    sizes = largest_bytes, remote_bytes, item_bytes
     return sum(
-        max((used.task_bytes(*wanted) for used in _used(options, kind, [is_local])), default=0)
+        max((used.task_bytes(*sizes) for used in _used(options, kind, [is_local])), default=0)
         for is_local in (True, False)
     )
 

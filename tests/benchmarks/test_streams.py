@@ -9,8 +9,6 @@ from click.testing import CliRunner
 
 from benchmarks import streams
 from benchmarks.streams import Issuer, by_kind, by_part
-from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.errors import NoDeviceError
 from tests.simulation.streams import HOST, RaceError, Stream
 
 
@@ -66,20 +64,3 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
     monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x + 0)
     with pytest.raises(ClickException, match="values are wrong"):
         wrong[streams.PAGEABLE]()
-
-
-def test_transposes_are_checked(client, monkeypatch):
-    # The other ways need a GPU, and say so.
-    by_cpu = streams.TRANSPOSED["cpu"], streams.RECHUNKED["cpu"]
-    for way in by_cpu:
-        assert streams.transposing(client, 1000)[way]() > 0
-    with monkeypatch.context() as patch:
-        patch.setattr(streams.dask_p2p, "transpose", lambda x: x + 0)
-        patch.setattr(streams.dask_p2p, "rechunk", lambda x, chunks: x.T)
-        wrong = streams.transposing(client, 1000)
-        for way in by_cpu:
-            with pytest.raises(ClickException, match="values are wrong"):
-                wrong[way]()
-    if gpu_obstacle() is not None:
-        with pytest.raises(NoDeviceError):
-            streams.transposing(client, 1000)[streams.TRANSPOSED["gpu"]]()

@@ -109,7 +109,9 @@ class Quick(FakeTransport):
 def peers(quick, log, monkeypatch):
     monkeypatch.setitem(transport_classes(), "quick", Quick)
     # Its cache may have a result for the same options, without this transport.
-    monkeypatch.setattr(footprint, "brought_bytes", footprint.brought_bytes.__wrapped__)
+    monkeypatch.setattr(
+        "dask_p2p.engine.assembly.staging_bytes", footprint.staging_bytes.__wrapped__
+    )
     return FakePeers(quick, FakeTransport("slow", log))
 
 

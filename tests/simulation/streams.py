@@ -27,7 +27,7 @@ import dask_p2p.backends
 from dask_p2p.backends import device
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.host import pinned
-from dask_p2p.backends.pipelines import host_through_device, part_streams
+from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.backends.pipelines.host_streams import HostStreams
 from dask_p2p.backends.pipelines.slots import KeptSlots
 from tests.simulation.gpu import OneDevice
@@ -772,7 +772,6 @@ def emulated(monkeypatch):
         (pinned, "_warned", set()),
         (part_streams, "begin_copy", begin_copy),
         (part_streams, "copy_on_host", copy_on_host),
-        (host_through_device, "copy_on_host", copy_on_host),
     ):
         monkeypatch.setattr(where, name, value)
     return recorder

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.backends import MOST_UNREAD, SLOTS
-from dask_p2p.backends.pipelines import host_through_device
-from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.config import options
 from dask_p2p.interprocess.buffers import buffer_bytes
 from dask_p2p.interprocess.ipc_options import IpcOptions
@@ -60,11 +58,9 @@ def test_defaults_are_not_cut():
     in_flight=st.integers(1, 4),
     order=st.sampled_from([None, *((transport.name, "comm") for transport in OWN)]),
     kind=st.sampled_from(KINDS),
-    by=st.sampled_from(["auto", "gpu"]),
 )
-def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind, by):
+def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
     chosen = replace(options(), staging_limit_bytes=limit_bytes, transports=order)
-    chosen = replace(chosen, permute_numpy=by)
     parts = {"part_bytes": part_bytes, "parts_in_flight": in_flight}
     chosen = with_section(chosen, CommOptions, **parts)
     chosen = with_section(chosen, UcxOptions, **parts, host_part_bytes=part_bytes)
@@ -89,27 +85,11 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_fligh
     assert ucx.part_bytes <= part_bytes
     for largest_bytes in (0, 100 * KIB, 100 * GIB):
         held_bytes = staging_bytes(chosen, kind, largest_bytes, 100 * GIB, 8)
-        through_gpu = kind == "numpy" and by == "gpu"
-        on_gpu_bytes = slots_bytes(limit_bytes) if through_gpu else 0
-        assert on_gpu_bytes <= held_bytes <= limit_bytes - on_gpu_bytes
+        assert held_bytes <= limit_bytes
     assert packed_bytes(chosen, kind, 100, 100 * GIB) <= limit_bytes
     for transport in OWN:
         assert transport.footprint(chosen, kind).idle_bytes(chosen) <= limit_bytes
     assert idle_bytes(replace(chosen, transports=("comm",)), kind) == 0
-
-
-def test_slots_of_numpy_blocks_leave_those_of_cupy_as_they_are():
-    for_cpu, for_gpu = (replace(options(), permute_numpy=where) for where in ("cpu", "gpu"))
-    found = [staging_bytes(chosen, "cupy", GIB, GIB, 8) for chosen in (for_cpu, for_gpu)]
-    assert found[0] == found[1]
-    found = [staging_bytes(chosen, "numpy", 0, 0, 8) for chosen in (for_cpu, for_gpu)]
-    assert found == [0, 96 * MIB]
-
-
-def test_slots_of_numpy_blocks_are_counted_on_workers_with_gpus(monkeypatch):
-    for is_there, wanted_bytes in ((False, 0), (True, 96 * MIB)):
-        monkeypatch.setattr(host_through_device, "on_gpu", lambda is_there=is_there: is_there)
-        assert staging_bytes(options(), "numpy", 0, 0, 8) == wanted_bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host.pinned import Pinned
-from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.backends.pipelines.host_through_device import HostThroughDeviceQueue
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
 from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
@@ -227,28 +225,6 @@ def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, 
     monkeypatch.setattr(PartStreams, where, as_if_free)
     with pytest.raises(RaceError):
         followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
-
-
-@pytest.mark.parametrize("pinned_in", [False, True])
-def test_a_block_that_is_permuted_follows_in_the_same_slots(gpu, pinned_in):
-    shape = PARTS * ROWS, 3 * COLUMNS
-    work, out = Work(gpu, array(pinned_in, shape), in_place=True), array(True, shape)
-    permuted, src = array(True).T.copy(), array(pinned_in)
-    gpu.do(HOST, "the producer", writes=[src])
-
-    @contextmanager
-    def permute():
-        queue = HostThroughDeviceQueue(NUMPY, 512, pytest.fail)
-        queue.permute(permuted, src, (1, 0))
-        queue.synchronize()
-        yield
-
-    PartStreams(NEVER, pytest.fail, on_issued=permute).run(work, out)
-    assert gpu.most_bytes <= sum(work.plan.device_bytes(SLOTS)), "slots for one block, not for two"
-    gpu.do(HOST, "whoever reads the output", reads=[out])
-    gpu.check()
-    np.testing.assert_array_equal(out, work.expected())
-    np.testing.assert_array_equal(permuted, src.T)
 
 
 def test_slots_that_nobody_keeps_last_until_the_block_is_done(gpu):
