@@ -96,12 +96,6 @@ def _groups(value: Any) -> int | None:
     return value
 
 
-def _passes(value: Any) -> int | None:
-    if value not in ("auto", 1, 2) or isinstance(value, bool):
-        raise ValueError("expected auto, 1 or 2")
-    return None if value == "auto" else int(value)
-
-
 def _transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
@@ -132,7 +126,6 @@ class Options:
     mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
-    passes: int | None = option("passes", _passes)  # 1 or 2; None: chosen by the graph
     producer_streams: str = option("producer-streams", _one_of("any", "default"))
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
     retain_outputs_s: float = option("memory.retain-outputs", duration_s)

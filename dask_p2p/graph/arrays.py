@@ -17,7 +17,7 @@ from dask_p2p.config import Options
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
 from dask_p2p.graph.libraries import is_of_dask_array, with_fixed_blocks
-from dask_p2p.graph.redistribution import PassPlanner
+from dask_p2p.graph.redistribution import Planner
 from dask_p2p.plans import Plan
 from dask_p2p.types import Array
 from dask_p2p.versioned import check_dask_array, named_fields
@@ -83,11 +83,9 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     return type(like)(_expressions_of(like).layer_expr(layer, [x.expr for x in inputs]))
 
 
-def redistributed_expression(
-    x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner
-) -> Any:
+def redistributed_expression(x: Any, axes: tuple[int, ...], after: Chunks, planner: Planner) -> Any:
     """Return an array that is an expression in other blocks, with permuted axes."""
-    return type(x)(_expressions_of(x).redistribute_expr(x.expr, axes, after, passes))
+    return type(x)(_expressions_of(x).redistribute_expr(x.expr, axes, after, planner))
 
 
 def _expressions_of(x: Any) -> Any:

@@ -23,7 +23,7 @@ from dask_array.slicing import SliceSlicesIntegers
 
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.layer import LayerArray, LazyLayer, PlannedLayer
-from dask_p2p.graph.redistribution import Expressions, LateExchange, PassPlanner
+from dask_p2p.graph.redistribution import Expressions, LateExchange, Planner
 
 __all__ = [
     "MapOverlap",
@@ -140,10 +140,10 @@ def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> PlannerExpr:
 
 
 def redistribute_expr(
-    x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner
+    x: Any, axes: tuple[int, ...], after: Chunks, planner: Planner
 ) -> RedistributeExpr:
     """Return the expression of an array in other blocks, with permuted axes."""
-    return RedistributeExpr(x, axes, after, passes)
+    return RedistributeExpr(x, axes, after, planner)
 
 
 def is_settled(rechunk: Any) -> bool:

@@ -25,7 +25,7 @@ from dask_p2p.graph.layer import LayerArray, LazyLayer
 from dask_p2p.graph.redistribution import (
     Expressions,
     LateExchange,
-    PassPlanner,
+    Planner,
     is_plain,
     with_operands,
 )
@@ -64,10 +64,10 @@ def layer_expr(layer: LazyLayer, inputs: Sequence[Any]) -> LayerExpr:
 
 
 def redistribute_expr(
-    x: Any, axes: tuple[int, ...], after: Chunks, passes: PassPlanner
+    x: Any, axes: tuple[int, ...], after: Chunks, planner: Planner
 ) -> ExchangeExpr:
     """Return the expression of an array in other blocks, with permuted axes."""
-    return ExchangeExpr(x, axes, after, passes)
+    return ExchangeExpr(x, axes, after, planner)
 
 
 class SliceableElemwise(Elemwise):  # type: ignore[misc]

@@ -20,17 +20,15 @@ from dask_p2p.graph.layer import LazyLayer, PlannedLayer
 from dask_p2p.plans import GridPlan
 
 
-class PassPlanner(Protocol):
+class Planner(Protocol):
     """The planner of a redistribution."""
 
     @property
     def options(self) -> Options:
         """Options that are sent with the tasks."""
 
-    def __call__(
-        self, before: Chunks, axes: tuple[int, ...], after: Chunks
-    ) -> Sequence[tuple[GridPlan, Chunks]]:
-        """Return the plans of the passes, with the chunks after each."""
+    def __call__(self, before: Chunks, axes: tuple[int, ...], after: Chunks) -> GridPlan:
+        """Return the plan, whose blocks may be larger than the chunks `after`."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,13 @@ class Expressions:
 class LateExchange:
     """An array in other blocks, with permuted axes; a base of the libraries' expressions."""
 
-    _parameters = ("array", "axes", "chunks", "passes")
+    _parameters = ("array", "axes", "chunks", "planner")
     library: ClassVar[Expressions]
     # Parameters, and attributes of all expressions.
     array: Any
     axes: tuple[int, ...]
     chunks: Chunks
-    passes: PassPlanner
+    planner: Planner
     ndim: int
     deterministic_token: str
 
@@ -72,7 +70,7 @@ class LateExchange:
         after = integers(chunks)
         if is_identity(axes) and array.chunks == after:
             return array
-        return type(self)(array, tuple(axes), after, self.passes)  # type: ignore[call-arg]
+        return type(self)(array, tuple(axes), after, self.planner)  # type: ignore[call-arg]
 
     def merged(self, parent: Any) -> Any:
         """Return this redistribution and its neighbour `parent` as one; None for other parents."""
@@ -157,10 +155,10 @@ class LateExchange:
         x = library.with_fixed_chunks(x)
         if is_identity(axes) and x.chunks == self.chunks:
             return x
-        for plan, grid in self.passes(integers(x.chunks), axes, self.chunks):
-            x = library.of_layer(PlannedLayer(_prefix(axes), plan, self.passes.options), [x])
-            if plan.chunks != grid:
-                x = x.rechunk(grid, method="tasks")  # views, on the same worker
+        plan = self.planner(integers(x.chunks), axes, self.chunks)
+        x = library.of_layer(PlannedLayer(_prefix(axes), plan, self.planner.options), [x])
+        if plan.chunks != self.chunks:
+            x = x.rechunk(self.chunks, method="tasks")  # views, on the same worker
         return x
 
 

@@ -19,7 +19,7 @@ from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.graph.arrays import is_expression, layer_of
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.rechunk import planned
+from dask_p2p.ops.rechunk import plan_redistribution
 from dask_p2p.ops.transpose import transposed
 from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.transports.footprint import idle_bytes, packed_bytes, staging_bytes
@@ -145,19 +145,17 @@ def estimate(
     workers, threads = cluster or (max(map(len, x.chunks), default=1), 1)
     workers = checked_count("workers", workers=workers)
     in_all = workers * threads if cluster else None
-    plans = [plan for plan, _ in planned(x.chunks, order, after, options, lambda: in_all)]
+    plan = plan_redistribution(x.chunks, order, after, options, lambda: in_all)
     kind = backend_for(x._meta).name
     item_bytes = x.dtype.itemsize
     input_bytes, _ = even_share(x.chunks, workers, item_bytes)
-    shares = [even_share(plan.chunks, workers, item_bytes) for plan in plans]
-    output_bytes = sum(share_bytes for share_bytes, _ in shares)  # between passes, too
+    output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
     staged_bytes = packed = 0
     if workers > 1:
-        for plan, (_, blocks) in zip(plans, shares, strict=True):
-            largest_block, _ = even_share(plan.chunks, sys.maxsize, item_bytes)
-            largest_piece = plan.largest_piece * item_bytes
-            task_bytes = staging_bytes(options, kind, largest_piece, largest_block, item_bytes)
-            staged_bytes = max(staged_bytes, min(threads, blocks) * task_bytes)
+        largest_block, _ = even_share(plan.chunks, sys.maxsize, item_bytes)
+        largest_piece = plan.largest_piece * item_bytes
+        task_bytes = staging_bytes(options, kind, largest_piece, largest_block, item_bytes)
+        staged_bytes = min(threads, blocks) * task_bytes
         packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
         staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)

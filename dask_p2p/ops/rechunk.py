@@ -21,7 +21,7 @@ from dask_p2p.graph.arrays import (
 )
 from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
 from dask_p2p.ops.arguments import check_array, checked_axes, checked_chunks, has_unknown_chunks
-from dask_p2p.plans import GridPlan, grid_between, grouped, redistribution
+from dask_p2p.plans import GridPlan, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray
 from dask_p2p.versioned import named_fields
@@ -162,17 +162,16 @@ def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskAr
     register_if_possible()
     options = checked_options()
     if is_expression(x):
-        return redistributed_expression(x, order, after, Passes(options))
+        return redistributed_expression(x, order, after, RedistributionPlanner(options))
     prefix = "p2p-rechunk" if order == same else "p2p-transpose"
-    for plan, grid in planned(x.chunks, order, after, options):
-        x = planned_array(prefix, x, plan, options)
-        if plan.chunks != grid:
-            x = rechunk_by_tasks(x, grid)  # only splits blocks: views, on the same worker
-    return x
+    plan = plan_redistribution(x.chunks, order, after, options)
+    x = planned_array(prefix, x, plan, options)
+    # Larger blocks than requested are only split: views, on the same worker.
+    return x if plan.chunks == after else rechunk_by_tasks(x, after)
 
 
 @dataclass(frozen=True)
-class Passes:
+class RedistributionPlanner:
     """The planner of a redistribution that is planned when it is computed."""
 
     options: Options  # sent with the tasks
@@ -180,12 +179,10 @@ class Passes:
     def __dask_tokenize__(self) -> Any:
         return type(self).__name__, named_fields(self.options)
 
-    def __call__(
-        self, before: Chunks, axes: tuple[int, ...], after: Chunks
-    ) -> list[tuple[GridPlan, Chunks]]:
-        """Return the plans of the passes, with the chunks after each."""
+    def __call__(self, before: Chunks, axes: tuple[int, ...], after: Chunks) -> GridPlan:
+        """Return the plan of a redistribution."""
         register_if_possible()  # the client may be newer than the array
-        return planned(before, axes, after, self.options)
+        return plan_redistribution(before, axes, after, self.options)
 
 
 def cluster_threads() -> int | None:
@@ -194,26 +191,16 @@ def cluster_threads() -> int | None:
     return None if size is None else prod(size)
 
 
-def planned(
+def plan_redistribution(
     before: Chunks,
     axes: tuple[int, ...],
     after: Chunks,
     options: Options,
     threads: Callable[[], int | None] = cluster_threads,
-) -> list[tuple[GridPlan, Chunks]]:
-    """Return the plans of a redistribution, one for each pass, with the chunks after each pass.
+) -> GridPlan:
+    """Return the plan of a redistribution.
 
-    A plan's blocks may be larger than these chunks, to limit the graph's edges. Then they are
-    split.
+    The plan's blocks may be larger than the chunks `after`, to limit the graph's edges. Then the
+    caller splits them.
     """
-    direct = redistribution(before, axes, after)
-    groups = grouped(direct, options.groups, threads)
-    between = grid_between(direct, options.passes, groups)
-    if between is None:
-        return [(groups, after)]
-    first = redistribution(before, axes, between)
-    second = redistribution(between, range(len(axes)), after)
-    return [
-        (grouped(first, options.groups, threads), between),
-        (grouped(second, options.groups, threads), after),
-    ]
+    return grouped(redistribution(before, axes, after), options.groups, threads)

@@ -1,4 +1,4 @@
-"""Fewer edges for large graphs: groups of blocks, and passes through an intermediate grid.
+"""Fewer edges for large graphs: groups of blocks.
 
 "Growth" in docs/design.md lists the cost of edges. Groups reduce their number: one task assembles
 g neighbours as one larger block, and g cheap output tasks on its worker return the blocks. Data
@@ -11,20 +11,13 @@ Groups cost one more task a block, about 0.5 ms each, and the latency of one mor
 of one group go to the same worker, and its memory is freed when all of them are released. Groups
 are used above `FEW_EDGES` if they are small, of about `SMALL_GROUP` elements, and above
 `MOST_EDGES` in any case. There are at least two groups for each thread.
-
-On a very large cluster groups are not enough. There the array goes through an intermediate grid,
-with √n source blocks for each task. This takes 2 n √n edges, but all data moves twice, so it is
-used only above `MOST_GROUPED_EDGES`::
-
-    rows --> √n x √n boxes --> columns
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, isqrt, prod
+from math import ceil, prod
 
-from dask_p2p.geometry import Chunks
 from dask_p2p.plans.grid import GridPlan, SplitAxis
 
 #: Largest number of edges of a layer without groups, if groups are small.
@@ -35,8 +28,6 @@ SMALL_GROUP = 2**23
 MOST_EDGES = 20_000
 #: Groups of a larger array above `MOST_EDGES`; more only with more threads.
 MANY_GROUPS = 64
-#: Edges above which an array moves twice instead: more than a minute of the scheduler's time.
-MOST_GROUPED_EDGES = 2_000_000
 _LEAST_GAIN = 2  # least factor of all edges that makes the second layer worthwhile
 
 
@@ -60,22 +51,6 @@ def grouped(
     plans = [_merged(plan, axis, together) for axis in range(len(plan.axes))]
     best = min(plans, key=lambda merged: merged.edges)
     return best if best.edges <= allowed else plan
-
-
-def grid_between(plan: GridPlan, passes: int | None, groups: GridPlan) -> Chunks | None:
-    """Return the chunks of the intermediate grid, in the output's order of axes; None without one.
-
-    `passes` is 1, 2 or None for the best number; `groups` is the result of `grouped`.
-    """
-    if passes == 1 or (passes is None and groups.edges <= MOST_GROUPED_EDGES):
-        return None
-    chunks = []
-    for mapping in plan.mappings:
-        finer = max(mapping.src_sizes, mapping.sizes, key=len)
-        blocks = isqrt(len(mapping.src_sizes) * len(mapping.sizes))
-        chunks.append(_joined(finer, ceil(len(finer) / max(1, blocks))))
-    before = tuple(mapping.src_sizes for mapping in plan.mappings)
-    return None if tuple(chunks) in (before, plan.chunks) else tuple(chunks)
 
 
 def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:

@@ -36,7 +36,6 @@ DIFFERENT = {
     "ops/test_rechunk.py::test_a_large_graph_has_few_edges": _GRAPH,
     "ops/test_rechunk.py::test_blocks_of_groups_are_those_that_were_asked_for": _GRAPH,
     "ops/test_rechunk.py::test_one_layer_and_blocks_that_stay_are_handed_on": _GRAPH,
-    "ops/test_rechunk.py::test_through_a_grid_between": _GRAPH,
     "ops/test_rechunk.py::test_unknown_sizes_are_fine_along_axes_that_stay": _GRAPH,
     "ops/test_transpose.py::test_a_slice_computes_only_the_blocks_it_needs": _GRAPH,
     "ops/test_transpose.py::test_masked_arrays_are_refused_by_name": "dask_array has no `ma`",

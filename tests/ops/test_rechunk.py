@@ -172,16 +172,3 @@ def test_a_large_graph_has_few_edges():
     assert edges < 40_000
     output_bytes = dask_p2p.estimate(x, chunks=(2, 1000), workers=4).output_bytes
     assert x.nbytes / 4 <= output_bytes < x.nbytes / 3  # whole groups
-
-
-@pytest.mark.parametrize(("axes", "after"), [(None, (4, 1, 5)), ((2, 0, 1), (1, 4, 6))])
-@pytest.mark.parametrize("groups", [0, 2])
-def test_through_a_grid_between(axes, after, groups):
-    x = da.from_array(X, chunks=(1, 6, 5))
-    with dask.config.set({"p2p.passes": 2, "p2p.groups": groups}):
-        y = dask_p2p.rechunk(x, after, axes=axes)
-        estimate = dask_p2p.estimate(x, axes or (0, 1, 2), chunks=after, workers=2)
-    assert tuple(sizes[0] for sizes in y.chunks) == after
-    assert_eq(y, X.transpose(axes or (0, 1, 2)), scheduler="sync")
-    assert len([name for name in layers_of(y) if name.startswith("p2p-")]) == 2
-    assert estimate.output_bytes >= x.nbytes, "half of what is between, and half of the result"

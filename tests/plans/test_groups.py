@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.geometry import block_indices
-from dask_p2p.plans import grid_between, grouped, redistribution
+from dask_p2p.plans import grouped, redistribution
 from dask_p2p.plans.groups import (
     FEW_EDGES,
     MOST_EDGES,
-    MOST_GROUPED_EDGES,
     SMALL_GROUP,
 )
 
@@ -84,30 +83,3 @@ def test_no_groups_where_they_save_nothing():
     assert edges(plan) > MOST_EDGES
     assert grouped(plan, None, lambda: 4) is plan
     assert grouped(plan, 10, never) is plan
-
-
-def test_a_grid_between_rows_and_columns():
-    plan = slabs(100)
-    assert grid_between(plan, 1, plan) is None
-    assert grid_between(plan, None, plan) is None
-    between = grid_between(plan, 2, plan)
-    assert between == ((20,) * 10, (20,) * 10)
-    first = redistribution(plan.src_chunks, plan.axes, between)
-    second = redistribution(between, (0, 1), plan.chunks)
-    assert edges(first) == edges(second) == 100 * 10
-
-
-def test_very_large_graphs_go_through_a_grid():
-    plan = slabs(5000)
-    few = grouped(plan, None, lambda: 4)
-    assert grid_between(plan, None, few) is None
-    many = grouped(plan, None, lambda: 500)
-    assert 5000 * len(many.chunks[0]) > MOST_GROUPED_EDGES
-    assert [len(sizes) for sizes in grid_between(plan, None, many)] == [70, 70]
-
-
-def test_no_grid_between_where_it_is_one_of_the_two():
-    plan = redistribution(((2,) * 4, (8,)), (0, 1), ((8,), (8,)))
-    assert grid_between(plan, 2, plan) is not None
-    plan = redistribution(((4, 4), (8,)), (0, 1), ((4, 4), (8,)))
-    assert grid_between(plan, 2, plan) is None

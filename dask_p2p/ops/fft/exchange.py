@@ -11,7 +11,7 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import is_expression, planned_array
 from dask_p2p.graph.layer import Epilogue, PlannedLayer
 from dask_p2p.graph.libraries import rechunk_by_tasks
-from dask_p2p.ops.rechunk import planned
+from dask_p2p.ops.rechunk import plan_redistribution
 from dask_p2p.plans.reordered import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import DaskArray
@@ -24,9 +24,7 @@ def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epil
     register_if_possible()
     options = checked_options()
     in_memory = tuple(grid[axis] for axis in order)
-    *passes, (plan, _) = planned(x.chunks, order, in_memory, options)
-    for first, between in passes:
-        x = rechunk_by_tasks(planned_array(PREFIX, x, first, options), between)
+    plan = plan_redistribution(x.chunks, order, in_memory, options)
     reordered = ReorderedPlan(plan, order)
     together = tuple(
         sizes if larger == before else larger
