@@ -132,7 +132,6 @@ class Options:
     transports: tuple[str, ...] | None = option("transports.order", _transports)
     request_timeout_s: float = option("timeouts.request", limit_s)
     backoff_s: float = option("timeouts.backoff", duration_s)
-    nvtx: bool = option("nvtx", yes_or_no)
     warn_after_s: float = option("sections.warn-after", duration_s)
     resident_idle_s: float = option("sections.resident-idle", duration_s)
     resident_end_s: float = option("sections.resident-end", duration_s)

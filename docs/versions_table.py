@@ -21,7 +21,6 @@ EXTRAS = {
     "ucx": "UCX between CPU workers",
     "dashboard": "the dashboard, with the page `/p2p`",
     "metrics": "figures for Prometheus",
-    "nvtx": "ranges for NVIDIA's profilers",
     "xarray": "the accessor `p2p` of xarray",
     "dask-array": "arrays as expressions, of the package `dask-array`",
     "zarr": "Zarr arrays on the command line, and `p2p.to_zarr`",

@@ -60,13 +60,6 @@ PROGRAMS = {
         "import dask_p2p\n"
         "with Client(processes=False, silence_logs=logging.INFO) as c: dask_p2p.register(c)",
     ),
-    "nvtx": (
-        "nvtx",
-        "nvtx",
-        "import dask, dask.array as da, dask_p2p\n"
-        "with dask.config.set({'p2p.nvtx': True}):\n"
-        "    dask_p2p.transpose(da.ones((4, 4), chunks=2)).compute()",
-    ),
     "cupy": ("cupy", "cuda13", "import dask_p2p; dask_p2p.local_cluster(gpus=True)"),
     "cupy, map_on_gpu": (
         "cupy",

@@ -11,7 +11,6 @@ _COMMANDS = {
     "check": "Show transports and speeds between workers, and any problems.",
     "demo": "Transpose a generated array, and check every value.",
     "rechunk": "Write the array of a file with other chunks.",
-    "trace": "Write a cluster's last runs as a trace for Perfetto.",
     "transpose": "Transpose the array of a file into another file.",
 }
 

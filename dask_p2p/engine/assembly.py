@@ -38,7 +38,6 @@ from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, is_out_of_memory
 from dask_p2p.engine.sources import RemoteSources
 from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices
-from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.plans import BlockPlan
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.footprint import staging_bytes
@@ -112,7 +111,6 @@ class Assembly:
         self._in_sync = output.options.mode == "sync"
         self.context = context
         self._where = where_is(context)
-        self.ranges = ranges(output.options.nvtx)
         # Blocks of other workers, by their number among the plan's sources.
         self._remote: dict[int, BlockRef] = {}
         keys = [output.key(source) for source in plan.sources]
@@ -261,7 +259,7 @@ class Assembly:
         self._local_queued = True
         out = self._target(queue)
         self.local.hold(queue)
-        with self.ranges("own blocks"), queue.timing(self.kernels):
+        with queue.timing(self.kernels):
             self.local.put_into(out, queue)
             for fill in self.plan.fills:
                 queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
@@ -275,8 +273,7 @@ class Assembly:
         """
         ahead: _Ahead = deque()
         for route, group in groupby(sources, key=lambda source: source.route):
-            with self.ranges("ask", route):
-                fetch = self.sources.begin(list(group), queue.kind)
+            fetch = self.sources.begin(list(group), queue.kind)
             if fetch is None:  # failed: each source is read by its next route
                 continue
             while ahead and ahead[-1][0].route.transport is not route.transport:
@@ -285,7 +282,7 @@ class Assembly:
             for region in fetch.regions():
                 try:
                     if fetch.in_place:  # a copy engine transfers it
-                        with self.ranges("copy", route), queue.timing(fetch.copies):
+                        with queue.timing(fetch.copies):
                             region.prefetched = queue.prefetch(region.result(), fetch.slot_bytes)
                 except TransferError as exc:
                     fetch.give_up(region, exc)
@@ -308,7 +305,7 @@ class Assembly:
         target = box_slices(self.plan.destination(source.pieces[region.piece], region.box))
         if region.prefetched is not None:
             out = self._target(queue)[target]
-            with self.ranges("write", fetch.route), queue.timing(fetch.kernels):
+            with queue.timing(fetch.kernels):
                 queue.permute_prefetched(out, region.prefetched, self.plan.axes)
             self._queue_local(queue)  # now that the first parts are in transfer
         else:
@@ -316,12 +313,11 @@ class Assembly:
             out = self._target(queue)[target]
             is_straight = self.plan.axes == tuple(range(out.ndim))
             try:
-                with self.ranges("wait", fetch.route):
-                    array = fetch.wait_for(region, out if is_straight else None)
+                array = fetch.wait_for(region, out if is_straight else None)
             except TransferError as exc:
                 fetch.give_up(region, exc)
                 return True
-            with self.ranges("write", fetch.route), queue.timing(fetch.kernels):
+            with queue.timing(fetch.kernels):
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
         fetch.record_written(region)

@@ -205,9 +205,7 @@ def assemble_block(
     record = partial(_record, key, start_s, plan, assembly, context.address)
     try:
         with recorded(context, key, record, TransferError) as fields:
-            with assembly.ranges(key):
-                block = assembly.run()
-            block = assembly.finish(block, index)
+            block = assembly.finish(assembly.run(), index)
             fields |= _described(block)
             return block
     except TransferError as exc:

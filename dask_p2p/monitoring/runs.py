@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike
-from pathlib import Path
 from typing import Any, overload
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
 from dask_p2p.monitoring.records import RECORDS_OP, TaskRecord, overlap, unpacked
 from dask_p2p.monitoring.tables import cells, html_table, text_table
-from dask_p2p.monitoring.trace import trace
 from dask_p2p.types import AsynchronousClient, Client
 
 # Fields of `Run.summary`, in the order of the columns.
@@ -228,25 +225,6 @@ class RunTable(tuple[Run, ...]):
         for row in rows:
             row["start"] = pd.Timestamp(row["start_s"], unit="s", tz="UTC")
         return pd.DataFrame(rows)
-
-    def to_trace(self, file: str | PathLike[str]) -> None:
-        """Write the runs as Chrome trace events, for https://ui.perfetto.dev.
-
-        Parameters
-        ----------
-        file : str or path
-            Path of the JSON file. An existing file is overwritten.
-
-        Raises
-        ------
-        InputError
-            If the file cannot be written.
-        """
-        text = trace(record for run in self for record in run.records)
-        try:
-            Path(file).write_text(text, "utf-8")
-        except (OSError, TypeError, ValueError) as exc:
-            raise InputError(f"expected a file that can be written, got {file!r}: {exc}") from exc
 
     def __repr__(self) -> str:
         return text_table(self._rows()) if self else "no runs"

@@ -32,7 +32,6 @@ from dask_p2p.engine.memory import MemoryNeed, is_out_of_memory
 from dask_p2p.engine.task import FUSABLE, current_worker, go_elsewhere, is_fusable, run_name
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Index, block_shape
-from dask_p2p.monitoring.ranges import ranges
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.on_gpu.gpu_map import GpuMap
 from dask_p2p.plans.parts import Part
@@ -122,7 +121,7 @@ def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
     record = partial(block.record, key, time.time(), context.address, run=run)
-    with recorded(context, key, record), block.ranges(key):
+    with recorded(context, key, record):
         yield
 
 
@@ -144,7 +143,6 @@ class GpuMapBlock:
         self.is_reduced = of.reduce is not None
         self.plan = of.plan(index, part_bytes)
         self.copied = Copied()
-        self.ranges = ranges(of.options.nvtx)
 
     def run(self, context: TaskContext) -> Any:
         """Return the output block, computed in the memory that holds the inputs."""
@@ -183,7 +181,7 @@ class GpuMapBlock:
             return out
         warn = partial(warn_once, context.warn, where)
         while True:
-            streams = PartStreams(register_from_bytes(), warn, self.ranges, on_issued)
+            streams = PartStreams(register_from_bytes(), warn, on_issued)
             self.copied = streams.copied
             try:
                 streams.run(self, out)

@@ -212,7 +212,7 @@ def test_a_block_that_fails_is_a_failure(tmp_path):
     with pytest.raises(AssertionError):
         run(Block(page, 1, "console", "$ dask p2p --version\nno\n"), {})
     with pytest.raises(AssertionError):
-        run(Block(page, 1, "console", "$ dask p2p trace\n"), {})
+        run(Block(page, 1, "console", "$ dask p2p rechunk\n"), {})
 
 
 COMMANDS = [

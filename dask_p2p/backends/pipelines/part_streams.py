@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -80,8 +80,6 @@ class PartStreams(HostStreams):
         read. Smaller arrays are copied into slots of pinned memory.
     warn
         Called with the problem and its cause if memory cannot be pinned; copies are slower then.
-    ranges
-        Returns a context that profilers show by its name.
     on_issued
         Returns a context, entered when all work of a block is queued and the previous block is
         finished. In it the thread only waits for the queued work, and the next block may start.
@@ -93,13 +91,12 @@ class PartStreams(HostStreams):
         self,
         register_from_bytes: float,
         warn: Callable[..., None],
-        ranges: Callable[..., AbstractContextManager[Any]] = nullcontext,
         on_issued: OnIssued | None = None,
     ) -> None:
         super().__init__(warn)
         self.copied = Copied()
         self._register_from_bytes = register_from_bytes
-        self._ranges, self._on_issued = ranges, on_issued
+        self._on_issued = on_issued
 
     def run(self, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
         """Fill an array in host memory, and wait for the end.
@@ -111,8 +108,7 @@ class PartStreams(HostStreams):
         block = _BlockInTransit(self, work, out)
         try:
             for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
-                with self._ranges(f"{step.action} {step.part}"):
-                    block.do(step)
+                block.do(step)
             if self._on_issued is None or not is_pinned(out):  # others need more work
                 block.wait()
             else:

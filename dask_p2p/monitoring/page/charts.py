@@ -17,7 +17,6 @@ from dask.utils import format_bytes, natural_sort_key
 from dask_p2p import tuning
 from dask_p2p.monitoring.records import Stage, TaskRecord
 from dask_p2p.monitoring.runs import Run
-from dask_p2p.monitoring.trace import in_lanes
 
 Columns: TypeAlias = dict[str, list[Any]]
 _Stages: TypeAlias = dict[str, list[Stage]]  # by transport
@@ -156,11 +155,17 @@ def bars(runs: Sequence[Run]) -> Chart:
 
 def _in_row(row: int, records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, float, float]]:
     """Yield a worker's tasks with the top and the height of each. Some may run concurrently."""
-    lanes = in_lanes(records)
+    lanes: list[list[TaskRecord]] = []  # without overlaps, each in the order of time
+    for record in sorted(records, key=lambda record: (record.start_s, record.stop_s)):
+        free = next((lane for lane in lanes if lane[-1].stop_s <= record.start_s), None)
+        if free is None:
+            lanes.append([record])
+        else:
+            free.append(record)
     height = 0.9 / max(1, len(lanes))
-    for lane, of_lane in enumerate(lanes):
-        for record in of_lane:
-            yield record, row + 0.95 - lane * height, height * 0.95
+    for number, lane in enumerate(lanes):
+        for record in lane:
+            yield record, row + 0.95 - number * height, height * 0.95
 
 
 def _bars_of(
