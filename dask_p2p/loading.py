@@ -5,45 +5,29 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from threading import RLock
 from types import ModuleType
 from typing import Any
-
-_lock = RLock()  # held while a thread reads the threshold and sets another
 
 
 def loaded(name: str) -> ModuleType:
     """Return a module, after its first import if it is new in this process.
 
-    An import makes thousands of objects, and all of them stay. Full collections are due after some
-    thousand new objects. In a Dask worker one takes 72 ms, twice as long as the import of 100
-    modules.
+    An import makes thousands of objects, and all of them stay. So garbage is not collected
+    meanwhile: in a Dask worker a full collection takes 72 ms, twice as long as the import of 100
+    modules. `gc.disable` would last, since `dask.array.slicing` reads it at its import.
     """
-    with _without_collections():
-        return importlib.import_module(name)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the collection of garbage by its threshold.
-
-    `gc.disable` would last. `dask.array.slicing` reads at its import whether the collection is on,
-    and sets it to that after each slice.
-    """
-    with _lock:
-        threshold, *_ = gc.get_threshold()
-        gc.set_threshold(0)
+    threshold, *_ = gc.get_threshold()
+    gc.set_threshold(0)
     try:
-        yield
+        return importlib.import_module(name)
     finally:
-        with _lock:
-            # Zero: off before, or paused by another thread. Other than zero now: set by an import.
-            if threshold and not gc.get_threshold()[0]:
-                gc.set_threshold(threshold)
+        # Zero: off before, or by another thread's import. Other than zero now: set by the import.
+        if threshold and not gc.get_threshold()[0]:
+            gc.set_threshold(threshold)
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
