@@ -47,7 +47,7 @@ class Faults:
         self.random = random.Random(seed)
         self.faults, self.at, self.share = faults, at, share
         self.number = Counter()
-        self.done = Counter()  # by name
+        self.counts = Counter()  # by name
 
     def next(self, names):
         """Return the fault for the next answer, or message, or None."""
@@ -73,7 +73,7 @@ class FaultyCalls:
     async def __call__(self, address, op, **kwargs):
         fault = self.faults.next(ANSWERS) if op in OPS else None
         if fault == "drop":  # on its way there
-            self.faults.done[fault] += 1
+            self.faults.counts[fault] += 1
             raise CommClosedError("dropped on purpose")
         try:
             reply = await self.call(address, op, **kwargs)
@@ -85,7 +85,7 @@ class FaultyCalls:
         spoilt = [answer for answer in reply.get("parts", ()) if np.size(answer.get("data", ()))]
         if fault == "truncate" and not spoilt:
             return reply  # nothing to spoil
-        self.faults.done[fault] += 1
+        self.faults.counts[fault] += 1
         if fault == "lose":  # on its way back
             raise CommClosedError("lost on purpose")
         if fault == "hang":
@@ -127,7 +127,7 @@ class FaultySends:
         fault = self.faults.next(MESSAGES)
         if fault is None:
             return self.send(messenger, address, array, tag)
-        self.faults.done[fault] += 1
+        self.faults.counts[fault] += 1
         if fault == "message-truncate":
             array = np.array(array[: array.size // 2])
         else:
@@ -156,4 +156,4 @@ def remove(*, dask_worker):
     plugin.context.__dict__.pop("call", None)
     plugin.context.router.failures.clear()
     Messenger.send = _SEND
-    return dict(getattr(dask_worker, "faults", SimpleNamespace(done={})).done)
+    return dict(getattr(dask_worker, "faults", SimpleNamespace(counts={})).counts)

@@ -79,12 +79,12 @@ def transposed(client, x, faults, *, seed=0, workers=None, **when):
     future.release()
     # Until it is forgotten, the next one would be given this one's result.
     wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
-    done = {}
-    for of in client.run(faulty.remove).values():
-        for name, count in of.items():
-            done[name] = done.get(name, 0) + count
+    counts = {}
+    for of_worker in client.run(faulty.remove).values():
+        for name, count in of_worker.items():
+            counts[name] = counts.get(name, 0) + count
     assert took_s < BOUND_S / 2
-    return end, done
+    return end, counts
 
 
 def known(prefix, dask_scheduler):
@@ -106,9 +106,9 @@ def assert_named(error, client):
 
 def check_one_fault(client, x, fault, position, options):
     with dask.config.set(SETTINGS | options):
-        end, done = transposed(client, x, [fault], at=[position])
+        end, counts = transposed(client, x, [fault], at=[position])
     assert_right(end)
-    assert set(done) == {fault}
+    assert set(counts) == {fault}
     assert_nothing_is_held(client)
 
 
@@ -134,16 +134,16 @@ def test_one_fault_in_messages_of_ucx(shared, x, fault, position):
 def test_faults_of_all_kinds(shared, transport, x, seed):
     faults = faulty.ANSWERS + faulty.MESSAGES
     share = (0.1, 0.2, 0.4)[seed % 3]
-    done = {}
+    counts = {}
     for other in range(20):  # threads take turns as they like: at times all goes well
-        if done:
+        if counts:
             break
-        end, done = transposed(shared, x, faults, seed=seed + 100 * other, share=share)
+        end, counts = transposed(shared, x, faults, seed=seed + 100 * other, share=share)
         if isinstance(end, TransferError):
             assert_named(end, shared)
         else:
             assert_right(end)
-    assert done, "no fault happened"
+    assert counts, "no fault happened"
     assert_nothing_is_held(shared)
     assert_right(transposed(shared, x, [])[0])
 
@@ -151,9 +151,9 @@ def test_faults_of_all_kinds(shared, transport, x, seed):
 @pytest.mark.parametrize("fault", ["drop", "truncate", "garble"])
 def test_connections_that_are_always_faulty(shared, x, fault):
     with dask.config.set(SETTINGS):
-        end, done = transposed(shared, x, [fault])
+        end, counts = transposed(shared, x, [fault])
         assert isinstance(end, TransferError)
         assert_named(end, shared)
-        assert done[fault] >= 6
+        assert counts[fault] >= 6
         assert_nothing_is_held(shared)
         assert_right(transposed(shared, x, [])[0])

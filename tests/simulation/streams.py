@@ -60,7 +60,7 @@ class Recorder:
         self.base = address_of(self.memory)
         self.used_bytes = 0
         self.idle = defaultdict(list)  # memory that came back, by stream and size
-        self.accesses = defaultdict(tuple)  # of (what, timeline, tick, is_write), by word
+        self.accesses = defaultdict(tuple)  # of (work, timeline, tick, is_write), by word
         self.streams, self.events = {}, {}
         self._numbers = iter(range(1, 2**62))  # which can be pickled
         self.lock = threading.RLock()
@@ -100,7 +100,7 @@ class Recorder:
         for other, tick in clock.items():
             own[other] = max(own[other], tick)
 
-    def run(self, timeline, what, action, reads=(), writes=()):
+    def run(self, timeline, work, action, reads=(), writes=()):
         """Do an operation and what it does to values, or have a graph do both later.
 
         A graph has addresses: it keeps no memory.
@@ -108,7 +108,7 @@ class Recorder:
         reads, writes = ([getattr(each, "values", each) for each in of] for of in (reads, writes))
 
         def on(timeline):
-            self.do(timeline, what, reads, writes)
+            self.do(timeline, work, reads, writes)
             action()
 
         if self.capture is None:
@@ -120,7 +120,7 @@ class Recorder:
         if self.capture is not None:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
-    def do(self, timeline, what, reads=(), writes=()):
+    def do(self, timeline, work, reads=(), writes=()):
         """Note an operation that the host gives to a timeline now."""
         with self.lock:
             self.join(timeline, self.clocks[HOST])
@@ -128,25 +128,25 @@ class Recorder:
             clock[timeline] += 1
             for arrays, is_write in ((reads, False), (writes, True)):
                 for array in arrays:
-                    self.access(what, timeline, clock, addresses(array), is_write)
+                    self.access(work, timeline, clock, addresses(array), is_write)
 
-    def access(self, what, timeline, clock, where, is_write):
+    def access(self, work, timeline, clock, where, is_write):
         """Note an access of these words, of which a test may know more."""
-        own, followed = (what, timeline, clock[timeline], is_write), {}
+        own, followed = (work, timeline, clock[timeline], is_write), {}
         for address in where:
             earlier = self.accesses[address]
             if id(earlier) not in followed:  # most words have them in common
-                self._check_order(earlier, what, timeline, clock, is_write)
+                self._check_order(earlier, work, timeline, clock, is_write)
                 # Later accesses that are ordered after a write are after those before it, too.
                 followed[id(earlier)] = earlier, (own,) if is_write else (*earlier, own)
             _, self.accesses[address] = followed[id(earlier)]
 
-    def _check_order(self, earlier, what, timeline, clock, is_write):
+    def _check_order(self, earlier, work, timeline, clock, is_write):
         if not is_write and not any(written for *_, written in earlier):
-            raise RaceError(f"{what} on {timeline} reads what nobody has written")
+            raise RaceError(f"{work} on {timeline} reads what nobody has written")
         for other, its_timeline, tick, written in earlier:
             if (written or is_write) and clock[its_timeline] < tick:
-                raise RaceError(f"{what} on {timeline} may come before {other} on {its_timeline}")
+                raise RaceError(f"{work} on {timeline} may come before {other} on {its_timeline}")
 
     def _of_words(self, start, size_bytes):
         """What has accessed one of these words."""
@@ -198,9 +198,9 @@ class Recorder:
         clock = defaultdict(int, self.clocks[HOST])
         for timeline, tick in self.clocks[stream.name].items():
             clock[timeline] = max(clock[timeline], tick)
-        for what, timeline, tick, _ in self._of_words(self.base + start, size_bytes):
+        for work, timeline, tick, _ in self._of_words(self.base + start, size_bytes):
             if clock[timeline] < tick:
-                self.failed = RaceError(f"memory is given back before {what} on {timeline} is done")
+                self.failed = RaceError(f"memory is given back before {work} on {timeline} is done")
 
     failed = None  # what a finalizer found, which may not raise
 
@@ -253,9 +253,9 @@ class Recorder:
     def unpin(self, pointer):
         size_bytes = self.pinned.pop(pointer)
         clock = self.clocks[HOST]
-        for what, timeline, tick, _ in self._of_words(pointer, size_bytes):
+        for work, timeline, tick, _ in self._of_words(pointer, size_bytes):
             if clock[timeline] < tick:
-                self.failed = RaceError(f"memory is unpinned before {what} on {timeline}")
+                self.failed = RaceError(f"memory is unpinned before {work} on {timeline}")
 
     def synchronize(self):
         """As allocating memory does: wait for all streams."""
@@ -612,8 +612,8 @@ def _cupy(recorder):
     def memcpy2d(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
         to = recorder.at(dst, (height, width), (dst_pitch, 1))
         of = recorder.at(src, (height, width), (src_pitch, 1))
-        what, copy = "a copy engine", partial(np.copyto, to, of)
-        recorder.run(recorder.streams[stream].name, what, copy, reads=[of], writes=[to])
+        work, copy = "a copy engine", partial(np.copyto, to, of)
+        recorder.run(recorder.streams[stream].name, work, copy, reads=[of], writes=[to])
 
     def memcpy(dst, src, size_bytes, kind, stream):
         memcpy2d(dst, size_bytes, src, size_bytes, size_bytes, 1, kind, stream)
