@@ -71,7 +71,7 @@ class Communicator(Reductions):
                 f"for a rank without a communicator."
             ) from None
         self._splits += 1
-        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather([*own]).tolist()]
+        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather(np.array(own)).tolist()]
         if color is None:
             return None
         mine = [(at, rank) for rank, (is_in, of, at) in enumerate(found) if is_in and of == own[1]]

@@ -265,7 +265,7 @@ def test_what_is_wrong_is_named():
         ),
         (
             [{"partition": (1,)}, {"partition": (1,), "exchange": "pairwise"}],
-            "float64, pairwise as number 1",
+            "float64, pairwise on rank 1",
         ),
         ([{"partition": (1,)}, {"partition": (1,), "axes": (1, 0)}], r"axes \(0, 1\)"),
     ],
