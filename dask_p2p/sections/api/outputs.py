@@ -63,11 +63,11 @@ def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
     """
     if isinstance(outputs, Output):
         return Outputs((_with_dtype(outputs, 0, dtypes),))
-    if isinstance(outputs, (list, tuple)) and outputs:
-        if all(isinstance(output, Output) for output in outputs):
-            in_order = tuple(_with_dtype(output, at, dtypes) for at, output in enumerate(outputs))
-            labels = tuple(f"output {number}" for number, _ in enumerate(outputs))
-            return Outputs(in_order, labels=labels, is_sequence=True)
+    is_sequence = isinstance(outputs, (list, tuple)) and outputs
+    if is_sequence and all(isinstance(output, Output) for output in outputs):
+        in_order = tuple(_with_dtype(output, at, dtypes) for at, output in enumerate(outputs))
+        labels = tuple(f"output {number}" for number, _ in enumerate(outputs))
+        return Outputs(in_order, labels=labels, is_sequence=True)
     given = dict(outputs) if isinstance(outputs, Mapping) else {}
     if not given or not all(
         isinstance(name, str) and isinstance(each, Output) for name, each in given.items()

@@ -173,13 +173,13 @@ def is_array(value: Any, device: Host) -> bool:
 
 def is_stackable(value: Any, device: Host) -> bool:
     """Return whether all leaves of a value are numbers, or arrays of numbers."""
-    return all(
-        type(leaf) in _PYTHON
-        and (type(leaf) is not int or -(2**63) <= leaf < 2**63)
-        or is_array(leaf, device)
-        and leaf.dtype.kind in NUMBER_KINDS
-        for leaf in leaves(value)
-    )
+    return all(_is_numbers(leaf, device) for leaf in leaves(value))
+
+
+def _is_numbers(leaf: Any, device: Host) -> bool:
+    if type(leaf) in _PYTHON:
+        return type(leaf) is not int or -(2**63) <= leaf < 2**63
+    return is_array(leaf, device) and leaf.dtype.kind in NUMBER_KINDS
 
 
 def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[Any, ...]:

@@ -328,7 +328,7 @@ def test_a_call_that_fails(client):
                 notes = "".join(caught.value.__notes__)
                 assert "In call 3 of a resident gang." in notes
                 assert "In task ('positive" in notes
-                assert "Raised by rank 1" in notes
+                assert "Raised on rank 1" in notes
         got = [run.fetch(each) for each in (good, total, more, low, fine, again, again_total)]
         del bad, bad_total, worse, caught
     first = function(x, v)

@@ -333,7 +333,9 @@ def test_different_calls_are_an_error_of_all(client):
     def of_other_shapes(ctx, x):
         return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
 
-    with pytest.raises(SectionError, match=r'allreduce\("sum"\) of a float64 array of shape \(1,\)'):
+    with pytest.raises(
+        SectionError, match=r'allreduce\("sum"\) of a float64 array of shape \(1,\)'
+    ):
         spmd(of_other_shapes, array(), ranks=2).compute()
     nothing_is_left(client)
 

@@ -240,5 +240,7 @@ def test_an_object_fills_no_array():
         ctx.send(["text"], 1 - ctx.rank)
         ctx.recv(1 - ctx.rank, out=np.zeros(3))
 
-    with pytest.raises(InputError, match=r"out: expected no array .* of type list\. Leave out out="):
+    with pytest.raises(
+        InputError, match=r"out: expected no array .* of type list\. Leave out out="
+    ):
         run(2, received)
