@@ -88,7 +88,9 @@ def test_completion_shows_what_is_public():
     import dask_p2p.ops.transpose
 
     assert callable(dask_p2p.transpose)  # and so is kept there
-    assert [name for name in dir(dask_p2p) if not name.startswith("__")] == dask_p2p.__all__
+    public = sorted([*dask_p2p.__all__, "fft"])
+    assert [name for name in dir(dask_p2p) if not name.startswith("__")] == public
+    assert [name for name in dir(dask_p2p.fft) if not name.startswith("__")] == dask_p2p.fft.__all__
     assert {"__version__", "__doc__", "__all__", "__path__"} <= set(dir(dask_p2p))
 
 

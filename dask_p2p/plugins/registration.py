@@ -232,7 +232,7 @@ async def give_plugin(scheduler: Any) -> None:
     """Install the scheduler's plugin, unless the scheduler has it."""
     from distributed.protocol.pickle import dumps
 
-    from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, installed_version
+    from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, cause_of, installed_version
 
     plugin = P2PSchedulerPlugin()
     try:
@@ -242,8 +242,8 @@ async def give_plugin(scheduler: Any) -> None:
     except (ImportError, AttributeError) as exc:  # the scheduler cannot unpickle the plugin
         remote = await installed_version(scheduler.run_function)
         raise RegistrationError(
-            f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
-            f"version on clients, scheduler and workers."
+            f"expected {this_version()} on the scheduler, got {remote}{cause_of(exc)}. Install the "
+            f"same version on clients, scheduler and workers."
         ) from exc
 
 

@@ -21,7 +21,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
-from dask_p2p.errors import RegistrationError
+from dask_p2p.errors import RegistrationError, VersionError
 from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering
@@ -276,7 +276,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 continue
             except Exception as exc:  # the worker cannot unpickle the request
                 version = await installed_version(self.scheduler.rpc(worker).run)
-                self._failed[worker] = f"{version} ({exc})"
+                self._failed[worker] = f"{version}{cause_of(exc)}"
                 return
             if reply["status"] == "OK":
                 self._failed.pop(worker, None)
@@ -312,6 +312,14 @@ def cannot_take_part(failed: dict[str, str]) -> str:
         f"expected {this_version()} on every worker, got {causes}. "
         f"Install the same version everywhere, or close the workers without it."
     )
+
+
+def cause_of(exc: Exception) -> str:
+    """Return the text of the exception of a process without the plugin, after its version.
+
+    A `VersionError` would name both versions again, the other way round.
+    """
+    return "" if isinstance(exc, VersionError) else f" ({exc})"
 
 
 async def installed_version(run: Any) -> str:

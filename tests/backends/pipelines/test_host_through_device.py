@@ -133,7 +133,7 @@ def test_what_is_read_again_comes_last(gpu, first):
 
 
 def test_what_does_not_fit_is_refused(gpu):
-    with pytest.raises(BlockMismatchError, match=r"Expected a target of shape \(3, 2\)"):
+    with pytest.raises(BlockMismatchError, match=r"expected a target of shape \(3, 2\)"):
         queue_of().permute(np.zeros((2, 3)), np.zeros((2, 3)), (1, 0))
 
 

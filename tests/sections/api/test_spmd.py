@@ -319,8 +319,8 @@ def test_different_calls_are_an_error_of_all(client):
     y = spmd(differing, array(), ranks=4)
     raised = client.compute(y).exception(timeout=BOUND_S)  # no rank waits for ever
     assert isinstance(raised, SectionError)
-    assert re.search(r'call 1 was allreduce\("sum"\) of a float64 number on rank 0', str(raised))
-    assert "and barrier() on rank 1" in str(raised)
+    assert re.search(r'allreduce\("sum"\) of a float64 number on rank \d', str(raised))
+    assert "barrier() on rank 1" in str(raised)
 
     def returning_early(ctx, x):
         if ctx.rank != 1:
