@@ -232,7 +232,7 @@ async def give_plugin(scheduler: Any) -> None:
     """Install the scheduler's plugin, unless the scheduler has it."""
     from distributed.protocol.pickle import dumps
 
-    from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, cause_of, installed_version
+    from dask_p2p.plugins.scheduler import P2PSchedulerPlugin, installed_version
 
     plugin = P2PSchedulerPlugin()
     try:
@@ -240,9 +240,9 @@ async def give_plugin(scheduler: Any) -> None:
             plugin=dumps(plugin), name=plugin.name, idempotent=True
         )
     except (ImportError, AttributeError) as exc:  # the scheduler cannot unpickle the plugin
-        remote = await installed_version(scheduler.run_function)
+        remote = await installed_version(scheduler.run_function, exc)
         raise RegistrationError(
-            f"expected {this_version()} on the scheduler, got {remote}{cause_of(exc)}. Install the "
+            f"expected {this_version()} on the scheduler, got {remote}. Install the "
             f"same version on clients, scheduler and workers."
         ) from exc
 

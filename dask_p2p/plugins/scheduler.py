@@ -21,7 +21,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
-from dask_p2p.errors import RegistrationError, VersionError
+from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.requests import checked_integer
 from dask_p2p.interprocess.rpc import answering
@@ -275,8 +275,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 await asyncio.sleep(_RETRY_S)
                 continue
             except Exception as exc:  # the worker cannot unpickle the request
-                version = await installed_version(self.scheduler.rpc(worker).run)
-                self._failed[worker] = f"{version}{cause_of(exc)}"
+                self._failed[worker] = await installed_version(self.scheduler.rpc(worker).run, exc)
                 return
             if reply["status"] == "OK":
                 self._failed.pop(worker, None)
@@ -314,21 +313,18 @@ def cannot_take_part(failed: dict[str, str]) -> str:
     )
 
 
-def cause_of(exc: Exception) -> str:
-    """Return the text of the exception of a process without the plugin, after its version.
+async def installed_version(run: Any, exc: Exception) -> str:
+    """Return the package's version in another process of the cluster, called by its ``run``.
 
-    A `VersionError` would name both versions again, the other way round.
+    The exception that the process has raised is its cause, unless the version differs: it would
+    name both versions again, the other way round.
     """
-    return "" if isinstance(exc, VersionError) else f" ({exc})"
-
-
-async def installed_version(run: Any) -> str:
-    """Return the package's version in another process of the cluster, called by its ``run``."""
     try:
         reply = await run(function=dumps(metadata.version), args=dumps(("dask-p2p",)))
         version = reply["result"]  # a scheduler does not deserialize it by itself
         if not isinstance(version, str):
             version = deserialize(version.header, version.frames)
-        return f"dask_p2p {version}"
+        installed = f"dask_p2p {version}"
     except Exception:
-        return "no dask_p2p"
+        return f"no dask_p2p ({exc})"
+    return f"{installed} ({exc})" if installed == this_version() else installed

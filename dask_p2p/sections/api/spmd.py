@@ -105,6 +105,21 @@ def spmd(
 ) -> dict[str, DaskArray]: ...
 
 
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray | Whole,
+    outputs: Sequence[Output],
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: None = ...,
+    per_rank: tuple[()] = ...,
+    as_library: str | None = ...,
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
 # The number of outputs is known only at run time: one array, or a tuple.
 @overload
 def spmd(
@@ -125,7 +140,7 @@ def spmd(
     func: Callable[..., Any],
     /,
     *arrays: DaskArray | Whole,
-    outputs: int | Output | Mapping[str, Output] = 1,
+    outputs: int | Output | Sequence[Output] | Mapping[str, Output] = 1,
     partition: Sequence[int] | None = None,
     ranks: int | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | None = None,

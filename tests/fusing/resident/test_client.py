@@ -244,6 +244,18 @@ def test_a_handle_is_no_array(client):
             dask_p2p.fused(u)
         with pytest.raises(InputError, match=r"expected a handle, got tuple\. Give"):
             run.fetch((u, u))
+        for use in (
+            float,
+            int,
+            bool,
+            list,
+            len,
+            lambda u: u < 1e-6,
+            lambda u: 2 * u,
+            lambda u: u[0],
+        ):
+            with pytest.raises(InputError, match=r"got a handle .* Call run\.fetch\(handle\)"):
+                use(u)
         assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
 
 

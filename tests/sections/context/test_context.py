@@ -136,3 +136,21 @@ def test_loops_of_something_else_are_refused(alone, count):
 def test_steps_need_a_state(alone, state):
     with pytest.raises(InputError, match=r"values from ctx\.state, got .* use s\.u in the loop"):
         list(alone.steps(3, state))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Get_rank", r"ctx\.rank\."),
+        ("Get_size", r"ctx\.size\."),
+        ("Sendrecv", r"ctx\.sendrecv\."),
+        ("Barrier", r"ctx\.barrier\."),
+        ("Allgatherv", r"ctx\.allgather\(value, ragged=True\)\."),
+        ("Sub", r"ctx\.along\(axis\)\."),
+        ("update_halos", r"ctx\.update_halo\."),
+    ],
+)
+def test_names_of_mpi_have_a_hint(alone, name, remedy):
+    with pytest.raises(AttributeError, match=rf"got '{name}'\. Use {remedy}"):
+        getattr(alone, name)
+    assert not hasattr(alone, name)
