@@ -123,7 +123,7 @@ def _put_option_of_expressions_in_place(_: ModuleType) -> None:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, "fft", "__version__", *(name for name in globals() if name.startswith("__"))]
 
 
 when_imported("dask.array", _put_option_in_place)

@@ -54,6 +54,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def fft(
     x: DaskArray, n: Length = None, axis: int = -1, norm: Norm = None, *, chunks: ChunksLike = None
 ) -> DaskArray:

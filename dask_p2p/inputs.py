@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 from operator import index
+from os.path import basename
 from typing import Any
 
 from dask_p2p.errors import InputError
@@ -85,6 +86,19 @@ def checked_dtype(name: str, given: Any) -> Any:
             f"such as 'float32'."
         )
     return dtype
+
+
+def name_of_function(function: Any) -> str:
+    """Return the name of a user's function in errors, with its place.
+
+    >>> name_of_function(len)
+    '<built-in function len>'
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{function!r:.80}"
+    name = "the lambda" if function.__name__ == "<lambda>" else f"{function.__name__}()"
+    return f"{name} at {basename(code.co_filename)}, line {code.co_firstlineno}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def test_the_backend(example, monkeypatch):
     np.testing.assert_array_equal(y.compute(scheduler="sync"), x.T)
     (block, *_), *_ = y.to_delayed()
     assert type(block.compute(scheduler="sync")) is made.Array
-    with pytest.raises(dask_p2p.UnsupportedArrayError, match=r"Expected a tagged\.Array"):
+    with pytest.raises(dask_p2p.UnsupportedArrayError, match=r"expected a tagged\.Array"):
         backends.backend_named("tagged").check(x)
 
 

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import sys
 import threading
 import typing
@@ -12,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import dask_p2p
-from dask_p2p import errors
+from dask_p2p import errors, types
 from dask_p2p.cli import p2p
 from tests.docs.pages import README, blocks_of
 from tests.support import output_of
@@ -88,8 +90,23 @@ def test_completion_shows_what_is_public():
     import dask_p2p.ops.transpose
 
     assert callable(dask_p2p.transpose)  # and so is kept there
-    assert [name for name in dir(dask_p2p) if not name.startswith("__")] == dask_p2p.__all__
+    public = sorted([*dask_p2p.__all__, "fft"])
+    assert [name for name in dir(dask_p2p) if not name.startswith("__")] == public
+    assert [name for name in dir(dask_p2p.fft) if not name.startswith("__")] == dask_p2p.fft.__all__
     assert {"__version__", "__doc__", "__all__", "__path__"} <= set(dir(dask_p2p))
+
+
+def test_classes_of_results_are_in_types():
+    """Those of the reference, for annotations of users' functions."""
+    page = Path(__file__).parents[1] / "docs" / "reference" / "api.rst"
+    _, _, section = page.read_text("utf-8").partition("Return values and arguments of functions")
+    names = re.findall(r"^   [~.\w]*?(\w+)$", section.partition("Errors and warnings")[0], re.M)
+    assert "HaloArray" in names
+    for name in names:
+        assert getattr(types, name).__name__ == name
+        assert name in dir(types)
+    with pytest.raises(AttributeError, match="nothing"):
+        types.nothing  # noqa: B018
 
 
 FUNCTIONS = [name for name in dask_p2p.__all__ if inspect.isfunction(getattr(dask_p2p, name))]
@@ -112,7 +129,7 @@ import dask_p2p
 from dask_p2p.tools.check import Report
 from dask_p2p.tools.dropin import Installation
 from dask_p2p.monitoring.runs import RunTable
-from dask_p2p.types import AsynchronousClient
+from dask_p2p.types import AsynchronousClient, Context, HaloArray, Run
 from distributed import Client, LocalCluster
 
 x = da.ones((8, 6), chunks=(2, 6))
@@ -129,7 +146,11 @@ assert_type(dask_p2p.check(), Report)
 assert_type(dask_p2p.check(client), Report)
 assert_type(dask_p2p.last_runs(client, n=3), RunTable)
 assert_type(dask_p2p.last_runs(n=3), RunTable)
+assert_type(dask_p2p.last_runs()[0], Run)
 dask_p2p.register(client)
+
+def step(ctx: Context, x: da.Array) -> None:
+    assert_type(ctx.with_halo(x), HaloArray)
 
 async def ask(client: AsynchronousClient) -> None:
     await dask_p2p.register(client)
@@ -162,6 +183,9 @@ def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
     assert_type(dask_p2p.spmd(func, x, per_rank=[0.0]), tuple[da.Array, ...])
     assert_type(dask_p2p.fused(x), da.Array)
     assert_type(dask_p2p.fused(x, x, ranks=2), tuple[da.Array, ...])
+    outputs = [dask_p2p.LocalBlock(), dask_p2p.Same(0.0)]
+    assert_type(dask_p2p.spmd(func, x, outputs=outputs), tuple[da.Array, ...])
+    assert_type(dask_p2p.spmd(func, x, outputs={"u": dask_p2p.LocalBlock()}), dict[str, da.Array])
     dask_p2p.spmd(func, x, outputs=0, per_rank=[0.0]).compute()
     u, norms = dask_p2p.spmd(func, x, outputs=n)
 """

@@ -213,8 +213,11 @@ def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other):
         bare.wait_for_workers(3, timeout=200)
         (stranger,) = set(workers_of(bare)) - there
         precious = bare.scatter({"a": 1}, workers=[stranger])
-        with pytest.raises(RegistrationError, match=f"got worker {stranger}: dask_p2p {OTHER}"):
+        with pytest.raises(
+            RegistrationError, match=f"got worker {stranger}: dask_p2p {OTHER}"
+        ) as refused:
             x_and_lazy()
+        assert str(refused.value).count(OTHER) == 1, "not the other way round, too"
         y = bare.compute(before, workers=[stranger])
         with pytest.raises((RegistrationError, VersionError), match="dask_p2p"):
             result_of(bare, y)

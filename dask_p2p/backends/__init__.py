@@ -79,7 +79,7 @@ def backend_named(name: str) -> Backend:
     backend = BACKENDS.get(name)
     if backend is None:
         raise UnsupportedArrayError(
-            f"Expected one of the array libraries {', '.join(BACKENDS)}, got {name!r}. "
+            f"expected one of the array libraries {', '.join(BACKENDS)}, got {name!r}. "
             "Convert the blocks with map_blocks(np.asarray) or map_blocks(cupy.asarray) first."
         )
     return backend
@@ -110,7 +110,7 @@ def _backend_of(block: Array) -> Backend:
     backend = BACKENDS.get(kind.__module__.partition(".")[0])
     if backend is None:
         raise UnsupportedArrayError(
-            f"Expected an array of {' or '.join(b.title for b in BACKENDS.values())}, got "
+            f"expected an array of {' or '.join(b.title for b in BACKENDS.values())}, got "
             f"{kind.__module__}.{kind.__qualname__}. Convert the blocks first: "
             f"{_conversion(block)}."
         )

@@ -226,17 +226,17 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
         view = src.transpose(tuple(axes))
     except ValueError as error:
         raise AxesError(
-            f"Expected a permutation of the {src.ndim} axes of the source, got {tuple(axes)}. "
+            f"expected a permutation of the {src.ndim} axes of the source, got {tuple(axes)}. "
             "Give each axis once."
         ) from error
     if dst.shape != view.shape:
         raise BlockMismatchError(
-            f"Expected a target of shape {view.shape} for a source of shape {src.shape} and axes "
+            f"expected a target of shape {view.shape} for a source of shape {src.shape} and axes "
             f"{tuple(axes)}, got {dst.shape}. Give the shape of source.transpose(axes)."
         )
     if dst.dtype != view.dtype:
         raise BlockMismatchError(
-            f"Expected a target of the source's dtype {view.dtype}, got {dst.dtype}. Convert with "
+            f"expected a target of the source's dtype {view.dtype}, got {dst.dtype}. Convert with "
             "astype first; a kernel only moves items."
         )
     return view

@@ -45,7 +45,7 @@ class CupyBackend(Backend):
     def check(self, block: Array) -> None:
         if not isinstance(block, _cupy().ndarray):
             raise UnsupportedArrayError(
-                f"Expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
+                f"expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
                 "map_blocks(cupy.asarray)."
             )
 
@@ -150,7 +150,7 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise UnsupportedArrayError(
-            f"Expected an importable CuPy for CuPy blocks, got: {error}. Run: "
+            f"expected an importable CuPy for CuPy blocks, got: {error}. Run: "
             f"{install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]."
         ) from error
     return cupy

@@ -35,17 +35,17 @@ class NumpyBackend(Backend):
     def check(self, block: Array) -> None:
         if isinstance(block, np.ma.MaskedArray):
             raise UnsupportedArrayError(
-                "Expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
+                "expected a plain numpy.ndarray, got a numpy.ma.MaskedArray, whose mask would be "
                 "lost. Fill it first (map_blocks(np.ma.filled)), or move data and mask separately."
             )
         if isinstance(block, np.matrix):
             raise UnsupportedArrayError(
-                "Expected a plain numpy.ndarray, got a numpy.matrix, which always has two axes. "
+                "expected a plain numpy.ndarray, got a numpy.matrix, which always has two axes. "
                 "Convert it first: map_blocks(np.asarray)."
             )
         if not isinstance(block, np.ndarray) or not is_plain(block):
             raise UnsupportedArrayError(
-                f"Expected a numpy.ndarray, got {type(block).__name__} of NumPy. Convert it first: "
+                f"expected a numpy.ndarray, got {type(block).__name__} of NumPy. Convert it first: "
                 "map_blocks(np.asarray)."
             )
 

@@ -16,20 +16,21 @@ from dask_p2p.types import DaskArray, Key
 _PREFIX = "p2p-argument"  # of the names of these arrays
 
 
-def argument(x: DaskArray, number: int) -> DaskArray:
+def argument(x: DaskArray, number: int, parameter: str) -> DaskArray:
     """Return an array that stands for an argument; its tasks are replaced in each call."""
     name = f"{_PREFIX}-{number}-{tokenize(x.chunks, x.dtype, number)}"
     tasks = dict[Key, Any]()
     for key in keys_of(x):
         own = (name, *key[1:])
-        tasks[own] = Task(own, _no_value, number)
+        tasks[own] = Task(own, _no_value, parameter)
     return array_of_tasks(x, name, x.chunks, x._meta, tasks)
 
 
-def _no_value(number: int) -> Any:
+def _no_value(parameter: str) -> Any:
     raise InputError(
-        f"expected a function that builds lazy arrays only, got one that computes argument "
-        f"{number}, which has no values in compile. Move compute() out of the function."
+        f"expected a function that builds lazy arrays only, got one that reads values of its "
+        f"argument {parameter!r}, which has none in compile. Move compute(), float() and `if` out "
+        f"of the function, and test for convergence between calls."
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from inspect import signature
+from itertools import count
 from typing import Any
 
 import dask
@@ -95,7 +98,10 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
         check_chunks_are_known(x)
     most = most_ranks(ranks)
     register_if_possible()
-    given = [argument(x, number) for number, x in enumerate(examples)]
+    given = [
+        argument(x, number, parameter)
+        for number, (x, parameter) in enumerate(zip(examples, _parameters(func), strict=False))
+    ]
     returned = func(*given)
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     if not outputs or not all(map(is_dask_array, outputs)):
@@ -105,6 +111,15 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
         )
     check_arrays((*given, *outputs))
     return _compiled(func, given, outputs, isinstance(returned, (tuple, list)), most)
+
+
+def _parameters(func: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of a function's parameters by position, for errors."""
+    with suppress(TypeError, ValueError):  # functions of extension modules may have no signature
+        for parameter in signature(func).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                yield parameter.name
+    yield from map("argument {}".format, count())
 
 
 class CompiledFunction:

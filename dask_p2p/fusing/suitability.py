@@ -127,12 +127,18 @@ def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> No
 
 def _check_gain(count: float, exchanges: int, size: int, outputs: int) -> None:
     if exchanges < _LEAST_EXCHANGES and count - outputs < _LEAST_TASKS * size:
+        more = max(0, round(count) - outputs)
+        tasks = f"about {_counted_as(more, 'task')}" if more else "no tasks"
         raise FuseError(
-            f"expected at least {_LEAST_EXCHANGES} exchanges, or {_LEAST_TASKS} tasks a rank more "
-            f"than outputs, got at most {exchanges} exchanges, and about {count:.0f} tasks for "
-            f"{size} ranks and {outputs} outputs. A gang would cost more than it saves. Compute "
-            f"more operations together."
+            f"too small to gain: at most {_counted_as(exchanges, 'exchange')} "
+            f"({_LEAST_EXCHANGES} needed), and {tasks} besides "
+            f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
+            f"{_counted_as(size, 'rank')} needed). Compute more operations together."
         )
+
+
+def _counted_as(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_suitable(

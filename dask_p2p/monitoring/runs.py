@@ -193,6 +193,12 @@ class Run:
             for fallback in record.fallbacks
         }
 
+    def __repr__(self) -> str:
+        return repr(RunTable([self]))
+
+    def _repr_html_(self) -> str:
+        return RunTable([self])._repr_html_()
+
     def summary(self) -> dict[str, Any]:
         """Return the figures by name, as plain values. ``_bytes`` and ``_s`` are units."""
         return {

@@ -15,6 +15,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
 from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.inputs import name_of_function
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
 # Instructions for making a Dask array, by package and class.
@@ -77,8 +78,8 @@ def check_names(
         if is_given and name in theirs - _OF_DASK:
             raise InputError(
                 f"expected an unambiguous keyword, got {name}={given[name]!r:.80}, which "
-                f"{operation.__name__} and {func!r:.80} both take. Bind the function's own one "
-                f"with functools.partial(func, {name}=...)."
+                f"{operation.__name__} and {name_of_function(func)} both take. Bind the function's "
+                f"own one with functools.partial(func, {name}=...)."
             )
 
 
@@ -153,7 +154,8 @@ def checked_chunks(
         if min(map(min, sizes), default=0) < 0:
             raise ValueError("block sizes must not be negative")
     except Exception as exc:  # Dask does not document the errors for invalid chunks
-        reason = str(exc).partition("\n")[0].rstrip(".")
+        # Dask repeats the chunks and the shape.
+        reason = str(exc).partition("\n")[0].partition(" Got chunks=")[0].rstrip(".")
         raise ChunksError(
             f"expected chunks for an array of shape {shape}, as dask.array.rechunk takes them, got "
             f"chunks={chunks!r}: {reason}. {CHUNKS_REMEDY}"

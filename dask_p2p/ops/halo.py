@@ -150,6 +150,12 @@ def _by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
         given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
         if len(given) == len(value):
             return tuple(given.get(axis, default) for axis in range(ndim))
+        for axis in value:
+            if axis not in axes:
+                raise InputError(
+                    f"{name}: expected axes from 0 to {ndim - 1}, got the axis {axis!r} in "
+                    f"{value!r}. Give axes of the array."
+                )
     elif not isinstance(value, (tuple, list)):
         return (default if value is None else value,) * ndim
     elif len(value) == ndim:

@@ -240,10 +240,10 @@ async def give_plugin(scheduler: Any) -> None:
             plugin=dumps(plugin), name=plugin.name, idempotent=True
         )
     except (ImportError, AttributeError) as exc:  # the scheduler cannot unpickle the plugin
-        remote = await installed_version(scheduler.run_function)
+        remote = await installed_version(scheduler.run_function, exc)
         raise RegistrationError(
-            f"expected {this_version()} on the scheduler, got {remote} ({exc}). Install the same "
-            f"version on clients, scheduler and workers."
+            f"expected {this_version()} on the scheduler, got {remote}. Install the "
+            f"same version on clients, scheduler and workers."
         ) from exc
 
 

@@ -272,8 +272,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 await asyncio.sleep(_RETRY_S)
                 continue
             except Exception as exc:  # the worker cannot unpickle the request
-                version = await installed_version(self.scheduler.rpc(worker).run)
-                self._failed[worker] = f"{version} ({exc})"
+                self._failed[worker] = await installed_version(self.scheduler.rpc(worker).run, exc)
                 return
             if reply["status"] == "OK":
                 self._failed.pop(worker, None)
@@ -311,13 +310,18 @@ def cannot_take_part(failed: dict[str, str]) -> str:
     )
 
 
-async def installed_version(run: Any) -> str:
-    """Return the package's version in another process of the cluster, called by its ``run``."""
+async def installed_version(run: Any, exc: Exception) -> str:
+    """Return the package's version in another process of the cluster, called by its ``run``.
+
+    The exception that the process has raised is its cause, unless the version differs: it would
+    name both versions again, the other way round.
+    """
     try:
         reply = await run(function=dumps(metadata.version), args=dumps(("dask-p2p",)))
         version = reply["result"]  # a scheduler does not deserialize it by itself
         if not isinstance(version, str):
             version = deserialize(version.header, version.frames)
-        return f"dask_p2p {version}"
+        installed = f"dask_p2p {version}"
     except Exception:
-        return "no dask_p2p"
+        return f"no dask_p2p ({exc})"
+    return f"{installed} ({exc})" if installed == this_version() else installed

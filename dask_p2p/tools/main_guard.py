@@ -18,7 +18,7 @@ from dask_p2p.errors import StartError
 
 _PROBE = "dask_p2p: import of the main program"  # name of a process
 _STARTS_A_CLUSTER = 77  # its exit status
-_REMEDY = 'Start it below `if __name__ == "__main__":`.'
+_REMEDY = 'Move that code below `if __name__ == "__main__":`.'
 
 
 def check_main_program() -> None:
@@ -46,9 +46,7 @@ def check_main_program() -> None:
 
 
 def _text(path: Any) -> str:
-    return (
-        f"expected a program that workers can import, but {path} then starts a cluster. {_REMEDY}"
-    )
+    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
 
 
 def _probe(path: str) -> None:

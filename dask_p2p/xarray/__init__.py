@@ -31,7 +31,15 @@ with needs("xarray", "xarray"):
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.regular import regular
 from dask_p2p.xarray.spectral import Spectral, T
-from dask_p2p.xarray.variables import as_dask, changed, chunked, in_memory, sizes_by_name, with_data
+from dask_p2p.xarray.variables import (
+    as_dask,
+    changed,
+    check_dimensions,
+    chunked,
+    in_memory,
+    sizes_by_name,
+    with_data,
+)
 
 __all__ = ["P2PAccessor"]
 
@@ -85,6 +93,7 @@ class P2PAccessor(Spectral[T]):
             masked, sparse, or have data that are more than plain bytes.
         """
         sizes = self._sizes(chunks or {})
+        check_dimensions([dim for dim in dims if dim is not ...], self._dims)
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:

@@ -22,11 +22,14 @@ from dask_p2p.xarray.variables import (
     as_dask,
     changed_coords,
     check_data,
+    check_dimensions,
     check_labels,
     in_memory,
     values_of,
 )
 
+#: Options of `iterate` that need names of fields.
+_OF_NAMES = "record", "save", "checkpoint", "max_time"
 _LABELS = "expected the sizes and labels of the newest field along its dimensions"
 
 
@@ -36,7 +39,9 @@ def by_dimension(
     """Return values by dimension, from a mapping or from one value for all dimensions."""
     if not isinstance(given, (Mapping, tuple, list)):
         return dict.fromkeys(dims, given)
-    if not isinstance(given, Mapping) or any(name not in dims for name in given):
+    if isinstance(given, Mapping):
+        check_dimensions(given, dims, error, subject)
+    else:
         raise error(
             f"expected {subject} of the dimensions {tuple(dims)}, got {given!r}. Use names "
             f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
@@ -76,6 +81,13 @@ def iterated(
             f"{type(constants).__name__}. Give coupled fields of a dataset by name, "
             f"fields={{'u': 'temperature'}}, or constants=[...]."
         )
+    for option in _OF_NAMES:
+        if kwargs.get(option):
+            raise InputError(
+                f"{option}: expected fields by name, got fields={fields!r}. Give the variables of "
+                f"a dataset by the names of the function's parameters, fields={{'u': "
+                f"{_listed(fields or 'u')[0]!r}}}."
+            )
     levels = _levels(given, fields)
     first = levels[0]
     dims, arrays = first.dims, _aligned(levels)

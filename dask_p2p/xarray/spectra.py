@@ -17,7 +17,7 @@ from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.xarray.variables import as_dask, check_data, values_of
+from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, values_of
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
@@ -117,6 +117,7 @@ def of_each(
             )
         arrays[name] = transform(a)
     if not arrays:
+        check_dimensions(wanted, tuple(ds.sizes))
         raise AxesError(
             f"expected dimensions of {tuple(ds.sizes)}, got dim={dim!r}, real_dim={real_dim!r}."
         )
@@ -134,7 +135,8 @@ def checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> 
     given = every if dim is None else _listed(dim)
     dims = [name for name in given if name != real_dim]
     dims += [] if real_dim is None else [real_dim]
-    if not dims or len({*dims}) < len(dims) or any(name not in a.dims for name in dims):
+    check_dimensions(dims, a.dims)
+    if not dims or len({*dims}) < len(dims):
         raise AxesError(
             f"expected dimensions of {a.dims}, each once, got dim={dim!r}, real_dim={real_dim!r}."
         )

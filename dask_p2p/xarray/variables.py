@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import dask.array as da
@@ -12,7 +13,7 @@ from dask.base import is_dask_collection
 from xarray.groupers import Resampler
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.graph.libraries import is_dask_array
 
 # Encoding keys for chunks of a file: Zarr chunks, Zarr shards, chunks as read, netCDF chunks.
@@ -24,9 +25,27 @@ _WITHOUT_MEANING = {
     ".pint.quantify() on the result",
 }
 _PLAIN = "Use the Dask array inside it as the data: a.copy(data=...)"
+_LEAST_SIMILAR = 0.4  # similarity of a name in an error: of "lat" to "latitude" it is 0.5
 
 #: Function of a variable before, the same after xarray's operation, and its name: the new variable.
 Change: TypeAlias = Callable[[Any, Any, Hashable], Any]
+
+
+def check_dimensions(
+    names: Iterable[Hashable],
+    dims: Sequence[Hashable],
+    error: type[InputError] = AxesError,
+    subject: str = "",  # argument that has the names
+) -> None:
+    """Refuse names that are no dimensions, with a similar one."""
+    for name in names:
+        if name not in dims:
+            similar = get_close_matches(str(name), map(str, dims), 1, _LEAST_SIMILAR)
+            raise error(
+                f"{subject and f'{subject}: '}{name!r} is no dimension of the array; it has "
+                f"{', '.join(map(repr, dims)) or 'none'}. "
+                f"{f'Use {similar[0]!r}?' if similar else 'Use one of these.'}"
+            )
 
 
 def in_memory(variable: Any) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from traceback import extract_tb, format_exception
 
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import get_worker
 
-from dask_p2p import map_overlap, spmd
+from dask_p2p import fused, iterate, map_overlap, spmd
 from dask_p2p.engine.frames import drops_frames
-from dask_p2p.errors import TransferError, without_frames
+from dask_p2p.errors import BlockMismatchError, SectionError, TransferError, without_frames
+from dask_p2p.geometry import block_bounds
 from tests.support import result_of
 from tests.transports.loopback import wait_until
 
@@ -119,3 +121,61 @@ def test_on_other_schedulers_nothing_is_dropped():
     with pytest.raises(ZeroDivisionError, match="3") as raised:
         function(3)
     assert raised.value.__traceback__ is not None
+
+
+def lookup(settings):
+    return settings["rate"]
+
+
+def in_a_section(x):
+    def program(ctx, x):
+        ctx.barrier()
+        return x * lookup({}) if ctx.rank else ctx.allreduce(x)
+
+    return spmd(program, x, ranks=2)
+
+
+def in_steps(x):
+    return iterate(lambda u: {"u": lookup({})}, {"u": x}, 1, 3)["u"]
+
+
+def in_halo(x):
+    return map_overlap(lambda u: lookup({}), x, depth=1, boundary=0, meta=x._meta)
+
+
+def in_a_gang(x):
+    return fused(x.map_blocks(lambda u: lookup({}), meta=x._meta) + 1, ranks=2)
+
+
+@pytest.mark.parametrize("build", [in_a_section, in_steps, in_halo, in_a_gang])
+def test_the_traceback_has_the_frames_of_the_program(client, build):
+    """And none of this package before them, on the client and in the logs of workers."""
+    with pytest.raises(KeyError, match="rate") as raised:
+        build(da.ones((4, 4), chunks=(2, 4))).compute()
+    frames = extract_tb(raised.value.__traceback__)
+    assert frames[-1].name == "lookup"
+    assert not [frame for frame in frames if "/dask_p2p/" in frame.filename]
+    assert "/dask_p2p/" not in "".join(format_exception(raised.value))
+
+
+def test_an_error_about_the_program_has_no_other_frames(client):
+    def differing(ctx, x):
+        return x + (ctx.allreduce(1.0) if ctx.rank else ctx.barrier())
+
+    x = da.ones((4, 4), chunks=(2, 4))
+    with pytest.raises(SectionError) as raised:
+        spmd(differing, x, ranks=2).compute()
+    assert extract_tb(raised.value.__traceback__)[-1].name == "differing"
+    with pytest.raises(BlockMismatchError) as raised:
+        iterate(lambda u: u[5:], {"u": x}, 1, 3)["u"].compute()
+    assert "/dask_p2p/" not in "".join(format_exception(raised.value))
+
+
+def test_faults_of_this_package_keep_their_frames():
+    """Their reports need all frames."""
+    with pytest.raises(TypeError) as raised:
+        drops_frames(block_bounds)(None)
+    assert [frame.name for frame in extract_tb(raised.value.__traceback__)][1:] == [
+        "run",
+        "block_bounds",
+    ]

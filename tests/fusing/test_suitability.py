@@ -60,11 +60,13 @@ def test_an_exchange_in_parts_counts_once():
 
 
 def test_few_tasks():
-    with pytest.raises(FuseError, match="about 8 tasks for 4 ranks and 8 outputs"):
+    with pytest.raises(FuseError, match=r"and no tasks besides the 8 outputs \(4 for each of 4 r"):
         check(array() + 1)
-    with pytest.raises(FuseError, match="at most 1 exchanges, and about 5 tasks for 4 ranks"):
+    with pytest.raises(
+        FuseError, match=r"at most 1 exchange .* and about 1 task besides the 4 outputs"
+    ):
         check(stencils(array(rows=16), 1))
-    with pytest.raises(FuseError, match="at most 1 exchanges"):  # without programs
+    with pytest.raises(FuseError, match=r"at most 1 exchange \("):  # without programs
         check_gain(read_arrays(array() + 1)[1].tasks, 4)
     check(stencils(array(rows=16), 3))
 

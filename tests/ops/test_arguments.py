@@ -63,6 +63,7 @@ def test_wrong_chunks(chunks, reason):
     assert reason in message
     assert "Pass a size like" in message
     assert message.count("\n") == 0
+    assert message.lower().count("chunks=") <= 1 + ("chunks=..." in message), "each text once"
 
 
 @pytest.mark.parametrize("chunks", [0, (0, 2), {0: 0}, -1])

@@ -50,7 +50,7 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
     others = found[0], found[2]
     assert all("allreduce" in each.call and each.exchanges > 4 for each in others)
     assert all(
-        "waits for rank " in str(each) and "allreduce('sum')" in str(each) for each in others
+        "waits for rank " in str(each) and 'allreduce("sum")' in str(each) for each in others
     )
     assert {each.worker for each in found.values()} == {*client.scheduler_info()["workers"]}
     (tmp_path / "go").touch()

@@ -105,10 +105,14 @@ def test_constants_of_an_array(array):
 
 
 def test_wrong_names(array, dataset):
-    dims = r"of the dimensions \('t', 'y', 'x'\), got .*'z'"
+    dims = r"^(depth|boundary): 'z' is no dimension of the array; it has 't', 'y', 'x'\. Use one"
     for wrong in ({"depth": {"z": 1}}, {"depth": [{"z": 1}]}, {"boundary": {"z": 0}}):
         with pytest.raises(InputError, match=dims):
             array.p2p.iterate(spread, **{"depth": {"x": 1}, "steps": 1, **wrong})
+    for option in ("save", "checkpoint", "record", "max_time"):
+        for given, fields in ((dataset, ["u"]), (array, None)):
+            with pytest.raises(InputError, match=rf"^{option}: .*fields={{'u': 'u'}}"):
+                given.p2p.iterate(spread, {"x": 1}, 1, fields=fields, **{option: "1 s"})
     with pytest.raises(InputError, match=r"got depth={'x': 9} .*\(dimension 'x'\)"):
         array.p2p.iterate(spread, {"x": 9}, 1)
     with pytest.raises(InputError, match=r"boundary out of .*got 'open'"):

@@ -66,10 +66,11 @@ def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
     for name, layer in layers.items():
         found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
         if found and any(key in tasks.nodes for key in layer):
+            values = ", ".join(f"{key}={value!r}" for key, value in found.items())
             raise FuseError(
-                f"expected layers without annotations of {', '.join(ANNOTATIONS)}, got {found} of "
-                f"{name}: one gang runs all tasks. Build the array outside of dask.annotate. "
-                f"Annotate only the call of fused."
+                f"layer {name!r} is annotated with {values}, which one gang for all tasks cannot "
+                f"honour. Build the array outside of dask.annotate. Annotate only the call of "
+                f"fused."
             )
 
 

@@ -74,6 +74,17 @@ class Handle:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("expected an array, got a handle of a resident gang. Call run.fetch.")
 
+    def _refuse(self, *_: Any) -> Any:
+        raise InputError(
+            "expected a value, got a handle of a resident gang. Call run.fetch(handle), such as "
+            "float(run.fetch(handle)), or compute in the compiled function."
+        )
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __getitem__ = __iter__ = __len__ = _refuse
+
     def __reduce__(self) -> Any:
         raise InputError(
             "expected a value for other processes, got a handle of a resident gang. Call run.array."

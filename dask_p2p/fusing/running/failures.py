@@ -23,6 +23,8 @@ class FailedValue:
     @classmethod
     def of(cls, exc: Exception, rank: int) -> FailedValue:
         """Return the value for an exception on a rank."""
+        if exc.__cause__ is None:  # else its notes name the rank
+            exc.add_note(f"Raised on rank {rank}.")
         error, _ = pickled_error(exc, rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         return cls(error)

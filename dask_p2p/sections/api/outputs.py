@@ -20,6 +20,7 @@ class Outputs:
     each: tuple[Output, ...]
     names: tuple[str, ...] | None = None  # None: the function returns the only output, or a tuple
     labels: tuple[str, ...] = ("the output",)  # for errors, without names
+    is_sequence: bool = False  # the caller gave a sequence of outputs
 
     def values(self, ctx: Any, returned: Any) -> Sequence[Any]:
         """Return the values for the outputs. Raises `BlockMismatchError` if they differ."""
@@ -36,10 +37,10 @@ class Outputs:
 
     def _in_order(self, ctx: Any, returned: Any) -> Sequence[Any]:
         """Return the values from a tuple, or the rows of an array; or the only value."""
-        if (count := len(self.each)) == 1:
+        count, is_array = len(self.each), isinstance(returned, ctx.device.module.ndarray)
+        if count == 1 and not self.is_sequence:
             return [returned]
-        is_array = isinstance(returned, ctx.device.module.ndarray)
-        has_rows = is_array and returned.shape[:1] == (count,)
+        has_rows = is_array and returned.shape[:1] == (count,) and not self.is_sequence
         found = returned if has_rows or isinstance(returned, (tuple, list)) else (returned,)
         if len(found) != count:
             raise BlockMismatchError(
@@ -58,17 +59,23 @@ class Outputs:
 def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
     """Return outputs with their dtypes; `dtypes` are those of the section's arrays.
 
-    Raises `InputError` if `outputs` is no output, and no mapping of outputs.
+    Raises `InputError` if `outputs` is no output, and no mapping or sequence of outputs.
     """
     if isinstance(outputs, Output):
         return Outputs((_with_dtype(outputs, 0, dtypes),))
+    is_sequence = isinstance(outputs, (list, tuple)) and outputs
+    if is_sequence and all(isinstance(output, Output) for output in outputs):
+        in_order = tuple(_with_dtype(output, at, dtypes) for at, output in enumerate(outputs))
+        labels = tuple(f"output {number}" for number, _ in enumerate(outputs))
+        return Outputs(in_order, labels=labels, is_sequence=True)
     given = dict(outputs) if isinstance(outputs, Mapping) else {}
     if not given or not all(
         isinstance(name, str) and isinstance(each, Output) for name, each in given.items()
     ):
         raise InputError(
             f"outputs: expected a number of outputs, one of LocalBlock, Array, Rows, PerRank, "
-            f'Same, or a dict of these by name, got {outputs!r}. Give one, {{"u": LocalBlock()}}.'
+            f"Same, or a list of these, or a dict of these by name, got {outputs!r}. Give one, "
+            f'{{"u": LocalBlock()}}.'
         )
     each = [_with_dtype(output, at, dtypes) for at, output in enumerate(given.values())]
     return Outputs(tuple(each), tuple(given))

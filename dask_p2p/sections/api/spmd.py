@@ -105,6 +105,21 @@ def spmd(
 ) -> dict[str, DaskArray]: ...
 
 
+@overload
+def spmd(
+    func: Callable[..., Any],
+    /,
+    *arrays: DaskArray | Whole,
+    outputs: Sequence[Output],
+    partition: Sequence[int] | None = ...,
+    ranks: int | None = ...,
+    dtype: None = ...,
+    per_rank: tuple[()] = ...,
+    as_library: str | None = ...,
+    **kwargs: Any,
+) -> tuple[DaskArray, ...]: ...
+
+
 # The number of outputs is known only at run time: one array, or a tuple.
 @overload
 def spmd(
@@ -125,7 +140,7 @@ def spmd(
     func: Callable[..., Any],
     /,
     *arrays: DaskArray | Whole,
-    outputs: int | Output | Mapping[str, Output] = 1,
+    outputs: int | Output | Sequence[Output] | Mapping[str, Output] = 1,
     partition: Sequence[int] | None = None,
     ranks: int | None = None,
     dtype: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -152,11 +167,12 @@ def spmd(
         array of any shape. With CuPy blocks, `func` gets and returns CuPy
         arrays. It runs with a CUDA stream of its own as the current stream, and need not
         synchronize. Without arrays, `ranks` and other outputs than local blocks are required.
-    outputs : int, output, or dict of outputs, optional
+    outputs : int, output, or list or dict of outputs, optional
         Number of arrays of a local block's shape that `func` returns, in a tuple unless it is one.
         0 if `func` returns only the values of `per_rank`. Or one of `LocalBlock`, `Array`, `Rows`,
-        `PerRank`, `Same`, for an array of any shape. A dict has several of these by name; `func`
-        returns a dict of the same names then, and so does `spmd`.
+        `PerRank`, `Same`, for an array of any shape. Or a list of several of these, for a function
+        that returns a tuple; `spmd` returns a tuple then. A dict has several of these by name;
+        `func` returns a dict of the same names then, and so does `spmd`.
     partition : sequence of int, optional
         Axes that may be divided between ranks. By default all.
     ranks : int, optional
@@ -221,7 +237,7 @@ def spmd(
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
     func = in_library(func, checked_library(as_library))
-    has_specs = isinstance(outputs, (Output, Mapping))
+    has_specs = isinstance(outputs, (Output, Mapping, list, tuple))
     if arrays or not has_specs:
         first_arrays: Any = arrays[:1]
         check_decompositions(first_arrays)
@@ -245,7 +261,7 @@ def spmd(
     )
     if checked.names is not None:
         return dict(zip(checked.names, made, strict=True))
-    return made[0] if len(made) == 1 else made
+    return made[0] if len(made) == 1 and not checked.is_sequence else made
 
 
 def _in_order(outputs: int, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:

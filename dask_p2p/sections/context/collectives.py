@@ -12,10 +12,13 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import as_integer
 from dask_p2p.sections.context.messages import Messaging
 from dask_p2p.sections.exchange.values import (
+    NUMBER_KINDS,
     arrays_in,
     as_numbers,
+    is_stackable,
     leaves,
     text_of_arrays,
+    text_of_kind,
     with_leaves,
 )
 from dask_p2p.sections.wire.messages.format import CALL_TAGS
@@ -40,30 +43,28 @@ class Collectives(Messaging):
 
         Parameters
         ----------
-        value : number, array, tuple or dict
-            A value of the same shape and dtype on all ranks.
+        value : object
+            The value of this rank. Numbers and arrays have the same shape and dtype on all ranks.
         ragged : bool, optional
-            True if shapes and dtypes may differ.
+            True if shapes, dtypes and types may differ.
 
         Returns
         -------
         numpy.ndarray or cupy.ndarray, tuple, dict or list
             An array with one additional dimension, the first, which is indexed by rank. For a tuple
-            or dict one for each value. With `ragged` a list of the values.
+            or dict of numbers and arrays one for each of them. For any other object, such as text
+            or a list, and with `ragged`, a list of the values.
 
         Raises
         ------
         InputError
-            If `value` holds no numbers.
+            If `value` cannot be pickled.
         SectionError
             If the ranks made different calls, or passed values of different shapes or dtypes.
-        UnsupportedArrayError
-            If `value` is masked.
         """
-        if ragged:
-            return self._exchanged(
-                dict.fromkeys(range(self.size), value), CALL_TAGS["allgather(ragged=True)"]
-            )
+        if ragged or not is_stackable(value, self.device):
+            tag = CALL_TAGS["allgather(ragged=True)" if ragged else "allgather() of an object"]
+            return self._exchanged(dict.fromkeys(range(self.size), value), tag)
         return self._like(value, self._stacked(self._gathered("allgather()", self._own(value))))
 
     def gather(self, value: Any, root: int = 0, ragged: bool = False) -> Any:
@@ -71,12 +72,12 @@ class Collectives(Messaging):
 
         Parameters
         ----------
-        value : number, array, tuple or dict
-            The value of this rank.
+        value : object
+            The value of this rank. Numbers and arrays have the same shape and dtype on all ranks.
         root : int, optional
             The rank that gets the values. By default 0.
         ragged : bool, optional
-            True if shapes and dtypes may differ.
+            True if shapes, dtypes and types may differ.
 
         Returns
         -------
@@ -89,10 +90,10 @@ class Collectives(Messaging):
             If there is no such rank. Otherwise the errors are those of `allgather`.
         """
         root = self._checked_root(root)
-        if not ragged:
+        if not ragged and is_stackable(value, self.device):
             given = self._at_root(self._own(value), f"gather(root={root})", root)
             return None if given is None else self._like(value, self._stacked(given))
-        tag = CALL_TAGS["gather(ragged=True)"]
+        tag = CALL_TAGS["gather(ragged=True)" if ragged else "gather() of an object"]
         sent = self._sent(value, root, tag)
         found = None
         if self.rank == root:
@@ -113,14 +114,14 @@ class Collectives(Messaging):
 
         Returns
         -------
-        number, array, tuple or dict
+        object
             The value for this rank.
 
         Raises
         ------
         InputError
             If there is no such rank, or `parts` has another length than `size` on the rank `root`,
-            or a value holds anything but numbers.
+            or a value cannot be pickled.
         SectionError
             If the ranks made different calls.
         """
@@ -134,24 +135,22 @@ class Collectives(Messaging):
 
         Parameters
         ----------
-        value : number, array, tuple or dict
+        value : object
             The value on the rank `root`. It does not count on the others.
         root : int, optional
             The rank that sends its value. By default 0.
 
         Returns
         -------
-        number, array, tuple or dict
-            A copy of the value, with the dtypes and shapes that it has on the rank `root`.
+        object
+            A copy of the value.
 
         Raises
         ------
         InputError
-            If there is no such rank, or the value holds anything but numbers.
+            If there is no such rank, or the value cannot be pickled.
         SectionError
             If the ranks made different calls.
-        UnsupportedArrayError
-            If an array is masked.
         """
         return self._from_root(self._checked_root(root), [value] * self.size, CALL_TAGS["bcast()"])
 
@@ -191,7 +190,7 @@ class Collectives(Messaging):
         root = self._checked_root(root)
         own = np.array(self._numbers(value))
         others = [rank for rank in range(self.size) if rank != self.rank]
-        call = f"broadcast(root={root}) of {own.dtype.str} {own.shape}"
+        call = f"broadcast(root={root}) of {text_of_kind(own.dtype, own.shape)}"
         if self.rank == root:
             data = own.tobytes()
             self._connections.exchange(call, dict.fromkeys(others, data), {})
@@ -212,7 +211,7 @@ class Collectives(Messaging):
     def _numbers(self, value: Any) -> Any:
         check_plain("value", value)
         own = as_numbers(self.device.to_host(value))
-        if own.dtype.kind not in "biufcmM":
+        if own.dtype.kind not in NUMBER_KINDS:
             found = getattr(value, "dtype", type(value).__name__)
             raise InputError(f"value: expected numbers, got {found}. Convert it to numbers first.")
         return own

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 
 from dask_p2p.errors import InputError, MissingPackageError
+from dask_p2p.inputs import nearest
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.reductions import Reductions
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.group import GroupConnections
+
+#: Names of mpi4py that are others here, not in lower case alone.
+_OF_MPI = {
+    "Get_rank": "rank",
+    "Get_size": "size",
+    "Allgatherv": "allgather(value, ragged=True)",
+    "Gatherv": "gather(value, ragged=True)",
+    "Scatterv": "scatter",
+    "Alltoallv": "alltoall",
+    "Alltoallw": "alltoall",
+    "Ibcast": "bcast",
+    "Ssend": "send",
+    "Sendrecv_replace": "sendrecv",
+    "Cart_create": "grid, the ranks along each axis",
+    "Get_coords": "box, the position of the local block",
+    "Get_topo": "grid",
+    "Shift": "along(axis), whose neighbours are rank - 1 and rank + 1",
+    "Sub": "along(axis)",
+    "Split_type": "split",
+}
 
 
 class Communicator(Reductions):
@@ -39,6 +60,17 @@ class Communicator(Reductions):
         super().__init__(rank, size, connections, device)
         self._name, self._splits = name, 0
         self.communicator = crc32(name.encode())
+
+    if not TYPE_CHECKING:  # type checkers name unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            names = [*(public for public in dir(type(self)) if public[0] != "_"), "rank", "size"]
+            remedy = _OF_MPI.get(name, name.lower())
+            if remedy.partition("(")[0].partition(",")[0] not in [*names, "grid", "box"]:
+                remedy = nearest(name, names)
+            raise AttributeError(
+                f"expected an attribute of the context, got {name!r}. Use ctx.{remedy}.", name=name
+            )
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divide the ranks into communicators: one for each color. All ranks must call this.
@@ -71,7 +103,7 @@ class Communicator(Reductions):
                 f"for a rank without a communicator."
             ) from None
         self._splits += 1
-        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather([*own]).tolist()]
+        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather(np.array(own)).tolist()]
         if color is None:
             return None
         mine = [(at, rank) for rank, (is_in, of, at) in enumerate(found) if is_in and of == own[1]]

@@ -133,7 +133,7 @@ class Context(Stepping, Transforms):
         (beyond,) = checked_boundaries(boundary, whole, kind, in_section=True)
         halo = halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
         call = (
-            f"update_halo() of halo array {self._halo_arrays}, {kind.str}, depth {widths}, "
+            f"update_halo() of halo array {self._halo_arrays}, {kind}, depth {widths}, "
             f"boundary {described(beyond)}, corners {corners}"
         )
         self._halo_arrays += 1

@@ -125,7 +125,7 @@ class Grid:
         rank, device = self._ctx.rank, self._ctx.device
         halo = halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
         of, text = f" of {name}" if is_named else "", described(beyond)
-        call = f"pad(){of}, {dtype.str} {self.shape}, depth {widths}, boundary {text}"
+        call = f"pad(){of}, {dtype} {self.shape}, depth {widths}, boundary {text}"
         at = At(rank, self.shape, self.box, device.module, self._ctx.step_for)
         ends = Ends(halo, beyond, at, device, dtype)
         return HaloLayout(halo, dtype, call, device=device, ends=ends)

@@ -20,9 +20,9 @@ from dask_p2p.sections.context.transfers import (
     copied_into,
     wrong_message,
 )
-from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_frame
-from dask_p2p.sections.exchange.values import copied, encoded
+from dask_p2p.sections.exchange.values import copied, encoded, is_array
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.messages.format import (
     CALL_TAGS,
@@ -66,9 +66,9 @@ class Messaging:
 
         Parameters
         ----------
-        value : number, array, tuple or dict
-            Numbers, arrays of numbers, or tuples and dicts of these. The dtypes and shapes of the
-            arrays come along.
+        value : object
+            Any object that can be pickled. Numbers, arrays, and tuples and dicts of these are sent
+            without a pickle, and arrays with CuPy blocks from GPU to GPU.
         dest : int or None
             The rank that receives the value. None sends nothing: beyond the end of a line of ranks.
         tag : int, optional
@@ -77,11 +77,9 @@ class Messaging:
         Raises
         ------
         InputError
-            If there is no such rank, or `value` holds anything but numbers, or `tag` is no tag.
+            If there is no such rank, or `value` cannot be pickled, or `tag` is no tag.
         SectionError
             If the ranks made different calls.
-        UnsupportedArrayError
-            If an array is masked.
         """
         self._sent(value, self._checked_rank("dest", dest), _checked_tag(tag)).wait()
 
@@ -111,9 +109,8 @@ class Messaging:
 
         Returns
         -------
-        number, array, tuple or dict
-            The value, owned by the caller: `out` if that is given. Python's numbers, and those of
-            NumPy, keep their types.
+        object
+            The value, owned by the caller, of the type that was sent: `out` if that is given.
 
         Raises
         ------
@@ -150,7 +147,7 @@ class Messaging:
 
         Returns
         -------
-        number, array, tuple or dict
+        object
             The received value; None if `source` is None.
         """
         to, of = self._checked_rank("dest", dest), self._checked_rank("source", source)
@@ -175,7 +172,7 @@ class Messaging:
         Raises
         ------
         InputError
-            If `parts` has another length than `size`, or a value holds anything but numbers.
+            If `parts` has another length than `size`, or a value cannot be pickled.
         SectionError
             If the ranks made different calls.
         """
@@ -278,7 +275,7 @@ class Messaging:
         receive = Receive(tag, self.communicator)
         if self.device.holds(out) and out.flags.c_contiguous:
             receive.description, (receive.lent_memory,) = encoded(out, self.device, "out")
-        elif isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable:
+        elif is_array(out, HOST) and out.flags.c_contiguous and out.flags.writeable:
             receive.description, (memory,) = encoded(out, self.device, "out")
             receive.memory = np.frombuffer(memory, np.uint8) if len(memory) else None
         self._connections.receive_message(source, receive)

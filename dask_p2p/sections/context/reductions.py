@@ -128,7 +128,7 @@ class Reductions(Collectives):
         if op in _UFUNCS and any(map(self._is_in_parts, of_value)):
             return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
         own = self._prepared(value, op)
-        given = self._gathered(f"allreduce({op!r})", own)
+        given = self._gathered(f'allreduce("{op}")', own)
         return self._like(value, self._combined(given, op))
 
     def _is_in_parts(self, leaf: Any) -> bool:
@@ -153,7 +153,7 @@ class Reductions(Collectives):
         reduce-scatter. A second exchange sends each column's sum back to all rows, an allgather. So
         a rank sends and receives twice the size of an array, for any number of ranks.
         """
-        size, length, name = self.size, own.size, f"allreduce({op!r})"
+        size, length, name = self.size, own.size, f'allreduce("{op}")'
         rows = RankGrid(((1,) * size, (length,)), (size, 1))
         columns = RankGrid(((size,), split_evenly(length, size)), (1, size))
         between = self._partitions.between
@@ -203,7 +203,7 @@ class Reductions(Collectives):
             The result of `allreduce` on the rank `root`, and None on the others.
         """
         own = self._prepared(value, op)
-        given = self._at_root(own, f"reduce({op!r}, root={self._checked_root(root)})", root)
+        given = self._at_root(own, f'reduce("{op}", root={self._checked_root(root)})', root)
         return None if given is None else self._like(value, self._combined(given, op))
 
     def scan(self, value: Any, op: str = "sum") -> Any:
@@ -212,7 +212,7 @@ class Reductions(Collectives):
         Parameters, result and errors are those of `allreduce`.
         """
         own = self._prepared(value, op)
-        given = self._gathered(f"scan({op!r})", own)[: self.rank + 1]
+        given = self._gathered(f'scan("{op}")', own)[: self.rank + 1]
         return self._like(value, self._combined(given, op))
 
     def exscan(self, value: Any, op: str = "sum") -> Any:
@@ -222,7 +222,7 @@ class Reductions(Collectives):
         the position of a rank's first element in the whole array.
         """
         own = self._prepared(value, op)
-        given = self._gathered(f"exscan({op!r})", own)[: self.rank]
+        given = self._gathered(f'exscan("{op}")', own)[: self.rank]
         return self._like(value, self._combined(given, op)) if given else None
 
     def _prepared(self, value: Any, op: Any) -> list[Array]:

@@ -21,7 +21,7 @@ class Transfer:
 
         Returns
         -------
-        number, array, tuple, dict or None
+        object
             The received value; None for `isend`: the value that is sent may change now.
 
         Raises
@@ -105,12 +105,16 @@ class FromItself(Transfer):
 
 def copied_into(out: Any, value: Any) -> Any:
     """Copy a received value into `out`. Raises `InputError` for another shape or dtype."""
-    wanted = getattr(out, "shape", None), getattr(out, "dtype", None)
-    found = getattr(value, "shape", type(value).__name__), getattr(value, "dtype", None)
-    if wanted != found:
+    if not hasattr(value, "dtype"):
         raise InputError(
-            f"out: expected an array of shape {found[0]} and dtype {found[1]}, like the message, "
-            f"got {wanted[0]} and {wanted[1]}. Leave out out= for a new array."
+            f"out: expected no array for a message that is no array, got out= and a message of "
+            f"type {type(value).__name__}. Leave out out=."
+        )
+    kind, received = ((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in (out, value))
+    if kind != received:
+        raise InputError(
+            f"out: expected an array of shape {received[0]} and dtype {received[1]}, like the "
+            f"message, got {kind[0]} and {kind[1]}. Leave out out= for a new array."
         )
     out[...] = value
     return out

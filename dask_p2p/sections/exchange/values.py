@@ -1,22 +1,23 @@
-"""Values as bytes: numbers, arrays, and tuples and dicts of these.
+"""Values as bytes: numbers, arrays, tuples and dicts of these, and any other object.
 
 A value becomes a *description*, with the shapes and dtypes, and the bytes of its arrays, which are
-not copied if they are contiguous. A receiver makes the value from both. No Python object is
-pickled.
+not copied if they are contiguous. A receiver makes the value from both. Other objects are pickled,
+with the memory of their arrays out of band.
 """
 
 from __future__ import annotations
 
+import pickle
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
-from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Layout, round_up
 from dask_p2p.sections.exchange.device import Host
@@ -24,15 +25,20 @@ from dask_p2p.sections.exchange.packed import shortened
 from dask_p2p.sections.wire.messages.format import ALIGNMENT
 from dask_p2p.types import Array, DType
 
-BYTE_KINDS = "biufcmMSUV"  # of dtypes whose elements are bytes
+NUMBER_KINDS = "biufcmM"
+BYTE_KINDS = f"{NUMBER_KINDS}SUV"  # of dtypes whose elements are bytes
 _PYTHON = {bool: "?", int: "<i8", float: "<f8", complex: "<c16"}
 _KEYS = str, int  # types of a dict's keys
 _HOST_BYTES = bytes, memoryview
+_BYTE = np.dtype(np.uint8)
+#: Classes of arrays that are their elements alone. The class of any other array goes with it.
+_ARRAYS = np.ndarray, np.memmap
 
 # A description is the text of nested tuples, which `literal_eval` reads.
 # - ("array", dtype, shape, is in Fortran's order, is on the GPU)
 # - ("number", dtype) is a scalar of NumPy, ("float", dtype) a number of Python.
 # - ("tuple", descriptions), ("dict", keys, descriptions)
+# - ("object", sizes) is a pickle, and the buffers that belong to it
 
 
 class Encoded(NamedTuple):
@@ -59,8 +65,8 @@ class Encoded(NamedTuple):
 def encoded(value: Any, device: Host, name: str = "value") -> Encoded:
     """Return a value as bytes, which are those of the value itself where possible.
 
-    Arrays of the device stay in its memory: see `Encoded.on_host`. Raises `InputError` if the value
-    holds anything but numbers, and `UnsupportedArrayError` if an array is masked.
+    Arrays of the device stay in its memory: see `Encoded.on_host`. Raises `InputError` if an object
+    cannot be pickled.
     """
     parts: list[Any] = []
     return Encoded(_text(_described(value, device, name, parts)), parts)
@@ -153,50 +159,74 @@ def sequence_like(value: Any, items: Sequence[Any]) -> Any:
     return make(items)
 
 
+def is_array(value: Any, device: Host) -> bool:
+    """Return whether a value is an array whose elements are bytes, and no more than its elements.
+
+    So are NumPy's numbers, and arrays of the device.
+    """
+    if device.holds(value):
+        return True
+    if type(value) not in _ARRAYS and not isinstance(value, np.generic):
+        return False
+    return value.dtype.kind in BYTE_KINDS and not value.dtype.hasobject
+
+
+def is_stackable(value: Any, device: Host) -> bool:
+    """Return whether all leaves of a value are numbers, or arrays of numbers."""
+    return all(_is_numbers(leaf, device) for leaf in leaves(value))
+
+
+def _is_numbers(leaf: Any, device: Host) -> bool:
+    if type(leaf) in _PYTHON:
+        return type(leaf) is not int or -(2**63) <= leaf < 2**63
+    return is_array(leaf, device) and leaf.dtype.kind in NUMBER_KINDS
+
+
 def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[Any, ...]:
     kind = type(value)
     if kind in _PYTHON:
         return _number(value, kind, name, parts)
-    if isinstance(value, tuple):
+    if kind is tuple:
         return ("tuple", tuple(_described(each, device, name, parts) for each in value))
-    if isinstance(value, dict):
-        for key in value:
-            if type(key) not in _KEYS:
-                raise InputError(
-                    f"{name}: expected dicts with keys of text or integers, got the key {key!r}. "
-                    f"Use such keys, or a tuple."
-                )
+    if kind is dict and all(type(key) in _KEYS for key in value):
         each = tuple(_described(value[key], device, name, parts) for key in value)
         return ("dict", tuple(value), each)
-    check_plain(name, value)
-    is_on_device = device.holds(value)
-    array = value if is_on_device else _checked(value, name)
+    if not is_array(value, device):
+        return _pickled(value, name, parts)
     if isinstance(value, np.generic):
-        parts.append(array.tobytes())
-        return ("number", _descr(array.dtype))
-    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-    parts.append(_bytes_of(array.transpose() if is_fortran else array, is_on_device))
-    return ("array", _descr(array.dtype), array.shape, is_fortran, is_on_device)
+        parts.append(value.tobytes())
+        return ("number", _descr(value.dtype))
+    is_on_device = device.holds(value)
+    is_fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    parts.append(_bytes_of(value.transpose() if is_fortran else value, is_on_device))
+    return ("array", _descr(value.dtype), value.shape, is_fortran, is_on_device)
 
 
 def _number(value: Any, kind: type, name: str, parts: list[Any]) -> tuple[Any, ...]:
     try:
         parts.append(np.array(value, _PYTHON[kind]).tobytes())
     except OverflowError:
-        raise InputError(
-            f"{name}: expected an integer of 64 bits, got {value}. Send a float, or an array."
-        ) from None
+        return _pickled(value, name, parts)
     return (kind.__name__, _PYTHON[kind])
 
 
-def _checked(value: Any, name: str) -> Array:
-    array = as_numbers(None if isinstance(value, (str, bytes)) else value)
-    if array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
+def _pickled(value: Any, name: str, parts: list[Any]) -> tuple[Any, ...]:
+    """Append the pickle of a value, and the buffers of its arrays, to the parts."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        try:
+            data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+        except Exception:  # its class is in the user's program
+            buffers.clear()
+            data = cloudpickle.dumps(value, 5, buffer_callback=buffers.append)
+        blocks = [data, *(buffer.raw() for buffer in buffers)]
+    except Exception as exc:
         raise InputError(
-            f"{name}: expected numbers, arrays, or tuples and dicts of these, got "
-            f"{type(value).__name__}. Convert it to arrays; messages are not pickled."
-        )
-    return array
+            f"{name}: expected a value that can be pickled, got {type(value).__name__}: {exc}. "
+            f"Send the numbers, arrays and texts in it."
+        ) from None
+    parts += blocks
+    return ("object", tuple(map(len, blocks)))
 
 
 def in_host_memory(part: Any, device: Host) -> Any:
@@ -228,12 +258,25 @@ def _made(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
         return tuple(_made(each, leaf, device) for each in spec[1])
     if kind == "dict":
         return {key: _made(each, leaf, device) for key, each in zip(*spec[1:], strict=True)}
+    if kind == "object":
+        data, *buffers = [leaf(_BYTE, (size_bytes,)) for size_bytes in spec[1]]
+        return pickle.loads(data, buffers=buffers)
     return leaf(spec[1], ()).item()
 
 
 @lru_cache(1024)
 def _text_of_call(call: str, *kinds: tuple[DType, tuple[int, ...]]) -> str:
-    return shortened(f"{call} of {', '.join(f'{dtype.str} {shape}' for dtype, shape in kinds)}")
+    return shortened(f"{call} of {', '.join(text_of_kind(*kind) for kind in kinds)}")
+
+
+def text_of_kind(dtype: DType, shape: tuple[int, ...]) -> str:
+    """Return the name of a number or an array in errors.
+
+    >>> text_of_kind(np.dtype("f8"), ()), text_of_kind(np.dtype("i4"), (3, 2))
+    ('a float64 number', 'an int32 array of shape (3, 2)')
+    """
+    article = "an" if str(dtype)[0] in "aeiou" else "a"
+    return f"{article} {dtype} {f'array of shape {shape}' if shape else 'number'}"
 
 
 @lru_cache(1024)
@@ -259,6 +302,8 @@ def _with_dtypes(spec: Any) -> Any:
         return (kind, [_with_dtypes(each) for each in rest[0]])
     if kind == "dict":
         return (kind, rest[0], [_with_dtypes(each) for each in rest[1]])
+    if kind == "object":
+        return spec
     descr = literal_eval(rest[0]) if rest[0].startswith("[") else rest[0]
     return (kind, descr_to_dtype(descr), *rest[1:])
 

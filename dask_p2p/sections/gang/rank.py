@@ -16,7 +16,7 @@ from dask.utils import key_split
 from dask_p2p.config import Options
 from dask_p2p.engine.attempts import pause_s
 from dask_p2p.engine.context import TaskContext
-from dask_p2p.engine.frames import drops_frames
+from dask_p2p.engine.frames import drops_frames, keep_user_frames
 from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
@@ -307,32 +307,29 @@ def _raise_end(order: Order, options: Options) -> NoReturn:
 def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
     """Return a pickled exception for the other ranks, and whether its type is preserved.
 
-    A note names the rank and has the traceback. Exceptions that cannot be pickled, or are too
-    large, become a `SectionError`.
+    Exceptions that cannot be pickled, or are too large, become a `SectionError`.
     """
     from distributed.protocol.pickle import dumps, loads
     from tblib import pickling_support  # of Dask, for exceptions with arguments of their own
 
+    keep_user_frames(exc)
     pickling_support.install(exc)
-    frames = traceback.format_tb((exc.__cause__ or exc).__traceback__)
-    note = f"Raised by rank {rank}:\n" + "".join(frames)
     with suppress(Exception):
         copy = loads(dumps(exc))
-        copy.add_note(note)
         str(copy)  # Dask formats it later, so it must not fail
         text: bytes = dumps(copy)
         if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
             return text, True
-    named = _named(exc, rank)
-    named.add_note(note)
-    return dumps(named), False
+    return dumps(_named(exc, rank)), False
 
 
 def _named(exc: BaseException, rank: int) -> SectionError:
-    """Return the error that takes the place of an exception, with its notes."""
+    """Return the error that takes the place of an exception, with its notes and its traceback."""
+    keep_user_frames(exc)
     named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
     for note in getattr(exc, "__notes__", ()):
         named.add_note(str(note))
+    named.add_note(f"Raised on rank {rank}:\n" + "".join(traceback.format_tb(exc.__traceback__)))
     return named
 
 

@@ -27,14 +27,26 @@ def checked_call(
     is_size = wanted_bytes is None or size_bytes == wanted_bytes
     if number == own_number and is_size and text.rstrip(b"\0") == own_text:
         return size_bytes
-    calls = sorted([(own, own_number, own_text), (rank, number, text)])
-    named = " and ".join(
-        f"rank {each} called {_decoded(call)} as number {at}" for each, at, call in calls
-    )
+    calls = sorted([(own, own_number, _decoded(own_text)), (rank, number, _decoded(text))])
+    first, second = (f"{call} on rank {each}" for each, _, call in calls)
+    if number != own_number:
+        second = f"call {calls[1][1]} was {second}"
     raise SectionError(
-        f"expected the same calls on all ranks, in the same order, but {named}. Make no call "
-        f"of the context depend on the rank, or on values that differ between ranks."
+        f"expected the same calls on all ranks, in the same order, but call {calls[0][1]} was "
+        f"{first}, and {second}. {_remedy(*(call for *_, call in calls))}"
     )
+
+
+def _remedy(first: str, second: str) -> str:
+    name = first.partition("(")[0]
+    if name != second.partition("(")[0] or " of " not in first:
+        return (
+            "Make no call of the context depend on the rank, or on values that differ between "
+            "ranks."
+        )
+    if name in ("gather", "allgather"):
+        return f"Give values of one shape and dtype, or call ctx.{name}(value, ragged=True)."
+    return "Give the same arguments, and values of one shape and dtype, on all ranks."
 
 
 def no_message(own: int, call: str, rank: int, its_call: str) -> SectionError:

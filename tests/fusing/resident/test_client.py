@@ -244,6 +244,18 @@ def test_a_handle_is_no_array(client):
             dask_p2p.fused(u)
         with pytest.raises(InputError, match=r"expected a handle, got tuple\. Give"):
             run.fetch((u, u))
+        for use in (
+            float,
+            int,
+            bool,
+            list,
+            len,
+            lambda u: u < 1e-6,
+            lambda u: 2 * u,
+            lambda u: u[0],
+        ):
+            with pytest.raises(InputError, match=r"got a handle .* Call run\.fetch\(handle\)"):
+                use(u)
         assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
 
 
@@ -328,7 +340,7 @@ def test_a_call_that_fails(client):
                 notes = "".join(caught.value.__notes__)
                 assert "In call 3 of a resident gang." in notes
                 assert "In task ('positive" in notes
-                assert "Raised by rank 1" in notes
+                assert "Raised on rank 1" in notes
         got = [run.fetch(each) for each in (good, total, more, low, fine, again, again_total)]
         del bad, bad_total, worse, caught
     first = function(x, v)

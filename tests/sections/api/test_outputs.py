@@ -141,3 +141,29 @@ def test_examples_do_not_travel_with_the_tasks(kind):
     large, small = kind(np.ones((10**6, 2), "f4")), kind(np.ones((10, 2), "f4"))
     assert len(pickle.dumps(large)) < len(pickle.dumps(small)) + 10
     assert pickle.loads(pickle.dumps(large)) == large
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_sequence_of_outputs_is_that_of_the_returned_tuple(client, x, sequence):
+    def centred(ctx, x):
+        mean = ctx.allreduce(x.sum()) / 24
+        return x - mean, mean, x[:, 0] > mean
+
+    outputs = sequence([LocalBlock(), Same(0.0), Rows(bool)])
+    centred_x, mean, is_above = spmd(centred, x, outputs=outputs, ranks=2)
+    assert float(mean.compute()) == 11.5
+    assert float(centred_x.sum().compute()) == 0
+    assert is_above.compute().sum() == 6
+    (only,) = spmd(lambda ctx, x: (2 * x,), x, outputs=sequence([LocalBlock()]))
+    assert only.chunks == x.chunks
+    assert float(only.sum().compute()) == 552
+    (total,) = spmd(lambda ctx: ([3.0],), outputs=sequence([Same([0.0])]), ranks=1)
+    assert total.compute().tolist() == [3.0]
+
+
+def test_a_tuple_of_another_length_is_an_error(client, x):
+    made = spmd(lambda ctx, x: (x,), x, outputs=[LocalBlock(), Same(0.0)], ranks=2)
+    with pytest.raises(
+        BlockMismatchError, match=r"expected a tuple of output 0, output 1 .* got 1"
+    ):
+        made[0].compute()

@@ -319,21 +319,23 @@ def test_different_calls_are_an_error_of_all(client):
     y = spmd(differing, array(), ranks=4)
     raised = client.compute(y).exception(timeout=BOUND_S)  # no rank waits for ever
     assert isinstance(raised, SectionError)
-    assert re.search(r"rank \d called allreduce\('sum'\) of <f8 \(\) as number 1", str(raised))
-    assert "rank 1 called barrier() as number 1" in str(raised)
+    assert re.search(r'allreduce\("sum"\) of a float64 number on rank \d', str(raised))
+    assert "barrier() on rank 1" in str(raised)
 
     def returning_early(ctx, x):
         if ctx.rank != 1:
             ctx.barrier()
         return x
 
-    with pytest.raises(SectionError, match="rank 1 called finalize"):
+    with pytest.raises(SectionError, match=r"and finalize\(\) .* on rank 1"):
         spmd(returning_early, array(), ranks=4).compute()
 
     def of_other_shapes(ctx, x):
         return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
 
-    with pytest.raises(SectionError, match=r"rank 0 called allreduce\('sum'\) of <f8 \(1,\)"):
+    with pytest.raises(
+        SectionError, match=r'allreduce\("sum"\) of a float64 array of shape \(1,\)'
+    ):
         spmd(of_other_shapes, array(), ranks=2).compute()
     nothing_is_left(client)
 

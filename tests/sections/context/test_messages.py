@@ -328,7 +328,7 @@ def test_a_rank_that_waits_for_one_in_a_call_of_all_gets_an_error():
             ctx.recv(0)
         ctx.allreduce(1)
 
-    with pytest.raises(SectionError, match=r"of rank 1, but rank 0 called allreduce\('sum'\)"):
+    with pytest.raises(SectionError, match=r"of rank 1, but rank 0 called allreduce\(.sum.\)"):
         run_gang(grid(2), differing)
 
 

@@ -280,5 +280,7 @@ def test_what_is_wrong_is_named():
         part = np.ones((2, 4), complex)
         return ctx.redistribute(part, (1,)) if ctx.rank else ctx.fftn(part, partition=(1,))
 
-    with pytest.raises(SectionError, match=r"called fftn\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)"):
+    with pytest.raises(
+        SectionError, match=r"call 1 was fftn\(\) of \(4, 4\), \(2, 1\) to \(1, 2\)"
+    ):
         run_gang(RankGrid(((2, 2), (4,)), (2, 1)), differing)

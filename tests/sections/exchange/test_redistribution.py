@@ -252,7 +252,7 @@ def test_what_is_wrong_is_named():
             ctx.redistribute(x, **wrong)
     with pytest.raises(InputError, match=r"a: .*cannot exchange Python objects"):
         ctx.redistribute(x.astype(object))
-    with pytest.raises(UnsupportedArrayError, match=r"a: Expected a plain numpy\.ndarray"):
+    with pytest.raises(UnsupportedArrayError, match=r"a: expected a plain numpy\.ndarray"):
         ctx.redistribute(np.ma.masked_equal(x, 1))
 
 
@@ -265,7 +265,7 @@ def test_what_is_wrong_is_named():
         ),
         (
             [{"partition": (1,)}, {"partition": (1,), "exchange": "pairwise"}],
-            "float64, pairwise as number 1",
+            "float64, pairwise on rank 1",
         ),
         ([{"partition": (1,)}, {"partition": (1,), "axes": (1, 0)}], r"axes \(0, 1\)"),
     ],

@@ -450,7 +450,13 @@ def test_wrong_arguments_are_refused():
             iterate(*args, **kwargs)
 
     refused("at least one field", react, {}, 1, 2)
-    refused("parameters with the names .*got 'w'", lambda u, w: {}, fields, 1, 2)
+    refused(
+        "parameters with the names .*got parameter 'w' of the lambda at test_coupled",
+        lambda u, w: {},
+        fields,
+        1,
+        2,
+    )
     refused("neither 'out' nor 'at'", react, {"at": u}, 1, 2)
     refused("name of a parameter for a field, got 3", react, {3: u}, 1, 2)
     refused("different names .*'u' twice", react, fields, 1, 2, constants={"u": 3})

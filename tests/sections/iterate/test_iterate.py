@@ -276,6 +276,7 @@ def test_wrong_arguments_are_refused():
         ((array(), func, 1, 2), "expected a function of fields with a halo"),
         ((func, array(), -1, 2), "expected a halo width"),
         ((func, array(), 25, 2), "no wider than the array"),
+        ((func, array(), {5: 1}, 2), "depth: expected axes from 0 to 1, got the axis 5 in {5: 1}"),
         ((func, array(), 1, -1), "number of steps, at least 0, got steps=-1. Give an integer"),
         ((func, (), 1, 1), "at least one Dask array"),
         ((func, (array(), array()), [1], 1), "expected a list with one depth for each of 2"),

@@ -75,8 +75,8 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
     assert any(isinstance(each, SectionError) for each in raised), raised
     for each in raised:
         if isinstance(each, SectionError):
-            assert f"rank {returns} called finalize() at the return of its function" in str(each)
-            assert f"rank {waits} called x as number 1" in str(each)
+            assert f"finalize() at the return of its function on rank {returns}" in str(each)
+            assert f"x on rank {waits}" in str(each)
         else:
             assert isinstance(each, AttemptEndedError)
 

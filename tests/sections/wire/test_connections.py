@@ -188,8 +188,8 @@ def test_different_calls_are_named(gang):
     named = [each for each in raised if isinstance(each, SectionError)]
     assert named
     for each in named:
-        assert "rank 1 called that as number 1" in str(each)
-        assert "called this as number 1" in str(each)
+        assert "that on rank 1" in str(each)
+        assert "this on rank " in str(each)
     assert all(isinstance(each, AttemptEndedError) for each in raised if each not in named)
 
 

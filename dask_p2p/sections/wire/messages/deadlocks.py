@@ -38,8 +38,8 @@ class Probe(NamedTuple):
     def error(self) -> SectionError:
         """Return the error of ranks that wait in a circle."""
         return SectionError(
-            f"expected a rank that sends, but ranks wait for each other: {self.path}. Let one of "
-            f"them send before it receives, or call ctx.sendrecv."
+            f"deadlock: ranks wait for each other: {self.path}. Let one of them send before it "
+            f"receives, or call ctx.sendrecv."
         )
 
 

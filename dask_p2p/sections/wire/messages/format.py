@@ -29,6 +29,8 @@ CALL_TAGS = {
     "scatter()": MOST_TAG + 3,
     "bcast()": MOST_TAG + 4,
     "allreduce()": MOST_TAG + 5,
+    "gather() of an object": MOST_TAG + 6,
+    "allgather() of an object": MOST_TAG + 7,
 }
 CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.

@@ -230,7 +230,7 @@ def test_another_call_in_the_slot_is_named(connected):
     connection.number = 1
     connection.begin_to_receive(None)
     with pytest.raises(
-        SectionError, match=r"rank 0 called sum\(\) as number 1 and rank 1 called ba"
+        SectionError, match=r"call 1 was sum\(\) on rank 0, and barrier\(\) on rank 1"
     ):
         connection.advance(b"sum()", 0, 1)
 
