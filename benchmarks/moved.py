@@ -66,7 +66,7 @@ def note(row: dict[str, Any], run: Run, since_s: float, until_s: float) -> None:
     """Add the parts of a run to a row; client and workers share one host's clock."""
     parts_s = {
         "before_s": run.start_s - since_s,
-        "exchange_s": run.exchange_s,
+        "exchange_s": run.longest_task_s,
         "span_s": run.wall_s,
         "tasks_s": sum(record.stop_s - record.start_s for record in run.made),
         "after_s": until_s - run.stop_s,

@@ -32,7 +32,7 @@ _RUNS = 4  # runs of each method, including the first
 _SETTLE_S = 0.2
 _LEGEND = (
     "first: the first run, on a new cluster; median: of later runs; GB/s: read and written; wrong: "
-    "wrong elements; faster by: the median divided by that of dask_p2p."
+    "wrong elements; times as long: the median divided by that of dask_p2p."
 )
 _NEXT = (
     "Next: https://github.com/dask-p2p/dask-p2p/blob/main/docs/tutorial.md, and `dask p2p check` "
@@ -145,7 +145,7 @@ def _print_moved(client: Any) -> None:
 
 def _show(tried: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:
     """Print the times; raise `click.ClickException` if elements are wrong."""
-    rows = [("times in ms", "first", "median", "GB/s", "wrong", "faster by")]
+    rows = [("times in ms", "first", "median", "GB/s", "wrong", "times as long")]
     ours_s = median(tried[_OURS][0][1:])
     moved_gb = 2 * side**2 * dtype.itemsize / 1e9  # each element is read once and written once
     for method, (times_s, wrong) in tried.items():

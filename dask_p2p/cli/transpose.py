@@ -13,11 +13,12 @@ from typing import Any
 
 import click
 from dask.system import CPU_COUNT
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
 import dask_p2p
 from dask_p2p.cli import _options as shared
 from dask_p2p.cli._signals import ctrl_c_later, stoppable
+from dask_p2p.monitoring.tables import format_duration
 from dask_p2p.types import DaskArray
 
 
@@ -99,7 +100,7 @@ def _run(
         size_bytes = prod(y.shape) * y.dtype.itemsize
         click.echo(
             f"{output}: {' x '.join(map(str, y.shape))} of {y.dtype}, {format_bytes(size_bytes)} "
-            f"in {format_time(time_s)}, {size_bytes / time_s / 1e9:.3g} GB/s"
+            f"in {format_duration(time_s)}, {size_bytes / time_s / 1e9:.3g} GB/s"
         )
 
 

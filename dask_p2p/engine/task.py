@@ -204,7 +204,7 @@ def assemble_block(
         on_missing(worker, list(map(output.key, plan.sources(index))))
     record = partial(_record, key, start_s, plan, assembly, context.address)
     try:
-        with recorded(context, key, record, TransferError) as fields:
+        with recorded(context, key, record) as fields:
             block = assembly.finish(assembly.run(), index)
             fields |= _described(block)
             return block

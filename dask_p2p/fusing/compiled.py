@@ -20,7 +20,7 @@ from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
 from dask_p2p.fusing.arguments import argument, check_reads, pinned
 from dask_p2p.fusing.array_graphs import graph_of, named_graph
-from dask_p2p.fusing.planning.declared import Declared
+from dask_p2p.fusing.planning.declared import Declared, DeclaredBlocks
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
 from dask_p2p.fusing.planning.tasks import name_of
@@ -222,8 +222,10 @@ class CompiledFunction:
         begin = None if stored is None else (stored.name, stored.number)
         ranks = []
         for each in own.ranks:
-            of_each = each.body.program, own.arguments, each.body.dtype, each.body.kind
-            ranks.append(each._replace(body=RunResident(name, *of_each, idle_s, begin)))
+            body = each.body
+            of_first = body.dtype, body.shape, body.kind
+            resident = RunResident(name, body.program, own.arguments, *of_first, idle_s, begin)
+            ranks.append(each._replace(body=resident))
         names, graphs = zip(*map(named_graph, arrays), strict=True)
         tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)
         graph = HighLevelGraph.merge(*graphs, HighLevelGraph({name: tasks}, {name: {*names}}))
@@ -260,7 +262,8 @@ def _compiled(
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
     kind = kind_of(kinds_of((*given, *outputs)), read)
-    ranks = rank_programs(programs, outputs[0].dtype, kind, runs_again=True)
+    first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
+    ranks = rank_programs(programs, first, kind, runs_again=True)
     results = [Declared.of(x) for x in outputs]
     signature = Signature([Declared.of(x) for x in given], results, returns_several, given[0])
     return CompiledFunction(func, signature, FusedGang(token, ranks, options, results, names, kept))

@@ -9,7 +9,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
 from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
-from dask_p2p.fusing.planning.declared import blocks_of_layers
+from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_layers
 from dask_p2p.fusing.planning.located import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
@@ -108,7 +108,8 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     locations = _locations(read) if size > 1 else UNKNOWN
     programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
-    given = read.tasks, programs, names, arrays[0].dtype, kind, options, arrays
+    first = DeclaredBlocks(arrays[0].chunks, arrays[0].dtype)
+    given = read.tasks, programs, names, first, kind, options, arrays
     if is_expression(arrays[0]):
         work = fused_gang(*given, kept=read.kept)
         return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]

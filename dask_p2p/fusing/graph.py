@@ -21,7 +21,7 @@ from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import check_annotations, check_tasks, kind_of
 from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.planning.subgraphs import unfused
-from dask_p2p.fusing.planning.tasks import ReadGraph, before_stores, read_graph
+from dask_p2p.fusing.planning.tasks import ReadGraph, before_stores, name_of, read_graph
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.fusing.suitability import (
     Cluster,
@@ -54,6 +54,7 @@ class Choice:
     kind: Kind = "numpy"  # of the blocks that ranks compute with
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
     is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
+    first: DeclaredBlocks | None = None  # blocks of the first output; None: unknown
 
     def __str__(self) -> str:
         if not self.programs:
@@ -91,7 +92,8 @@ def choice_of(
         return Choice(read, is_known=bool(known.tasks) and not after)
     check_tasks(read)
     check_annotations(layers, read.tasks)
-    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes, declared or blocks_of_layers(layers))
+    declared = declared or blocks_of_layers(layers)
+    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes, declared)
     kind = kind_of(kinds, read)
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:
@@ -100,7 +102,7 @@ def choice_of(
     programs = programs_of(read.tasks, size, sizes_bytes, locations=known.locations)
     if is_auto:
         check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
-    return Choice(read, programs, kind, after=after)
+    return Choice(read, programs, kind, after=after, first=declared.get(name_of(outputs[0])))
 
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
@@ -109,7 +111,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     if not choice.programs:
         return optimize(dict(read.kept) if choice.is_known else graph, keys)
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
-    work = fused_gang(read.tasks, choice.programs, names, None, choice.kind, options)
+    work = fused_gang(read.tasks, choice.programs, names, choice.first, choice.kind, options)
     gang = GangTasks.of(work)
     found = output_tasks(gang.name, 0, [each.outputs[0] for each in work.ranks])
     layers = {

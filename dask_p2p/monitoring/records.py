@@ -24,6 +24,9 @@ from dask_p2p.versioned import check_version, own_version
 #: RPC operation of requests for records, from scheduler to workers and from client to scheduler.
 RECORDS_OP = "p2p_records"
 
+#: RPC operation of requests for progress, from client to scheduler.
+PROGRESS_OP = "p2p_progress"
+
 #: Longest reason of a failure in a record.
 REASON_CHARS = 500
 
@@ -69,7 +72,7 @@ class TaskRecord(NamedTuple):
     dtype: str = ""
     nbytes: int = 0
 
-    array_shape: tuple[int, ...] = ()  # shape of the whole output
+    array_shape: tuple[float, ...] | None = ()  # shape of the whole output; None: unknown
     blocks: tuple[int, ...] = ()  # number of the whole output's blocks along each axis
     axes: tuple[int, ...] = ()  # output axis i is input axis axes[i]
     wasted_bytes: int = 0  # bytes that arrived but had to be read again
@@ -82,8 +85,10 @@ class TaskRecord(NamedTuple):
     #: Total bytes to read from other workers, for a running attempt; None for a finished one.
     wanted_bytes: int | None = None
     #: Dask's number of this run of the task. On the scheduler it is replaced by the number of the
-    #: first task of the array's run: see `RunStarts`.
+    #: first task of the array's run: see `RunLog`.
     run: int = 0
+    #: "failed" or "cancelled" if the array's run has ended so. The scheduler sets it.
+    outcome: str = ""
 
     # For ranks of `iterate` or `spmd`:
     step: int = 0  # finished steps
@@ -236,7 +241,17 @@ class RecordStore(RecordLog):
 
     def __init__(self, size: int = _SCHEDULER_RECORDS) -> None:
         super().__init__(size)
+        self.runs = RunLog()
         self._next: dict[str, int] = {}  # by worker: number of the first missing record
+
+    def since(self, number: int) -> tuple[int, list[TaskRecord]]:
+        """Return the records as `RecordLog.since` does, with the outcomes of their runs."""
+        first, records = super().since(number)
+        return first, self.runs.with_outcomes(records)
+
+    def newest(self, size: int) -> list[TaskRecord]:
+        """Return the records as `RecordLog.newest` does, with the outcomes of their runs."""
+        return self.runs.with_outcomes(super().newest(size))
 
     def next(self, worker: str) -> int:
         """Return the number of a worker's first record that is missing here."""
@@ -253,16 +268,17 @@ class RecordStore(RecordLog):
         self._next.pop(worker, None)
 
 
-class RunStarts:
-    """The starts of each array's runs. Kept on the scheduler, which has all unfinished tasks.
+class RunLog:
+    """The starts and outcomes of each array's runs.
 
-    A run starts with the first task that is sent to a worker, and ends when no task of its array is
-    left.
+    Kept on the scheduler, which has all unfinished tasks. A run starts with the first task that is
+    sent to a worker, and ends when no task of its array is left.
     """
 
     def __init__(self) -> None:
         self._starts: dict[str, list[int]] = {}  # by array: Dask's number of each first task
         self._open: set[str] = set()  # arrays with a run in progress
+        self._outcomes: dict[tuple[str, int], str] = {}  # by array and number of the run
 
     def sent(self, name: str, number: int) -> None:
         """Record that a task of an array was sent to a worker, with Dask's number of the task."""
@@ -273,6 +289,10 @@ class RunStarts:
             if len(self._starts) > tuning.current.counted_arrays:
                 del self._starts[next(iter(self._starts))]
 
+    def newest(self, name: str) -> int:
+        """Return the number of an array's newest run; 0 if it is unknown."""
+        return self._starts.get(name, [0])[-1]
+
     def is_open(self, name: str) -> bool:
         """Return whether a run of this array is in progress."""
         return name in self._open
@@ -280,6 +300,23 @@ class RunStarts:
     def end(self, name: str) -> None:
         """Record that no task of an array is left."""
         self._open.discard(name)
+
+    def set_outcome(self, name: str, outcome: str) -> None:
+        """Record that the run in progress has failed or was cancelled. The first outcome counts.
+
+        After a failure Dask releases tasks that nobody needs any more, as after a cancellation.
+        """
+        if name in self._open and (starts := self._starts.get(name)):
+            self._outcomes.setdefault((name, starts[-1]), outcome)
+            if len(self._outcomes) > tuning.current.counted_arrays:
+                del self._outcomes[next(iter(self._outcomes))]
+
+    def with_outcomes(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
+        """Return the records, each with the outcome of its array's run."""
+        if not self._outcomes:
+            return list(records)
+        outcomes = ((record, self._outcomes.get((record.name, record.run))) for record in records)
+        return [record._replace(outcome=text) if text else record for record, text in outcomes]
 
     def assigned(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
         """Return the records, each with the number of its array's run."""

@@ -17,9 +17,9 @@ from dask_p2p.types import AsynchronousClient, Client
 
 # Fields of `Run.summary`, in the order of the columns.
 _FIGURES = (
-    *("operation", "name", "shape", "dtype", "blocks", "axes", "moved_bytes", "least_bytes"),
-    *("start_s", "exchange_s", "wall_s", "gbs", "transports", "attempts"),
-    *("steps", "steps_per_s", "waited_share", "overlap"),
+    *("operation", "name", "state", "shape", "dtype", "blocks", "axes"),
+    *("moved_bytes", "least_bytes", "start_s", "longest_task_s", "wall_s", "gbs", "transports"),
+    *("attempts", "steps", "all_steps", "steps_per_s", "waited_share", "overlap"),
 )
 
 
@@ -48,6 +48,16 @@ class Run:
         return tuple(record for record in self.records if record.wanted_bytes is not None)
 
     @property
+    def state(self) -> str:
+        """State of the run: "running", "done", "failed" or "cancelled"."""
+        if self.records[0].outcome:
+            return self.records[0].outcome
+        if self.under_way:
+            return "running"
+        failed = {record.key for record in self.records if record.error}
+        return "failed" if failed - {record.key for record in self.made} else "done"
+
+    @property
     def name(self) -> str:
         """Name of the output array."""
         return self.records[0].name
@@ -58,14 +68,14 @@ class Run:
         return self.records[0].operation
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the output array."""
+    def shape(self) -> tuple[float, ...] | None:
+        """Shape of the output array, of several the first one; None if it is unknown."""
         return self.records[0].array_shape
 
     @property
     def dtype(self) -> str:
-        """Dtype of the output array; empty if no block was made."""
-        return self.made[0].dtype if self.made else ""
+        """Dtype of the output array; empty if it is unknown because no block was made."""
+        return next((record.dtype for record in self.records if record.dtype), "")
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -106,9 +116,12 @@ class Run:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that moved: `least_bytes`, and bytes that failures caused to be read again."""
-        used = (stage.nbytes for r in self.records if r.is_made for stage in r.stages)
-        return sum(used) + sum(record.wasted_bytes for record in self.records)
+        """Bytes that moved so far, for blocks that were not finished, too.
+
+        More than `least_bytes` if failures caused bytes to be read again.
+        """
+        read = (stage.nbytes for record in self.records for stage in record.stages)
+        return sum(read) + sum(record.wasted_bytes for record in self.records)
 
     @property
     def start_s(self) -> float:
@@ -126,7 +139,7 @@ class Run:
         return self.stop_s - self.start_s
 
     @property
-    def exchange_s(self) -> float:
+    def longest_task_s(self) -> float:
         """Seconds of the longest task."""
         return max(record.stop_s - record.start_s for record in self.made or self.records)
 
@@ -181,8 +194,12 @@ class Run:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Reasons of failed attempts, each once."""
-        return tuple(dict.fromkeys(record.error for record in self.records if record.error))
+        """Reasons of failed attempts, each once. An attempt that was cancelled has not failed."""
+        failed = [record for record in self.records if record.error]
+        if self.state == "cancelled":
+            last = {record.key: record for record in self.records}
+            failed = [record for record in failed if record is not last[record.key]]
+        return tuple(dict.fromkeys(record.error for record in failed))
 
     @cached_property
     def fallbacks(self) -> dict[tuple[str, str, str], str]:
@@ -205,6 +222,7 @@ class Run:
             **{name: getattr(self, name) for name in _FIGURES},
             "made": len(self.made),
             "fallbacks": len(self.fallbacks),
+            "is_section": bool(self.latest),
         }
 
 
@@ -285,10 +303,10 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     RunTable or awaitable
         The runs, the newest first; an awaitable if the client is asynchronous. Empty for a cluster
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
-        ``axes``, ``moved_bytes``, ``least_bytes``, ``exchange_s``, ``wall_s``, ``gbs``, ``pairs``,
-        ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of `iterate` or `spmd`
-        also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``. `RunTable` has
-        ``to_pandas()`` and ``to_trace(file)``.
+        ``axes``, ``state``, ``moved_bytes``, ``least_bytes``, ``longest_task_s``, ``wall_s``,
+        ``gbs``, ``pairs``, ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of
+        `iterate` or `spmd` also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``.
+        `RunTable` has ``to_pandas()`` and ``to_trace(file)``.
 
     Raises
     ------
@@ -309,8 +327,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
     """Return the records of a cluster's newest `n` runs; with None, all records.
 
-    With 0, only those of running tasks: the scheduler reads no earlier ones. The list is empty if
-    the scheduler lacks the plugin.
+    The list is empty if the scheduler lacks the plugin.
     """
     answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if answer is None:  # Dask's reply to an unknown operation

@@ -29,9 +29,9 @@ from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import (
+    PROGRESS_OP,
     RECORDS_OP,
     RecordStore,
-    RunStarts,
     TaskRecord,
     packed,
     unpacked,
@@ -70,7 +70,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed: dict[str, str] = {}  # by worker address: cause of the failed installation
         self._background = Background()
         self._records = RecordStore()
-        self._starts = RunStarts()
         self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
         self._totals = Totals()
         self._states: dict[str, Any] = {}  # Dask's worker states, by address
@@ -81,7 +80,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         check_dask()
         self.scheduler = scheduler
         scheduler.handlers["p2p_register"] = self.register
-        scheduler.handlers[RECORDS_OP] = self.records
+        scheduler.handlers |= {RECORDS_OP: self.records, PROGRESS_OP: self.progress}
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
@@ -138,13 +137,20 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if finish == "processing":
             task = self.scheduler.tasks[key]
             if _is_ours(task):
-                self._starts.sent(run_name(key), task.run_id)
+                self._records.runs.sent(run_name(key), task.run_id)
             if _is_idle(task.processing_on) and _is_near_ours(task):
                 self._at_once.send(self.scheduler.stream_comms.get(task.processing_on.address))
         elif finish in _ENDED and isinstance(key, tuple):
-            name = run_name(key)
-            if self._starts.is_open(name) and not self._tasks(key[0]).left:
-                self._starts.end(name)
+            name, runs = run_name(key), self._records.runs
+            if runs.is_open(name):
+                if finish == "erred":
+                    runs.set_outcome(name, "failed")
+                if not self._tasks(key[0]).left:
+                    runs.end(name)
+        elif finish == "released" and start in _LEFT and isinstance(key, tuple):
+            task = self.scheduler.tasks.get(key)
+            if task is not None and not task.waiters and not task.who_wants:
+                self._records.runs.set_outcome(run_name(key), "cancelled")
         if finish == "memory" and _is_idle(self.scheduler.workers.get(kwargs.get("worker"))):
             task = self.scheduler.tasks[key]
             if task.who_wants and _is_near_ours(task):
@@ -174,22 +180,67 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def records(self, n: Any = None) -> dict[str, Any]:
         """Fetch new records from the workers, and return those of the newest `n` runs, or all.
 
-        With 0, only records of running tasks are returned. ``records`` are in the form of `packed`;
-        ``silent`` lists workers that did not answer.
+        ``records`` are in the form of `packed`; ``silent`` lists workers that did not answer.
         """
+        records, silent = await self._fetch_all()
+        if n is not None:
+            records = [record for run in runs_of(records)[:n] for record in run.records]
+        return {"records": packed(records), "silent": silent}
+
+    @answering
+    async def progress(self, keys: Any, names: Any) -> dict[str, Any]:
+        """Return how far tasks and all that they depend on have come.
+
+        ``keys`` are those of the tasks, of an array's tasks at least one; ``names`` are those of
+        an earlier answer. In the answer, ``tasks`` has the numbers of finished tasks and of all
+        tasks. ``runs`` has the figures of each array's newest run, the newest first, as
+        `Run.summary`, with the number of tasks that are ``left``. ``names`` are those of all
+        arrays.
+        """
+        groups, numbers = self._task_groups(keys), Tasks()
+        for group in groups:
+            total, left = self._tasks(group)
+            numbers = Tasks(numbers.total + total, numbers.left + left)
+        arrays = {*names, *(run_name((group,)) for group in groups)}
+        records, _ = await self._fetch_all()
+        summaries = []
+        for run in runs_of(record for record in records if record.name in arrays):
+            left, log = self._tasks(run.name).left, self._records.runs
+            is_newest = run.records[0].run == log.newest(run.name)
+            # Else tasks of a new run are left, and none of them has begun.
+            if is_newest and (log.is_open(run.name) or run.under_way or not left):
+                summaries.append(run.summary() | {"left": left})
+        tasks = numbers.total - numbers.left, numbers.total
+        return {"tasks": tasks, "runs": summaries, "names": sorted(arrays)}
+
+    def _task_groups(self, keys: Any) -> set[str]:
+        """Return the names of the task groups of arrays that tasks with these keys depend on.
+
+        A key that is a text shares its group with unrelated tasks: only its dependencies count.
+        """
+        groups, stack = set[str](), list[Any]()
+        for task in filter(None, map(self.scheduler.tasks.get, keys)):
+            stack += (
+                [task, *task.dependencies] if isinstance(task.key, tuple) else task.dependencies
+            )
+        stack = list({task.group.name: task.group for task in stack}.values())
+        while stack:
+            group = stack.pop()
+            if group.name not in groups:
+                groups.add(group.name)
+                stack += group.dependencies
+        return groups
+
+    async def _fetch_all(self) -> tuple[list[TaskRecord], list[str]]:
+        """Return all records, with those of running tasks, and the workers that are silent."""
         ready = self.ready()
         answers = await asyncio.gather(*map(self._fetch, ready))
-        silent = [worker for worker, found in zip(ready, answers, strict=True) if found is None]
-        running = [record for found in answers for record in found or ()]
-        wanted = running if n == 0 else self._newest(n, running)
-        return {"records": packed(wanted), "silent": silent}
-
-    def _newest(self, n: int | None, running: list[TaskRecord]) -> list[TaskRecord]:
-        """Return the records of the newest `n` runs, or all, with those of running tasks."""
+        silent = [worker for worker, answer in zip(ready, answers, strict=True) if answer is None]
+        ended = list(self._records)
         # A task may end between the requests to two workers: its last record counts.
-        ended = {(record.key, record.start_s) for record in self._records}
-        known = [*self._records, *(r for r in running if (r.key, r.start_s) not in ended)]
-        return known if n is None else [r for run in runs_of(known)[:n] for r in run.records]
+        attempts = {(record.key, record.start_s) for record in ended}
+        running = (record for answer in answers for record in answer or ())
+        return [*ended, *(r for r in running if (r.key, r.start_s) not in attempts)], silent
 
     def ready(self) -> list[str]:
         """Return the workers that have the plugin; none after this plugin was removed."""
@@ -222,8 +273,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if answer is None:  # from a worker whose plugin was removed
             return []
         records, under_way = map(unpacked, (answer["records"], answer["under_way"]))
-        self._records.add(worker, answer["first"], self._starts.assigned(records))
-        return self._starts.assigned(under_way)
+        runs = self._records.runs
+        self._records.add(worker, answer["first"], runs.assigned(records))
+        return runs.with_outcomes(runs.assigned(under_way))
 
     def figures(self) -> Values:
         """Return the counters and gauges of all workers, as of their last heartbeats.

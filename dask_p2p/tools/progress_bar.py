@@ -1,30 +1,36 @@
-"""A line of text that shows the steps of a running `iterate` or `spmd`."""
+"""A line of text that shows how far running arrays have come."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from math import prod
 from typing import Any, TextIO
 
-from dask.utils import format_time
-from distributed import futures_of, wait
+from dask.utils import format_bytes
+from distributed import Future, futures_of, wait
 
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_client
-from dask_p2p.monitoring.runs import Run, fetch_records, runs_of
+from dask_p2p.monitoring.records import PROGRESS_OP
+from dask_p2p.monitoring.tables import pace_text
 from dask_p2p.types import Client
 
 _WIDTH = 16  # characters of the bar
 _LOOK_S = 0.8  # time between two requests for records: each of them takes milliseconds from ranks
-_MOST_RUNS = 50  # that may be newer than a run that has ended
+_RECENT = 10  # points in time that the speed now is computed from
 
 
 def progress(*given: Any, client: Client | None = None, file: TextIO | None = None) -> None:
-    """Show the steps of a running `iterate` or `spmd` until its results are there.
+    """Show how far arrays or other results have come, until they are there.
 
-    The line has a bar, the number of steps, steps per second, the time left, and the largest
-    fraction of its time that a rank waited for others. It moves at least once a second, in
+    The line is that of the run under way, the newest one of several. For `transpose`, `rechunk` and
+    other exchanges it has the finished blocks and the bytes that have moved. For `iterate` and
+    `spmd` it has the steps, steps per second (now and on average), the time left, and the largest
+    fraction of its time that a rank waited for others. Where other tasks are computed as well, such
+    as those that write a store, it ends with their number. It moves at least once a second, in
     terminals and in notebooks.
 
     Parameters
@@ -56,39 +62,94 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
             "expected futures or a persisted collection, got none: a lazy one does not run yet. "
             "Persist it, x = x.persist(), or compute it, client.compute(x)."
         )
-    shown, name = "", ""
+    line, shown = _Line(futures), ""
     while True:
         is_over = all(future.done() for future in futures)
-        records = client.sync(fetch_records, client, _MOST_RUNS if is_over else 0)
-        runs = [run for run in runs_of(records) if run.latest]
-        if run := next((run for run in runs if run.under_way or run.name == name), None):
-            line, name = _line(run), run.name
-            out.write("\r" + line.ljust(len(shown)))
-            out.flush()
-            shown = line
+        text = line.text(client.sync(line.fetch, client))
+        out.write("\r" + text.ljust(len(shown)))
+        out.flush()
+        shown = text
         if is_over:
             break
         with suppress(TimeoutError, CancelledError):
             wait(futures, timeout=_LOOK_S)
-    if shown:
-        out.write("\n")
+    out.write("\n")
 
 
-def _line(run: Run) -> str:
-    """Return the line for one run.
+class _Line:
+    """The line for some futures, from one answer of the scheduler to the next."""
 
-    >>> from types import SimpleNamespace
-    >>> _line(SimpleNamespace(
-    ...     operation="p2p-iterate", steps=250, all_steps=1000, steps_per_s=50.0, waited_share=0.1
-    ... ))
-    'p2p-iterate [####            ] 250 of 1000 steps, 50/s, 15.00 s left, 10% waited'
-    """
-    done, total = run.steps, run.all_steps
+    def __init__(self, futures: Sequence[Future]) -> None:
+        self._futures = futures
+        keys = [future.key for future in futures]
+        # One of each array, as all of them depend on the same arrays.
+        self._keys = [*{key[0] if isinstance(key, tuple) else key: key for key in keys}.values()]
+        self._names: Sequence[str] = ()  # of the arrays that the futures depend on
+        self._ended: set[str] | None = None  # arrays that were complete before the first line
+        self._shown = ""  # name of the array of the last line
+        self._points: list[tuple[float, int]] = []  # its times and steps
+
+    async def fetch(self, client: Client) -> Mapping[str, Any]:
+        """Return the scheduler's answer: see `P2PSchedulerPlugin.progress`."""
+        request = {"keys": self._keys, "names": self._names}
+        answer = await getattr(client.scheduler, PROGRESS_OP)(**request)
+        if answer is None:  # Dask's reply to an unknown operation
+            return {"tasks": (0, 0), "runs": (), "names": ()}
+        if answer.get("status", "ok") != "ok":
+            raise InputError(f"the scheduler rejected the request: {answer.get('message')}")
+        self._names = answer["names"]
+        return dict(answer)
+
+    def text(self, answer: Mapping[str, Any]) -> str:
+        """Return the line for an answer."""
+        finished, total = answer["tasks"]
+        if not total:  # of futures without arrays, or whose tasks are forgotten
+            total, finished = len(self._futures), sum(future.done() for future in self._futures)
+        run = self._chosen(answer["runs"], is_all_ended=finished == total)
+        tasks = f"{finished} of {total} tasks"
+        if run is None:
+            return f"{_bar(finished, total)} {tasks}"
+        if run["name"] != self._shown:
+            self._shown, self._points = run["name"], []
+        ending = f", {run['state']}" if run["state"] in ("failed", "cancelled") else ""
+        if run["is_section"]:
+            steps, all_steps = run["steps"], run["all_steps"]
+            pace = pace_text(steps, all_steps, self._steps_per_s(run), run["steps_per_s"])
+            bar = _bar(steps, all_steps) if all_steps else _bar(finished, total)
+            waited = f"{run['waited_share']:.0%} waited"
+            return f"{run['operation']} {bar} {pace}, {waited}{ending}"
+        blocks = max(prod(run["blocks"]), 1)
+        if run["left"]:  # a part of the array has fewer
+            blocks = min(blocks, run["made"] + run["left"])
+        elif run["state"] == "done":
+            blocks = run["made"]
+        moved = f"{run['made']} of {blocks} blocks, {format_bytes(run['moved_bytes'])} moved"
+        in_all = f", {tasks}" if total > blocks else ""
+        return f"{run['operation']} {_bar(finished, total)} {moved}{in_all}{ending}"
+
+    def _chosen(
+        self, runs: Sequence[Mapping[str, Any]], is_all_ended: bool
+    ) -> Mapping[str, Any] | None:
+        """Return the run to show: under way, else the last one shown, else the newest."""
+        if self._ended is None:
+            ended = {run["name"] for run in runs if not run["left"] and run["state"] != "running"}
+            self._ended = set() if is_all_ended else ended
+        runs = [run for run in runs if run["name"] not in self._ended]
+        under_way = [run for run in runs if run["left"] or run["state"] == "running"]
+        last = [run for run in runs if run["name"] == self._shown]
+        return next(iter([*under_way, *last, *runs]), None)
+
+    def _steps_per_s(self, run: Mapping[str, Any]) -> float:
+        """Return the speed of a section over the last lines; 0 if it has ended."""
+        point = run["start_s"] + run["wall_s"], run["steps"]
+        if self._points and point[1] < self._points[-1][1]:  # another attempt
+            self._points.clear()
+        self._points = [*self._points[-_RECENT:], point]
+        (before_s, before), (now_s, now) = self._points[0], point
+        is_moving = run["state"] == "running" and now_s > before_s
+        return (now - before) / (now_s - before_s) if is_moving else 0.0
+
+
+def _bar(done: int, total: int) -> str:
     filled = _WIDTH * done // total if total else 0
-    parts = [f"{done} of {total} steps" if total else f"{done} steps"]
-    if run.steps_per_s > 0:
-        parts.append(f"{run.steps_per_s:.3g}/s")
-        if total > done:
-            parts.append(f"{format_time((total - done) / run.steps_per_s)} left")
-    parts.append(f"{run.waited_share:.0%} waited")
-    return f"{run.operation} [{'#' * filled}{' ' * (_WIDTH - filled)}] {', '.join(parts)}"
+    return f"[{'#' * filled}{' ' * (_WIDTH - filled)}]"

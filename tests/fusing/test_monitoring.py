@@ -59,6 +59,7 @@ def test_a_fused_graph_that_runs_and_has_run(client, mode):
     wait_until(lambda: not newest().under_way)
     run = newest()
     assert run.steps == run.all_steps >= 12
+    assert (run.state, run.shape, run.dtype) == ("done", x.shape, str(x.dtype))
     assert cells(run)["steps"].startswith(f"{run.steps} of {run.steps}")
     assert 0 <= run.waited_share <= 1
     del made
@@ -74,6 +75,7 @@ def test_calls_of_a_resident_gang_are_its_steps(client):
         wait_until(lambda: (found := newest()) is not None and found.steps == 20)
         found = newest()
         assert found.under_way
+        assert (found.state, found.shape) == ("running", x.shape)
         assert speed_chart(found, Speeds()).title.startswith("p2p-fused: 20 steps")
     del u
     wait_until(lambda: not newest().under_way)

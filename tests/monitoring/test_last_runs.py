@@ -8,7 +8,7 @@ import time
 import dask
 import dask.array as da
 import pytest
-from distributed import wait
+from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -16,6 +16,7 @@ from dask_p2p.errors import InputError, TransferError
 from dask_p2p.monitoring.runs import fetch_records
 from dask_p2p.plugins.context import FALLBACK_TOPIC
 from tests.support import BOUND_S, in_process, indexed, spread
+from tests.transports.loopback import wait_until
 
 BY_MESSAGES = {"p2p.transports.order": ["comm"]}
 
@@ -57,7 +58,7 @@ def test_a_transpose(client, x):
     assert (run.blocks, run.axes, len(run.made), run.attempts) == ((4, 1), (1, 0), 4, 4)
     assert (run.failures, run.fallbacks) == ((), {})
     assert before_s <= run.start_s <= run.stop_s <= time.time()
-    assert 0 < run.exchange_s <= run.wall_s
+    assert 0 < run.longest_task_s <= run.wall_s
     assert run.gbs == pytest.approx(run.moved_bytes / run.wall_s / 1e9)
     assert run.transports == {"cma": 12}
     for record in run.made:
@@ -249,7 +250,90 @@ async def test_async_clients_and_clusters_without_the_plugin():
         assert (run.shape, run.attempts) == ((6, 8), 4)
 
 
+def newest_run(client, has_ended=lambda run: run.state != "running"):
+    return wait_until(lambda: next(filter(has_ended, dask_p2p.last_runs(client, 1)), None))
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_cancelled_section_has_not_failed(client, x, is_released):
+    """It keeps the bytes that have moved, and its dtype."""
+    steps = {"steps": 10_000, "depth": 1, "boundary": "periodic", "ranks": 2}
+    y = dask_p2p.iterate(endless_step, x, **steps).persist()
+    before = newest_run(client, lambda run: run.state == "running" and run.steps > 5)
+    assert before.dtype == "float64"
+    assert before.moved_bytes > 0
+    if is_released:
+        del y
+    else:
+        client.cancel(y)
+    run = newest_run(client)
+    assert (run.name, run.state, run.failures, run.dtype) == (
+        before.name,
+        "cancelled",
+        (),
+        "float64",
+    )
+    wait_until(lambda: not dask_p2p.last_runs(client, 1)[0].under_way)
+    run = dask_p2p.last_runs(client, 1)[0]
+    assert run.state == "cancelled"
+    assert run.moved_bytes >= before.moved_bytes
+    assert "cancelled" in repr(dask_p2p.last_runs(client, 1))
+
+
+def endless_step(u):
+    time.sleep(0.01)
+    return u + 1
+
+
+def held_block(block):
+    """A block that waits for the test."""
+    Event("held-block").wait(BOUND_S)
+    return block
+
+
+def test_a_cancelled_exchange_is_cancelled(client, x):
+    Event("held-block", client=client).clear()
+    y = dask_p2p.map_overlap(held_block, x, depth=1, boundary=0.0, meta=x._meta).persist()
+    wait_until(lambda: any(run.under_way for run in dask_p2p.last_runs(client, 1)))
+    client.cancel(y)
+    wait_until(lambda: dask_p2p.last_runs(client, 1)[0].state == "cancelled")
+    Event("held-block", client=client).set()
+    wait_until(lambda: not dask_p2p.last_runs(client, 1)[0].under_way)
+    assert dask_p2p.last_runs(client, 1)[0].state == "cancelled"
+    dask_p2p.map_overlap(held_block, x, depth=1, boundary=0.0, meta=x._meta).compute()
+    assert [run.state for run in dask_p2p.last_runs(client, 2)] == ["done", "cancelled"]
+
+
+def fails_at_3(ctx, x):
+    for step in ctx.steps(10):
+        ctx.allreduce(x)
+        if step == 3:
+            raise ValueError("on purpose")
+    return x
+
+
+def fails(block):
+    raise ValueError("on purpose")
+
+
+def test_failed_runs_are_marked(client, x):
+    section = dask_p2p.spmd(fails_at_3, x, ranks=2)
+    exchange = dask_p2p.map_overlap(fails, x, depth=1, meta=x._meta)
+    for operation, y in ("p2p-spmd", section), ("p2p-overlap", exchange):
+        # With a sum Dask releases the other tasks, as if they were cancelled.
+        for task in (y, y.sum()):
+            with pytest.raises(ValueError, match="on purpose"):
+                task.compute()
+            newest_run(client, lambda run, name=operation: run.operation == name)
+            wait_until(lambda: dask_p2p.last_runs(client, 1)[0].state == "failed")
+            assert "failed" in repr(dask_p2p.last_runs(client, 1))
+    spmd_run = dask_p2p.last_runs(client, 4)[-1]
+    assert (spmd_run.operation, spmd_run.dtype, spmd_run.steps) == ("p2p-spmd", "float64", 3)
+    assert spmd_run.moved_bytes > 0
+    assert "ValueError: on purpose" in spmd_run.failures
+
+
 def test_a_scheduler_that_refuses_is_an_error(client):
     dask_p2p.register(client)
-    with pytest.raises(InputError, match=r"-1 runs.*n: expected 0"):
+    with pytest.raises(InputError, match=r"-1 runs.*n: expected 1"):
         client.sync(fetch_records, client, -1)

@@ -12,7 +12,7 @@ import numpy as np
 from distributed import Event, wait
 
 import dask_p2p
-from dask_p2p.monitoring.records import RunStarts
+from dask_p2p.monitoring.records import RunLog
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
 from tests.support import BOUND_S, import_path, indexed, own_client, spread, tune
@@ -107,7 +107,7 @@ def made(client, y):
 
 def test_starts():
     """Numbers count all tasks that the scheduler sends; those of records may come in any order."""
-    starts = RunStarts()
+    starts = RunLog()
     for number in (5, 6):
         starts.sent(NAME, number)
     assert starts.is_open(NAME)
@@ -124,7 +124,7 @@ def test_starts():
 
 def test_starts_are_bounded(monkeypatch):
     tune(monkeypatch, counted_arrays=3, counted_runs=2)
-    starts = RunStarts()
+    starts = RunLog()
     for number in range(1, 10):
         starts.sent(NAME, number)
         starts.end(NAME)

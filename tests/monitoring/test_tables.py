@@ -17,7 +17,7 @@ def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
     run = Run((rank_record(0, step=6), rank_record(1, step=4, waited_s=0.5)))
     assert run.operation == "p2p-iterate"
     row = cells(run)
-    assert (row["steps"], row["waited"]) == ("4 of 10, 4/s", "50%, 125 ms a step")
+    assert (row["steps"], row["waited"]) == ("4 of 10, mean 4/s", "50%, 125 ms per step")
     assert run.waited_s == {("a", "b"): 0.75}
     assert (run.steps, run.steps_per_s, run.waited_share) == (4, 4.0, 0.5)
 
@@ -31,7 +31,7 @@ def test_a_later_attempt_that_went_on_at_a_checkpoint():
             rank_record(1, 2.0, step=9, first_step=5, attempt=2, wanted_bytes=0),
         )
     )
-    assert cells(run)["steps"] == "8 of 10, 3/s, attempt 2"
+    assert cells(run)["steps"] == "8 of 10, mean 3/s, attempt 2"
 
 
 def test_how_much_copies_and_the_function_overlapped():

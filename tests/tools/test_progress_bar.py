@@ -1,4 +1,4 @@
-"""The line that shows the steps of a running section."""
+"""The line that shows how far running arrays have come."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import time
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client
+import zarr
+from dask.utils import format_bytes
+from distributed import Client, futures_of
 
-from dask_p2p import iterate, last_runs, progress, spmd
+from dask_p2p import iterate, last_runs, map_overlap, progress, rechunk, spmd, transpose
 from dask_p2p.errors import InputError
 from dask_p2p.tools import progress_bar
 from tests.support import BOUND_S
@@ -71,7 +73,10 @@ def test_it_moves_until_the_result_is_there(client, monkeypatch, tmp_path):
     assert done == sorted(done)
     assert {*done} >= {50, 100, 150}
     assert done[-1] == 150
-    assert re.search(r"p2p-iterate \[#+ +\] \d+ of 150 steps, [\d.]+/s, .+ left, \d+% waited", text)
+    assert re.search(
+        r"p2p-iterate \[#+ +\] \d+ of 150 steps, now [\d.]+/s, mean [\d.]+/s, .+ left, \d+% waited",
+        text,
+    )
     assert text.endswith("\n")
     assert np.array_equal(y.compute(), X + 150)
 
@@ -106,10 +111,76 @@ def test_a_failure_ends_the_line(client, tmp_path):
         future.result()
 
 
-def test_without_sections_nothing_is_shown(client):
+def test_other_tasks_are_counted(client):
     file = io.StringIO()
-    progress(client.submit(abs, -3), file=file)
-    assert file.getvalue() == ""
+    progress(client.map(abs, range(-3, 0)), file=file)
+    assert file.getvalue().endswith("\r[################] 3 of 3 tasks\n")
+
+
+def gated(block, folder, text, block_info=None):
+    """A block that waits, unless it is the first one, until the line has shown a text."""
+    if block_info and block_info[0]["chunk-location"][0]:  # Dask first calls it without a block
+        wait_until((folder / text).exists)
+    return block
+
+
+class Texts(io.StringIO):
+    """The file of a line, which leaves a file for each of some texts that it has shown."""
+
+    def __init__(self, folder, *texts):
+        super().__init__()
+        self.folder, self.texts = folder, texts
+
+    def write(self, written):
+        for text in self.texts:
+            if text in written:
+                (self.folder / text).touch()
+        return super().write(written)
+
+
+@pytest.mark.parametrize(
+    ("move", "operation"),
+    [
+        (lambda x: rechunk(x, (2, -1)), "p2p-rechunk"),
+        (lambda x: transpose(x, chunks=(-1, 2)), "p2p-transpose"),
+        (lambda x: map_overlap(lambda block: block, x.rechunk((2, -1)), depth=1), "p2p-overlap"),
+    ],
+)
+def test_blocks_and_bytes_are_shown_as_they_come(client, monkeypatch, tmp_path, move, operation):
+    """Half of the blocks need inputs that wait until the first half is shown."""
+    monkeypatch.setattr(progress_bar, "_LOOK_S", 0.1)
+    first = "1 of 4 blocks" if operation == "p2p-overlap" else "2 of 4 blocks"
+    x = da.from_array(X, chunks=(4, 5)).map_blocks(gated, folder=tmp_path, text=first)
+    y = move(x).persist()
+    file = Texts(tmp_path, first)
+    progress(y, file=file)
+    lines = file.getvalue().strip().split("\r")
+    shown_first = next(line for line in lines if first in line)
+    assert re.fullmatch(
+        rf"{operation} \[#+ +\] {first}, [\d.]+ k?i?B moved, \d+ of \d+ tasks *", shown_first
+    )
+    run = next(run for run in last_runs(client) if run.name in {key[0] for key in keys_of(y)})
+    moved = format_bytes(run.moved_bytes)
+    assert lines[-1].startswith(f"{operation} [################] 4 of 4 blocks, {moved} moved")
+    assert np.array_equal(y.compute(), move(da.from_array(X, chunks=(4, 5))).compute())
+
+
+def keys_of(y):
+    return [future.key for future in futures_of(y)]
+
+
+def test_a_write_is_shown_until_its_end(client, monkeypatch, tmp_path):
+    monkeypatch.setattr(progress_bar, "_LOOK_S", 0.1)
+    first = "tasks"
+    x = da.from_array(X, chunks=(4, 5)).map_blocks(gated, folder=tmp_path, text=first)
+    y = rechunk(x, (2, -1))
+    file, target = Texts(tmp_path, first), zarr.create_array({}, shape=X.shape, dtype=X.dtype)
+    written = client.compute(da.store(y, target, compute=False, lock=False))
+    progress(written, file=file)
+    lines = file.getvalue().strip().split("\r")
+    numbers = [tuple(map(int, re.search(r"(\d+) of (\d+) tasks", line).groups())) for line in lines]
+    assert numbers == sorted(numbers)
+    assert numbers[0][0] < numbers[-1][0] == numbers[-1][1] > 8
 
 
 def test_wrong_arguments_are_refused(client):
@@ -137,4 +208,4 @@ def test_it_ends_with_a_cancelled_run(client):
     client.cancel(y)
     line.join(BOUND_S)
     assert not line.is_alive()
-    assert file.getvalue().endswith("\n")
+    assert file.getvalue().endswith(", cancelled\n")

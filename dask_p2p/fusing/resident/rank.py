@@ -60,6 +60,7 @@ class RunResident:
     program: bytes  # packed, so that only the rank's worker opens it
     arguments: tuple[str, ...]  # names of the arrays that stand for the arguments in the program
     dtype: DType | None  # of the first result
+    shape: tuple[float, ...] | None  # of the first result
     kind: Kind  # of the arrays
     idle_s: float  # time without a command until the rank lends its resources
     # Name and number of the handles that a gang has stored, which this gang goes on with.

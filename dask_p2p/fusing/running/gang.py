@@ -16,7 +16,7 @@ from dask.task_spec import List, TaskRef
 from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
-from dask_p2p.fusing.planning.declared import Declared
+from dask_p2p.fusing.planning.declared import Declared, DeclaredBlocks
 from dask_p2p.fusing.planning.program import Program
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
@@ -40,6 +40,7 @@ class _RunProgram:
 
     program: bytes
     dtype: DType | None  # of the first array; None: unknown
+    shape: tuple[float, ...] | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
     runs_again: bool  # whether workers keep the program for later gangs
     context: ClassVar[Any] = ProgramContext
@@ -159,12 +160,18 @@ def unpacked(text: bytes) -> Program:
 
 
 def rank_programs(
-    programs: Sequence[Program], dtype: DType | None, kind: Kind, runs_again: bool = False
+    programs: Sequence[Program],
+    first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
+    kind: Kind,  # of the arrays
+    runs_again: bool = False,
 ) -> list[RankProgram]:
-    """Return the programs of ranks, packed. `dtype` is that of the first array, if it is known."""
+    """Return the programs of ranks, packed."""
+    dtype = None if first is None else first.dtype
+    shape = None if first is None else tuple(map(sum, first.chunks))
+    how = dtype, shape, kind, runs_again
     return [
-        RankProgram(_RunProgram(packed(each), dtype, kind, runs_again), each.inputs, each.outputs)
-        for each in programs
+        RankProgram(_RunProgram(packed(program), *how), program.inputs, program.outputs)
+        for program in programs
     ]
 
 
@@ -172,7 +179,7 @@ def fused_gang(
     tasks: FusedTasks,
     programs: Sequence[Program],  # by rank
     names: Sequence[Any],  # that distinguish gangs of the same tasks
-    dtype: DType | None,  # of the first array; None: unknown
+    first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
@@ -183,5 +190,5 @@ def fused_gang(
     keys = str([list(tasks.nodes), [each.inputs for each in programs]])
     token = tokenize(PREFIX, list(names), len(programs), options, keys)
     declared = [Declared.of(x) for x in arrays]
-    ranks = rank_programs(programs, dtype, kind)
+    ranks = rank_programs(programs, first, kind)
     return FusedGang(token, ranks, options, declared, kept=dict(kept))

@@ -12,8 +12,6 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from dask.utils import format_bytes
-
 from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
 from dask_p2p.monitoring.page.steps import Speeds, section_of, speed_chart, waiting_chart
@@ -26,7 +24,7 @@ INTERVAL_S = 0.5
 #: Visible columns of the table of runs. It also has ``name`` and ``state``.
 TABLE = (
     *("start", "operation", "shape", "dtype", "blocks", "axes", "progress", "moved", "least"),
-    *("exchange", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
+    *("longest task", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
     "overlap",
 )
 
@@ -36,7 +34,7 @@ _MOST_RUNS = 100
 
 
 class Tasks(NamedTuple):
-    """The numbers of an output array's tasks on the scheduler."""
+    """The numbers of the tasks of an array, or of several, on the scheduler."""
 
     total: int = 0
     left: int = 0  # unfinished tasks
@@ -160,24 +158,20 @@ def picture(
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
     """Return a row of the table. Progress is a number from 0 to 1."""
-    failed = {record.key for record in run.records if record.error}
-    state = "failed" if failed - {record.key for record in run.made} else "done"
+    state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:
-        state = "running"
-        placed = [sum(stage.nbytes for stage in record.stages) for record in run.under_way]
-        row["moved"] = format_bytes(run.moved_bytes + sum(placed))
-        is_section = any(record.attempt for record in run.records)
-        row["progress"] = _of_steps(run) if is_section else _of_tasks(run, tasks, placed)
+        row["progress"] = _of_steps(run) if run.latest else _of_tasks(run, tasks)
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
 
 
-def _of_tasks(run: Run, tasks: Tasks, placed: Sequence[int]) -> float:
+def _of_tasks(run: Run, tasks: Tasks) -> float:
     """Return the fraction of finished tasks; an unfinished one counts by its bytes in place."""
     done = float(max(tasks.total - tasks.left, len(run.made)))
-    for record, nbytes in zip(run.under_way, placed, strict=True):
-        done += nbytes / record.wanted_bytes if record.wanted_bytes else 0.0
+    for record in run.under_way:
+        placed_bytes = sum(stage.nbytes for stage in record.stages)
+        done += placed_bytes / record.wanted_bytes if record.wanted_bytes else 0.0
     return min(1.0, done / max(tasks.total, len(run.made) + len(run.under_way)))
 
 

@@ -42,15 +42,14 @@ _STAGE_TIPS = {
 }
 _PROGRESS = """
 <progress value="<%= value %>" style="width: 50%; accent-color:
-<%= state == 'failed' ? '#e8553d' : '#3d8fd1' %>"></progress>
-<%= state == 'running' ? Math.floor(100 * value) + ' %' : state %>
+<%= {failed: '#e8553d', cancelled: '#808080'}[state] || '#3d8fd1' %>"></progress>
+<%= state == 'running' ? Math.floor(100 * value) + '%' : state %>
 """
 _TABLE_CSS = """
 .slick-header-column, .slick-row, .slick-row.odd, .slick-cell {
   background: none !important; color: inherit !important; border-color: #80808040 !important;
 }
 """
-_TITLES = {"exchange": "longest task"}
 _TABS_CSS = ".bk-tab { color: inherit; } .bk-tab.bk-active { color: #3d8fd1; background: none; }"
 # Pixels in the table of runs.
 _CHARACTER, _PADDING, _PROGRESS_WIDTH, _MOST_WIDTH = 6, 14, 100, 220
@@ -84,7 +83,7 @@ class LinksPlot:
         middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": "12px"}
         self._labels = self.root.text(**center, text="label", text_color=ink, **middle)
         bar = cells.construct_color_bar(
-            title="of the best link of the same transport (in cells: GB/s)",
+            title="speed, relative to the fastest link of the same transport (numbers: GB/s)",
             formatter=models.NumeralTickFormatter(format="0%"),
         )
         bar.update(background_fill_color=None, height=8, padding=4)
@@ -193,7 +192,7 @@ class RunsTable:
         self._columns = [
             models.TableColumn(
                 field=name,
-                title=_TITLES.get(name, name),
+                title=name,
                 width=0,
                 formatter=formatters.get(name, escaped),
             )

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from dask.utils import format_time, natural_sort_key
+from dask.utils import natural_sort_key
 
 from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import Chart, as_columns
 from dask_p2p.monitoring.runs import Run
+from dask_p2p.monitoring.tables import pace_text, waits_text
 
 _RECENT = 10  # points that the time left is computed from
 
@@ -78,20 +79,16 @@ def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
 
 
 def _title(run: Run, points: Sequence[tuple[float, int]]) -> str:
-    """Return the steps of a section, and while it runs its speed and the time left."""
-    steps = run.steps
-    parts = [f"{steps} of {run.all_steps} steps" if run.all_steps else f"{steps} steps"]
+    """Return the steps of a section, and while it runs its speeds and the time left."""
     (old_s, old), (new_s, new) = points[-_RECENT - 1 :][0], points[-1]
     rate = (new - old) / (new_s - old_s) if new > old else 0.0
-    if not run.under_way:
-        parts.append("ended")
-    elif rate:
-        parts.append(f"{rate:.3g}/s")
-        if run.all_steps:
-            parts.append(f"{format_time((run.all_steps - steps) / rate).strip()} left")
-    else:
-        parts.append("no step for a while" if points[1:] else "begun")
-    return f"{run.operation}: {', '.join(parts)}"
+    is_running = run.state == "running"
+    text = pace_text(run.steps, run.all_steps, rate if is_running else 0.0, run.steps_per_s)
+    if not is_running:
+        text += f", {run.state}"
+    elif not rate:
+        text += ", no step for a while" if points[1:] else ", begun"
+    return f"{run.operation}: {text}"
 
 
 def waiting_chart(run: Run | None) -> Chart:
@@ -108,7 +105,7 @@ def waiting_chart(run: Run | None) -> Chart:
             record.block,
             record.worker.rpartition("://")[2],
             record.waited_share,
-            f"{record.waited_share:.0%}, {record.waited_per_step_s * 1e3:.3g} ms a step",
+            waits_text(record.waited_share, record.waited_per_step_s),
             record.step,
         )
         for record in sorted(most, key=lambda record: natural_sort_key(record.block))

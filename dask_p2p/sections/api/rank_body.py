@@ -110,6 +110,12 @@ class RankBody:
         found: DType = np.dtype(of_each[0].dtype)
         return found
 
+    @property
+    def shape(self) -> tuple[float, ...]:
+        """The shape of the first array; NaN along an axis of unknown length."""
+        chunks = self.outputs.each[0].chunks(self.ranks) if self.outputs.each else self.ranks.chunks
+        return tuple(map(sum, chunks))
+
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
         check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))

@@ -11,6 +11,7 @@ from typing import Any
 
 from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
+from dask_p2p.monitoring.tables import pace_text
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
@@ -50,9 +51,7 @@ class Progress:
             self._last = self.step, now_s
         elif now_s - last_s >= _LOG_S:
             rate = (self.step - last) / (now_s - last_s)
-            left = f", {(self.steps - self.step) / rate:.0f} s left" if self.steps and rate else ""
-            of = f" of {self.steps}" if self.steps else ""
-            logger.info("Step %d%s, %.4g steps/s%s", self.step, of, rate, left)
+            logger.info("%s", pace_text(self.step, self.steps, rate, 0.0))
             self._last = self.step, now_s
 
 
@@ -63,7 +62,9 @@ class Watch:
     key: Key  # key of the rank's task
     ranks: RankGrid  # partition of the arrays
     rank: int
-    dtype: DType | None  # data type of the first output; None: unknown
+    #: Data type and shape of the first output; None: unknown.
+    dtype: DType | None
+    shape: tuple[float, ...] | None
     progress: Progress  # current step
     context: TaskContext  # of the worker's tasks
     connections: Connections = ONE_RANK  # connections to other ranks
@@ -89,9 +90,9 @@ class Watch:
             stages=self._stages(),
             worker=self.context.address,
             shape=ranks.shape(self.rank) if is_made else (),
-            dtype=str(self.dtype) if is_made and self.dtype is not None else "",
+            dtype="" if self.dtype is None else str(self.dtype),
             nbytes=nbytes,
-            array_shape=tuple(map(sum, ranks.chunks)),
+            array_shape=self.shape,
             blocks=ranks.grid,
             axes=tuple(range(len(ranks.grid))),
             step=progress.step,

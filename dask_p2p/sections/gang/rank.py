@@ -53,9 +53,10 @@ def run_rank(
 ) -> Any:
     """Do the work of a rank's task.
 
-    The body is called with a context, which its ``context`` makes, and the blocks. Its
-    ``dtype`` is that of the blocks that it returns. Its ``kind`` is that of the blocks that it gets
-    and returns. If it has ``is_resident``, the gang shares its workers with other gangs.
+    The body is called with a context, which its ``context`` makes, and the blocks. Its ``dtype``
+    and ``shape`` are those of the first array that it returns, or None. Its ``kind`` is that of the
+    blocks that it gets and returns. If it has ``is_resident``, the gang shares its workers with
+    other gangs.
     """
     check_readable(ranks, options)
     _, context = current_worker()
@@ -202,8 +203,9 @@ class _RankRun:
         return getattr(self.body, "is_resident", False)
 
     def _watch(self, ctx: Any, context: TaskContext, *attempt: Any) -> Watch:
-        key, dtype = (self.gang, self.rank), self.body.dtype
-        return Watch(key, self.ranks, self.rank, dtype, ctx.progress, context, *attempt)
+        key, body = (self.gang, self.rank), self.body
+        of_first = body.dtype, body.shape
+        return Watch(key, self.ranks, self.rank, *of_first, ctx.progress, context, *attempt)
 
 
 def _order_when_whole(

@@ -212,9 +212,9 @@ def test_the_figures_are_those_of_the_runs():
     records = [record(0, 1.0, FROM_B, dtype="f4"), record(1, 1.5, FROM_B, wasted_bytes=7)]
     (row,) = table(records)
     (run,) = runs_of(records)
-    assert {name: row[name] for name in cells(run)} == cells(run)
+    assert {name: row[name] for name in cells(run)} == cells(run) | {"state": "done"}
     assert (row["name"], row["state"], row["progress"]) == (NAME, "done", 1.0)
-    assert (row["moved"], row["least"], row["wall"]) == ("207 B", "200 B", "1.50 s")
+    assert (row["moved"], row["least"], row["wall"]) == ("207 B", "200 B", "1.5 s")
 
 
 def test_progress_goes_by_bytes():
@@ -277,6 +277,8 @@ def test_final_failures_are_shown():
     assert row["state"] == "failed"
     (row,) = table([record(0, error="why"), record(0, 2.0)])
     assert row["state"] == "done"
+    (row,) = table([record(0, error="ended", outcome="cancelled")])
+    assert row["state"] == "cancelled"
 
 
 def test_columns_are_there_without_runs():

@@ -33,7 +33,7 @@ def test_speeds_are_those_between_two_pictures():
     ]
     assert charts[0].columns == {"seconds": [2.0], "rate": [5.0], "step": [10]}
     assert charts[1].columns == {"seconds": [2.0, 3.0], "rate": [5.0, 30.0], "step": [10, 40]}
-    assert charts[1].title == "p2p-iterate: 40 of 100 steps, 13.3/s, 4.50 s left"
+    assert charts[1].title == "p2p-iterate: 40 of 100 steps, now 13.3/s, mean 13.3/s, 4.5 s left"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_speeds_are_those_between_two_pictures():
     [
         (run_at(10.0, 0), "p2p-iterate: 0 of 100 steps, begun"),
         (run_at(11.0, 0), "p2p-iterate: 0 of 100 steps, no step for a while"),
-        (run_at(11.0, 4, steps=0), "p2p-iterate: 4 steps, 4/s"),
-        (run_at(11.0, 100, wanted_bytes=None), "p2p-iterate: 100 of 100 steps, ended"),
+        (run_at(11.0, 4, steps=0), "p2p-iterate: 4 steps, now 4/s, mean 4/s"),
+        (run_at(11.0, 100, wanted_bytes=None), "p2p-iterate: 100 of 100 steps, mean 100/s, done"),
         (None, "Steps: no section has made any yet"),
     ],
 )
@@ -84,7 +84,7 @@ def test_waits_of_ranks():
         "rank": ["0, 0", "1, 0"],
         "worker": ["h:1", "h:2"],
         "share": [0.5, 0.25],
-        "text": ["50%, 100 ms a step", "25%, 50 ms a step"],
+        "text": ["50%, 100 ms per step", "25%, 50 ms per step"],
         "step": [10, 10],
     }
 

@@ -234,7 +234,7 @@ def test_progress_is_logged_from_time_to_time(own_log, monkeypatch):
     for step in (1, 40, 51, 60, 351):
         own.advance(step)
     assert own_log.messages == [
-        "Step 51 of 1000, 5 steps/s, 190 s left",
-        "Step 351 of 1000, 20 steps/s, 32 s left",
+        "51 of 1000 steps, now 5/s, 3m 10s left",
+        "351 of 1000 steps, now 20/s, 32.5 s left",
     ]
     progress.Progress(steps=10).advance(3)  # of another rank: without a look at the clock
