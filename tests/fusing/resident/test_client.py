@@ -27,7 +27,7 @@ from dask_p2p.errors import (
 from dask_p2p.fusing.resident.command_queues import CommandQueues
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import OPERATIONS, smooth, waiting
+from tests.fusing.support import OPERATIONS, integers, smooth, waiting
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -166,7 +166,7 @@ def test_random_functions(client, operations, number):
 
 def test_several_arguments_and_results(client):
     def both(u, v):
-        return u - v.T, (u @ v).sum(axis=0), u.sum(), u
+        return u - v.T, (integers(u) @ integers(v)).sum(axis=0), u.sum(), u
 
     x, y = array(), array(rows=48).rechunk((48, 6))
     with dask_p2p.compile(both, x, y).resident(x, y) as run:
@@ -185,11 +185,15 @@ def test_several_arguments_and_results(client):
 
 def test_arrays_that_the_function_reads(client):
     other = client.persist(array())
-    step = dask_p2p.compile(lambda u: u.T @ other + u[::-1], array())
+
+    def products(u):
+        return integers(u.T) @ integers(other) / 64 + u[::-1]
+
+    step = dask_p2p.compile(products, array())
     x = array() * 2
     with step.resident(x) as run:
         got = run.fetch(run(run(x)))
-    assert same_bits(got, repeated(lambda u: u.T @ other + u[::-1], x, 2).compute())
+    assert same_bits(got, repeated(products, x, 2).compute())
 
 
 def test_other_arguments_than_those_of_compile(client):
