@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
 from dask_p2p.fusing.planning.declared import Declared
-from dask_p2p.fusing.planning.program import Program
+from dask_p2p.fusing.planning.program import CallValue, Program
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
 from dask_p2p.fusing.running.runner import ProgramContext, Runner
@@ -42,18 +42,28 @@ class _RunProgram:
     dtype: DType | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
     runs_again: bool  # whether workers keep the program for later gangs
+    values: Mapping[int, Any] = field(default_factory=dict)  # of a call, by number of the argument
     context: ClassVar[Any] = ProgramContext
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         own = [block for block in blocks if ctx.device.holds(block)]
         with self._ready() as ready, ctx.device.running(own):
-            made = Runner(ctx, ready).run(blocks)
+            values = [
+                on_device(ctx.device, each, self.values[each.number])
+                for each in ready.program.call_values.values()
+            ]
+            made = Runner(ctx, ready).run([*blocks, *values])
             return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:
             return _kept.running(self.program, unpacked)
         return nullcontext(ReadyProgram(unpacked(self.program)))
+
+
+def on_device(device: Host, of_call: CallValue, value: Any) -> Any:
+    """Return a value of a call as the array that functions get."""
+    return device.module.asarray(value) if of_call.kind == device.kind else value
 
 
 def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
@@ -81,6 +91,15 @@ class FusedGang:
     arguments: tuple[str, ...] = ()  # names of arrays that stand for those of a call
     kept: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
     prefix: ClassVar[str] = PREFIX
+
+    def with_values(self, values: Mapping[int, Any]) -> FusedGang:
+        """Return the gang of a call with values, by number of the argument."""
+        if not values:
+            return self
+        token = tokenize(self.own_token, sorted(values.items()))
+        bodies = (replace(each.body, values=values) for each in self.ranks)
+        ranks = [each._replace(body=body) for each, body in zip(self.ranks, bodies, strict=True)]
+        return replace(self, own_token=token, ranks=ranks)
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
         """Return the tasks of its ranks and of the commit, and those that stay with Dask."""

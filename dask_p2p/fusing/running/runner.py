@@ -61,7 +61,7 @@ class Runner:
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
-        values.add_inputs(zip(program.inputs, blocks, strict=True))
+        values.add_inputs(zip(self._ready.inputs, blocks, strict=True))
         self._add_literals()
         self._progress.steps = len(program.supersteps)
         each = zip(program.supersteps, self._ready.steps, strict=True)
@@ -76,13 +76,14 @@ class Runner:
         return [[values[key] for key in keys] for keys in program.outputs]
 
     def _add_literals(self) -> None:
-        literals = self._program.literals
+        literals = self._ready.literals
         if self._ready.runs_again:
             self._values.add_inputs(literals.items())
             return
         for key, value in literals.items():
             self._values[key] = value
         literals.clear()  # freed after the last use, as all values
+        self._program.literals.clear()
 
     def _exchange(self, number: int, superstep: Superstep) -> None:
         self._messages.exchange(number, superstep, self._values)

@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from distributed.utils_test import captured_logger
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -194,6 +196,22 @@ def test_arrays_that_the_function_reads(client):
     with step.resident(x) as run:
         got = run.fetch(run(run(x)))
     assert same_bits(got, repeated(products, x, 2).compute())
+
+
+def test_lazy_arguments_that_were_persisted_before(client):
+    """Dask warns of tasks that differ under one key: it fuses those of `persist`."""
+    x = array() * 2
+    total = (x * x).sum()
+    step = dask_p2p.compile(lambda u, v: u + v, x, total)
+    expected = (x + total).compute()
+    with captured_logger("distributed.scheduler", level="WARNING") as log:
+        for _ in range(3):
+            known = dask.persist(x, total)
+            wait(known)
+            del known
+            with step.resident(x, total) as run:
+                assert same_bits(run.fetch(run(x, total)), expected)
+    assert "run_spec" not in log.getvalue()
 
 
 def test_other_arguments_than_those_of_compile(client):
