@@ -94,6 +94,7 @@ class Program:
     uses: Mapping[Key, int]
     outputs: tuple[tuple[Key, ...], ...]  # by array: keys of the rank's output blocks
     reads_memory: bool  # whether ranks read large values in each other's memory, if they can
+    declared_bytes: int = 0  # most bytes of its values at the same time, as far as declared
 
     @property
     def call_values(self) -> dict[Key, CallValue]:

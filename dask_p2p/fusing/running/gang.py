@@ -20,10 +20,11 @@ from dask_p2p.fusing.planning.declared import Declared
 from dask_p2p.fusing.planning.program import CallValue, Program
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
-from dask_p2p.fusing.running.runner import ProgramContext, Runner
+from dask_p2p.fusing.running.runner import ProgramContext, RankMemory, Runner
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.tasks import gang_tasks
 from dask_p2p.types import Array, DaskArray, DType, Key, Kind
@@ -42,6 +43,7 @@ class _RunProgram:
     dtype: DType | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
     runs_again: bool  # whether workers keep the program for later gangs
+    most_bytes: float | None = None  # of its values; None: as they fit
     values: Mapping[int, Any] = field(default_factory=dict)  # of a call, by number of the argument
     context: ClassVar[Any] = ProgramContext
 
@@ -52,13 +54,33 @@ class _RunProgram:
                 on_device(ctx.device, each, self.values[each.number])
                 for each in ready.program.call_values.values()
             ]
-            made = Runner(ctx, ready).run([*blocks, *values])
+            try:
+                memory = RankMemory.of(ready.program, self.most_bytes, self.kind)
+                made = Runner(ctx, ready, memory=memory).run([*blocks, *values])
+            except MemoryError:
+                if self.most_bytes is not None:
+                    _give_back()
+                raise
             return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:
             return _kept.running(self.program, unpacked)
         return nullcontext(ReadyProgram(unpacked(self.program)))
+
+
+def _give_back() -> None:
+    """Ask the scheduler to run Dask's tasks in place of the gang, whose attempt then ends."""
+    from distributed import get_worker
+    from distributed.utils import sync
+
+    worker: Any = get_worker()
+    gang = worker.get_current_task()[0]
+
+    async def ask() -> None:
+        await getattr(worker.scheduler, GIVE_BACK)(gang=gang)
+
+    sync(worker.loop, ask)
 
 
 def on_device(device: Host, of_call: CallValue, value: Any) -> Any:
@@ -178,13 +200,18 @@ def unpacked(text: bytes) -> Program:
 
 
 def rank_programs(
-    programs: Sequence[Program], dtype: DType | None, kind: Kind, runs_again: bool = False
+    programs: Sequence[Program],
+    dtype: DType | None,
+    kind: Kind,
+    runs_again: bool = False,
+    most_bytes: float | None = None,
 ) -> list[RankProgram]:
     """Return the programs of ranks, packed. `dtype` is that of the first array, if it is known."""
-    return [
-        RankProgram(_RunProgram(packed(each), dtype, kind, runs_again), each.inputs, each.outputs)
-        for each in programs
-    ]
+    made = []
+    for program in programs:
+        body = _RunProgram(packed(program), dtype, kind, runs_again, most_bytes)
+        made.append(RankProgram(body, program.inputs, program.outputs))
+    return made
 
 
 def fused_gang(
@@ -196,11 +223,12 @@ def fused_gang(
     options: Options,  # sent with the tasks
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
     kept: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
+    most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [each.inputs for each in programs]])
-    token = tokenize(PREFIX, list(names), len(programs), options, keys)
+    token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
     declared = [Declared.of(x) for x in arrays]
-    ranks = rank_programs(programs, dtype, kind)
+    ranks = rank_programs(programs, dtype, kind, most_bytes=most_bytes)
     return FusedGang(token, ranks, options, declared, kept=dict(kept))
