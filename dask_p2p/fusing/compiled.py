@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from itertools import count
+from itertools import compress, count
 from typing import Any
 
 import dask
@@ -15,13 +15,28 @@ from dask.base import tokenize
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
+from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError
-from dask_p2p.fusing.arguments import argument, check_reads, pinned
-from dask_p2p.fusing.array_graphs import graph_of, named_graph
-from dask_p2p.fusing.planning.declared import Declared, DeclaredBlocks
+from dask_p2p.fusing.arguments import (
+    argument,
+    array_of_value,
+    check_reads,
+    pinned,
+    with_call_values,
+)
+from dask_p2p.fusing.array_graphs import graph_as_optimised, graph_of
+from dask_p2p.fusing.planning.declared import (
+    EXPECTED_VALUE,
+    OF_ARRAY,
+    Declared,
+    DeclaredBlocks,
+    DeclaredValue,
+    is_value,
+)
 from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.program import CallValue
 from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
 from dask_p2p.fusing.planning.tasks import name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
@@ -40,22 +55,25 @@ from dask_p2p.types import DaskArray
 
 
 def compile(  # noqa: A001  # called as dask_p2p.compile
-    func: Callable[..., Any], *examples: DaskArray, ranks: int | None = None
+    func: Callable[..., Any], *examples: Any, ranks: int | None = None
 ) -> CompiledFunction:
     """Return a function of Dask arrays that is fused once, and runs as one gang in each call.
 
     `func` is called once, here, with lazy arrays that stand for the arguments. Its graph is shared
     out between ranks as by `fused`. A later call makes the tasks of the gang alone, whatever the
-    number of operations. All calls read the same other arrays: those of `dask.array.random`, for
-    example, have the same numbers in each call.
+    number of operations. Numbers that change from call to call are arguments, too: `func` gets lazy
+    arrays without dimensions for them. All calls read the same other arrays: those of
+    `dask.array.random`, for example, have the same numbers in each call.
 
     Parameters
     ----------
     func : callable
         Function of Dask arrays that returns a Dask array, or a tuple of them. It may read other
         arrays too, and builds lazy arrays only.
-    *examples : dask.array.Array
-        Arrays with the chunks and dtypes of later arguments. Their values do not matter.
+    *examples : dask.array.Array, number or numpy.ndarray
+        Arrays with the chunks and dtypes of later arguments. Their values do not matter. Numbers,
+        and NumPy arrays of at most 4 KiB, stand for such values in later calls. A float has the
+        precision of the arrays, as in ``0.5 * x``.
     ranks : int, optional
         Largest number of ranks, as for `fused`.
 
@@ -67,8 +85,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     Raises
     ------
     InputError
-        If `func` is not callable or returns anything but Dask arrays, there is no example, or
-        `ranks` is invalid here.
+        If `func` is not callable or returns anything but Dask arrays, no example is a Dask array,
+        or `ranks` is invalid here.
     ChunksError
         If chunk sizes of an example are unknown.
     UnsupportedArrayError
@@ -89,18 +107,24 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     >>> step = compile(lambda u: (u.T + 1).T * 2, x)
     >>> step(step(x)).compute(scheduler="sync")[0]
     array([10., 10., 10., 10.])
+    >>> step = compile(lambda u, dt: u + dt * (u.T + 1).T, x, 0.0)
+    >>> step(step(x, 0.5), 0.25).compute(scheduler="sync")[0]
+    array([2.75, 2.75, 2.75, 2.75])
     """
     check_function(func, "Dask arrays", "compile(step, x)")
     if not examples:
         raise InputError("expected at least one example, got none. Call compile(step, x).")
-    check_arrays(examples)
-    for x in examples:
+    arrays = [x for x in examples if not is_value(x)]
+    check_arrays(arrays or examples)
+    for x in arrays:
         check_chunks_are_known(x)
     most = most_ranks(ranks)
     register_if_possible()
+    dtypes = [x.dtype for x in arrays]
+    declared = [DeclaredValue.of(x, dtypes) if is_value(x) else Declared.of(x) for x in examples]
     given = [
-        argument(x, number, parameter)
-        for number, (x, parameter) in enumerate(zip(examples, _parameters(func), strict=False))
+        argument(each, number, arrays[0], parameter)
+        for number, (each, parameter) in enumerate(zip(declared, _parameters(func), strict=False))
     ]
     returned = func(*given)
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
@@ -110,7 +134,7 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
             f"{returned!r:.200}. Return lazy arrays, without compute()."
         )
     check_arrays((*given, *outputs))
-    return _compiled(func, given, outputs, isinstance(returned, (tuple, list)), most)
+    return _compiled(func, declared, given, outputs, isinstance(returned, (tuple, list)), most)
 
 
 def _parameters(func: Callable[..., Any]) -> Iterator[str]:
@@ -131,9 +155,15 @@ class CompiledFunction:
         Number of ranks of the gang.
     """
 
-    def __init__(self, func: Callable[..., Any], signature: Signature, gang: FusedGang) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        signature: Signature,
+        gang: FusedGang,
+        names: Sequence[str],  # of the arrays that stand for the arguments
+    ) -> None:
         self.__wrapped__ = func
-        self._signature, self._gang = signature, gang
+        self._signature, self._gang, self._names = signature, gang, tuple(names)
 
     @property
     def ranks(self) -> int:
@@ -143,27 +173,29 @@ class CompiledFunction:
         name = getattr(self.__wrapped__, "__name__", repr(self.__wrapped__))
         return f"<{name} compiled for {self.ranks} ranks>"
 
-    def __call__(self, *arrays: DaskArray) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Return the lazy arrays that the function returns for some arguments.
 
         Raises `InputError`, `ChunksError` or `UnsupportedArrayError` if the arguments differ from
         the examples in number, chunks or dtype.
         """
-        self._check(arrays)
+        arrays, values = self._checked(arguments)
         register_if_possible()
-        made = gang_arrays(self._gang, arrays, len(self._signature.results))
+        gang = self._gang.with_values(values)
+        made = gang_arrays(gang, [*arrays.values()], len(self._signature.results))
         return tuple(made) if self._signature.returns_several else made[0]
 
-    def resident(self, *arrays: DaskArray) -> ResidentGang:
+    def resident(self, *arguments: Any) -> ResidentGang:
         """Return a resident gang: its ranks stay on their workers between calls of the function.
 
         Use it as a context manager. Inside of it, calls return handles immediately, and up to 64
-        calls run in the background. Arguments of a call are handles, or arrays given here.
+        calls run in the background. Arguments of a call are handles, arrays given here, or
+        numbers and small NumPy arrays.
 
         Parameters
         ----------
-        *arrays : dask.array.Array
-            Arguments of the first call.
+        *arguments : dask.array.Array, number or numpy.ndarray
+            Arguments of the first call. Of values only shapes and dtypes matter.
 
         Returns
         -------
@@ -192,7 +224,7 @@ class CompiledFunction:
         ...     values = run.fetch(u)  # NumPy array
         ...     y = run.array(u)  # Dask array, whose blocks are on the workers
         """
-        self._check(arrays)
+        arrays, _ = self._checked(arguments)
         register_if_possible()
         client = current_client()
         if client is None or client.asynchronous or current_worker()[0] is not None:
@@ -203,10 +235,15 @@ class CompiledFunction:
         options, known = checked_options(), self._signature
         memory = HandleMemory(known.results, [each.outputs for each in self._gang.ranks])
         submit = partial(
-            self._submit, client, arrays, options.resident_idle_s, dask.get_annotations()
+            self._submit,
+            client,
+            [*arrays.values()],
+            options.resident_idle_s,
+            dask.get_annotations(),
         )
         streams = ClientStreams(client, self.ranks, memory, options.resident_end_s)
-        return ResidentGang(streams, submit, known, [x.name for x in arrays])
+        names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
+        return ResidentGang(streams, submit, known, names)
 
     def _submit(
         self,
@@ -224,46 +261,73 @@ class CompiledFunction:
         for each in own.ranks:
             body = each.body
             of_first = body.dtype, body.shape, body.kind
-            resident = RunResident(name, body.program, own.arguments, *of_first, idle_s, begin)
+            resident = RunResident(name, body.program, self._names, *of_first, idle_s, begin)
             ranks.append(each._replace(body=resident))
-        names, graphs = zip(*map(named_graph, arrays), strict=True)
+        names, before = graph_as_optimised(arrays)
         tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)
-        graph = HighLevelGraph.merge(*graphs, HighLevelGraph({name: tasks}, {name: {*names}}))
+        layers = {**before.layers, name: tasks}
+        graph = HighLevelGraph(layers, {**before.dependencies, name: {*before.layers}})
         return client.compute(Delayed(commit_of(name), graph, layer=name))
 
-    def _check(self, arrays: Sequence[DaskArray]) -> None:
-        known = self._signature.arguments
-        if len(arrays) != len(known):
+    def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
+        """Return the arrays and the values among some arguments, by number of the argument."""
+        known, like = self._signature.arguments, self._signature.like
+        if len(arguments) != len(known):
+            is_mixed = any(isinstance(declared, DeclaredValue) for declared in known)
+            kinds = "arguments" if is_mixed else "arrays"
             raise InputError(
-                f"expected {len(known)} arrays, as in compile, got {len(arrays)}. Give one for "
+                f"expected {len(known)} {kinds}, as in compile, got {len(arguments)}. Give one for "
                 f"each example."
             )
-        check_arrays(arrays)
-        check_one_library([self._signature.like, *arrays])
-        for number, (x, each) in enumerate(zip(arrays, known, strict=True)):
-            each.check(number, x)
+        arrays, values = dict[int, DaskArray](), dict[int, Any]()
+        for number, (x, declared) in enumerate(zip(arguments, known, strict=True)):
+            if isinstance(declared, DeclaredValue):
+                if not is_value(x):
+                    raise InputError(
+                        f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
+                    )
+                values[number] = declared.value_of(number, x)
+            elif is_value(x) and declared.takes_values:
+                value = declared.value_of(number, x)
+                arrays[number] = array_of_value(like, declared, value)
+            else:
+                check_arrays([x])
+                declared.check(number, x)
+                arrays[number] = x
+        check_one_library([like, *arrays.values()])
+        return arrays, values
 
 
 def _compiled(
     func: Callable[..., Any],
-    given: Sequence[DaskArray],
+    declared: Sequence[Declared | DeclaredValue],
+    given: Sequence[DaskArray],  # they stand for the arguments
     outputs: Sequence[DaskArray],
     returns_several: bool,
     most: int,
 ) -> CompiledFunction:
     options = checked_options()
-    graph = graph_of(outputs, options)
-    read = graph.read
+    names = tuple(x.name for x in given)
+    are_values = [isinstance(each, DeclaredValue) for each in declared]
+    graph = graph_of(outputs, options, [*compress(given, are_values)])
+    check_reads(graph.read, names)
+    kind = kind_of(kinds_of((*given, *outputs)), graph.read)
+    values = {
+        x.name: CallValue(number, backend_for(x._meta).name)
+        for number, x in enumerate(given)
+        if are_values[number]
+    }
+    arrays = [x for x in given if x.name not in values]
+    read = with_call_values(graph.read, values)
     size = min(most, read.tasks.widest)
     # Without locations: arguments differ, and results, which lie in order, become arguments.
-    programs = programs_of(read.tasks, size, pinned=pinned(given, outputs, graph.keys, size))
-    names = tuple(x.name for x in given)
-    check_reads(read, names)
+    programs = programs_of(read.tasks, size, pinned=pinned(arrays, outputs, graph.keys, size))
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
-    kind = kind_of(kinds_of((*given, *outputs)), read)
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
     ranks = rank_programs(programs, first, kind, runs_again=True)
     results = [Declared.of(x) for x in outputs]
-    signature = Signature([Declared.of(x) for x in given], results, returns_several, given[0])
-    return CompiledFunction(func, signature, FusedGang(token, ranks, options, results, names, kept))
+    signature = Signature(declared, results, returns_several, arrays[0])
+    of_arrays = tuple(x.name for x in arrays)
+    gang = FusedGang(token, ranks, options, results, of_arrays, kept)
+    return CompiledFunction(func, signature, gang, names)

@@ -61,8 +61,8 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     Returns
     -------
     dask.array.Array, or tuple of them
-        Lazy arrays with the shapes, chunks and dtypes of `arrays`; their blocks are equal bit for
-        bit.
+        Lazy arrays with the shapes, chunks and dtypes of `arrays`. Their blocks are equal bit for
+        bit, apart from products of matrices, which BLAS may round in another way in each call.
 
     Raises
     ------

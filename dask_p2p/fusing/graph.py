@@ -11,6 +11,7 @@ from dask.array.optimization import optimize
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import Alias, Task
+from dask.utils import ensure_dict
 
 from dask_p2p.config import Options
 from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_layers
@@ -21,7 +22,13 @@ from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import check_annotations, check_tasks, kind_of
 from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.planning.subgraphs import unfused
-from dask_p2p.fusing.planning.tasks import ReadGraph, before_stores, name_of, read_graph
+from dask_p2p.fusing.planning.tasks import (
+    ReadGraph,
+    before_stores,
+    name_of,
+    nodes_of,
+    read_graph,
+)
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.fusing.suitability import (
     Cluster,
@@ -53,6 +60,7 @@ class Choice:
     programs: Sequence[Program] = ()
     kind: Kind = "numpy"  # of the blocks that ranks compute with
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
+    most_bytes: float | None = None  # of a rank's values; None: `p2p.fuse` is not "auto"
     is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
     first: DeclaredBlocks | None = None  # blocks of the first output; None: unknown
 
@@ -100,19 +108,24 @@ def choice_of(
         check_count(read.tasks)
         check_gain(read.tasks, size)  # before programs are made
     programs = programs_of(read.tasks, size, sizes_bytes, locations=known.locations)
+    most_bytes = None
     if is_auto:
-        check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
-    return Choice(read, programs, kind, after=after, first=declared.get(name_of(outputs[0])))
+        most_bytes = check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
+    first = declared.get(name_of(outputs[0]))
+    return Choice(read, programs, kind, after, most_bytes, first=first)
 
 
-def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
-    """Return the graph that Dask runs: that of a gang, or the same one by Dask's own tasks."""
+def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[Any, str | None]:
+    """Return the graph that Dask runs, and the name of its gang.
+
+    Without a gang it is the same graph by Dask's own tasks, and the name is None.
+    """
     read = choice.read
     if not choice.programs:
-        return optimize(dict(read.kept) if choice.is_known else graph, keys)
+        return optimize(dict(read.kept) if choice.is_known else graph, keys), None
     names = [read.tasks.outputs, sorted(map(str, read.kept))]
-    work = fused_gang(read.tasks, choice.programs, names, choice.first, choice.kind, options)
-    gang = GangTasks.of(work)
+    described = read.tasks, choice.programs, names, choice.first, choice.kind, options
+    gang = GangTasks.of(work := fused_gang(*described, most_bytes=choice.most_bytes))
     found = output_tasks(gang.name, 0, [each.outputs[0] for each in work.ranks])
     layers = {
         f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
@@ -122,7 +135,12 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> Any:
     }
     inputs, own, outputs, after = layers
     dependencies = {inputs: set(), own: {inputs}, outputs: {own}, after: {inputs, outputs}}
-    return optimize(HighLevelGraph(layers, dependencies), keys)
+    return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
+
+
+def tasks_of_dask(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:
+    """Return the tasks that compute the outputs of a gang without it."""
+    return nodes_of(ensure_dict(optimize(graph, list(outputs))))
 
 
 def failing(keys: Any, error: Exception) -> dict[Key, Task]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pickle import PicklingError
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -24,10 +25,11 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
-from dask_p2p.fusing.graph import Known, choice_of, failing, optimized
+from dask_p2p.fusing.graph import Known, choice_of, failing, optimized, tasks_of_dask
 from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.planning.located import Locations
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
+from dask_p2p.fusing.planning.tasks import name_of
 from dask_p2p.fusing.suitability import Cluster, check_layers
 from dask_p2p.monitoring.counters import DEVICE_METRIC
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
@@ -44,6 +46,10 @@ _NO_PICKLE = "expected functions that can be pickled. Compute the graph without 
 _NO_PLUGIN = (
     "expected the plugin of dask_p2p on the scheduler, got none: it was removed. Call "
     "dask_p2p.register(client)."
+)
+_LEFT_TO_DASK = (
+    "expected arrays whose gangs have not ended for lack of memory or with their worker, got one. "
+    "Declare the sizes of blocks, map_blocks(chunks=...)."
 )
 _NO_ANNOTATIONS = "expected expressions without annotations"
 _ANNOTATE = "Build the array outside of dask.annotate. Annotate only the call of fused."
@@ -143,14 +149,19 @@ class AtScheduler:
         outputs = {*flatten([keys])}
         if self.is_auto and isinstance(graph, HighLevelGraph):
             check_layers(graph.layers, len(outputs), cluster)
+        gangs = scheduler.plugins[PLUGIN_NAME].gangs
+        if self.is_auto and not gangs.left_to_dask.keys().isdisjoint(map(name_of, outputs)):
+            raise FuseError(_LEFT_TO_DASK)
         known = _known(graph, outputs, scheduler)
         choice = choice_of(
             graph, keys, cluster, self.options, self.kinds, known, self.is_auto, declared
         )
         try:
-            made = optimized(graph, keys, choice, self.options)
+            made, gang = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
             raise FuseError(f"{_NO_PICKLE}: {exc}") from exc
+        if gang is not None and self.is_auto:
+            gangs.substitutes[gang] = partial(tasks_of_dask, graph)
         logger.debug("computes %s", choice)
         return made
 

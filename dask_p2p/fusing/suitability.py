@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -147,16 +148,20 @@ def check_suitable(
     sizes_bytes: Mapping[Key, int],
     cluster: Cluster,
     kind: Kind,
-) -> None:
-    """Refuse a graph that Dask probably runs faster, or in less memory: `FuseError`."""
+) -> float:
+    """Return the most bytes that the values of a rank may take.
+
+    Refuses a graph that Dask probably runs faster, or in less memory: `FuseError`.
+    """
     if cluster.has_resources:
         raise FuseError(
             "expected workers without resources, got some that have them: each rank would need "
             "those that the call requests. Call dask_p2p.fused(x)."
         )
     check_gain(tasks, len(programs), exchanges_of(programs))
-    _check_memory(tasks, programs, sizes_bytes, cluster, kind)
+    most_bytes = _check_memory(tasks, programs, sizes_bytes, cluster, kind)
     _check_balance(programs, sizes_bytes)
+    return most_bytes
 
 
 def _check_memory(
@@ -165,13 +170,13 @@ def _check_memory(
     sizes_bytes: Mapping[Key, int],
     cluster: Cluster,
     kind: Kind,
-) -> None:
+) -> float:
     limit_bytes, most_bytes, place = cluster.memory_bytes, most_bytes_of(cluster), "a worker"
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
         most_bytes = int(_MOST_DEVICE_MEMORY * limit_bytes)
     if not limit_bytes:
-        return
+        return inf
     unknown = (key for key in (*tasks.inputs, *tasks.nodes) if key not in sizes_bytes)
     if (key := next(unknown, None)) is not None:
         raise FuseError(
@@ -181,7 +186,8 @@ def _check_memory(
     elements = SourceElements() if kind == "numpy" else None
     peak = max((peak_bytes(each, sizes_bytes, elements) for each in programs), default=0)
     # Each thread may run a rank, of this gang or of another one at the same time.
-    of_worker = peak * -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
+    ranks = -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
+    of_worker = peak * ranks
     if of_worker > most_bytes:
         raise FuseError(
             f"expected values of at most {format_bytes(most_bytes)} in the memory of {place}, "
@@ -189,6 +195,7 @@ def _check_memory(
             f"{format_bytes(of_worker)}, which Dask cannot spill while ranks run. Use smaller "
             f"chunks, or workers with more memory."
         )
+    return most_bytes / ranks
 
 
 def most_bytes_of(cluster: Cluster) -> int:

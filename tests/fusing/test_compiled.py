@@ -9,7 +9,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.errors import ChunksError, FuseError, InputError, UnsupportedArrayError
 from tests.fusing.programs import PROGRAMS, array, same_bits
-from tests.fusing.support import generated, smooth
+from tests.fusing.support import generated, integers, smooth
 from tests.sections.support import nothing_is_left
 
 CLUSTER = {"n_workers": 2}
@@ -61,7 +61,7 @@ def test_results_are_arguments_on_the_same_workers(client):
 
 def test_several_arguments_and_results(client):
     def both(u, v):
-        return u @ v, (u + v).sum(axis=0), u
+        return integers(u) @ integers(v), (u + v).sum(axis=0), u
 
     x, y = array(), array().T.rechunk((12, 12))
     compiled = dask_p2p.compile(both, x, y)
@@ -79,14 +79,18 @@ def test_one_argument_given_twice(client):
     assert same_bits(compiled(x, x).compute(), (x - x.T).compute())
 
 
+def products(u, other):
+    return integers(u).T @ integers(other) + u
+
+
 def test_other_arrays_that_the_function_reads(client):
     made = da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
     on_workers = client.persist(array())
     for other in (made, on_workers, array()):
-        compiled = dask_p2p.compile(lambda u: u.T @ other + u, array())  # noqa: B023
+        compiled = dask_p2p.compile(lambda u: products(u, other), array())  # noqa: B023
         x = array() * 2
         for _ in range(2):
-            assert same_bits(compiled(x).compute(), (x.T @ other + x).compute())
+            assert same_bits(compiled(x).compute(), products(x, other).compute())
 
 
 def test_the_same_arguments_have_the_same_result():
@@ -144,3 +148,114 @@ def test_arguments_that_dask_has_optimised(function):
         dask_p2p.compile(function, x)
     by_position = dask_p2p.compile(lambda x: x.map_blocks(np.multiply, x.sum(), dtype=float), x)
     assert (by_position(x).compute(scheduler="sync") == 24).all()
+
+
+def cooled(block, dt=1.0):
+    return block - dt * np.roll(block, 1, 0)
+
+
+def with_noise(block, seed, block_info=None):
+    place = block_info[0]["chunk-location"]
+    return block + np.random.default_rng([int(seed), *place]).normal(size=block.shape)
+
+
+#: Functions of an array and a number, as one writes them.
+OF_NUMBERS = {
+    "factor": lambda u, t: u + t * dask_p2p.transpose(u),
+    "forcing": lambda u, t: u + da.sin(3 * t) * u.T.rechunk(u.chunks),
+    "numpy": lambda u, t: np.exp(-t) * u[::-1],
+    "by position": lambda u, t: u.map_blocks(cooled, t, dtype=u.dtype).T.rechunk(u.chunks),
+    "by keyword": lambda u, t: u.map_blocks(cooled, dt=t * 2, dtype=u.dtype),
+    "overlap": lambda u, t: dask_p2p.map_overlap(
+        cooled, u, depth={0: 1}, boundary="periodic", dt=t, dtype=u.dtype
+    ),
+    "delayed": lambda u, t: u * da.from_delayed(dask.delayed(float)(t), (), float),
+    "condition": lambda u, t: da.where(t > 1, u, -u),
+    "alone": lambda u, t: u.T.sum() + t,
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_numbers_that_change_from_call_to_call(client, name):
+    function, x = OF_NUMBERS[name], array()
+    compiled = dask_p2p.compile(function, x, 0.0)
+    numbers = (0.5, np.float32(1.25), np.array(2.0), 3)
+    expected = [function(x, da.from_array(np.array(float(t)))).compute() for t in numbers]
+    for t, values in zip(numbers, expected, strict=True):
+        np.testing.assert_array_equal(compiled(x, t).compute(), values)
+    assert compiled(x, 0.5).name == compiled(x, 0.5).name != compiled(x, 0.25).name
+    with compiled.resident(x, 0.0) as run:
+        handles = [run(x, t) for t in numbers]
+        for handle, values in zip(handles, expected, strict=True):
+            np.testing.assert_array_equal(run.fetch(handle), values)
+
+
+def test_seeds_and_small_arrays_that_change(client):
+    x = array()
+    noisy = dask_p2p.compile(lambda u, k: da.map_blocks(with_noise, u, k, dtype=float), x, 0)
+    expected = [da.map_blocks(with_noise, x, k, dtype=float).compute() for k in (1, 2, 2**62)]
+    with noisy.resident(x, 0) as run:
+        got = [run.fetch(run(x, k)) for k in (1, 2, 2**62)]
+    for one, other in zip(got, expected, strict=True):
+        assert same_bits(one, other)
+
+    def scaled(u, factors, flag, phase):
+        return da.where(flag, u * factors, u) * phase
+
+    step = dask_p2p.compile(scaled, x, np.ones(48), True, 1j)
+    for factors, flag, phase in (np.arange(48), False, 2), (np.arange(48) / 8, np.True_, 0.5j):
+        got = step(x, factors, flag, phase).compute()
+        assert same_bits(got, scaled(x, factors * 1.0, flag, complex(phase)).compute())
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "c16"])
+def test_a_number_keeps_the_dtype_of_arrays(dtype):
+    x = array().astype(dtype)
+    step = dask_p2p.compile(lambda u, dt: u + dt * u.T.rechunk(u.chunks), x, 0.0)
+    u = step(step(x, 0.5), np.float64(0.25))
+    assert u.dtype == u.compute(scheduler="sync").dtype == x.dtype
+
+
+def test_examples_of_one_block_take_values_and_results(client):
+    """A step that returns the time step of the next one."""
+    x, dt = array(), da.from_array(np.array(0.0))
+    step = dask_p2p.compile(lambda u, dt: (u * (1 - dt), abs(u).max() / 8), x, dt)
+    u = x.compute()
+    assert same_bits(step(x, 0.5)[0].compute(), u * (1 - 0.5))
+    with step.resident(x, 0.0) as run:
+        v, dt = run(x, 0.5)
+        v, dt = run(v, dt)
+        v, dt = run(v, da.from_array(np.array(0.125)))
+        made = run.fetch(v), run.fetch(dt)
+    first = u * (1 - 0.5)
+    second = first * (1 - abs(u).max() / 8)
+    assert same_bits(made[0], second * (1 - 0.125))
+    assert same_bits(made[1], abs(second).max() / 8)
+
+
+def test_values_that_do_not_fit(client):
+    x = array()
+    step = dask_p2p.compile(lambda u, t, n: u * t + n, x, 0.0, 0)
+    with step.resident(x, 0.0, 0) as run:
+        for call in (step, run):
+            with pytest.raises(InputError, match=r"argument 2: .* dtype of the example, int64"):
+                call(x, 0.0, 1.5)
+            with pytest.raises(InputError, match=r"argument 2: .* int64, got 1180"):
+                call(x, 0.0, 2**70)
+            with pytest.raises(ChunksError, match=r"argument 1: .* shape .* \(\), got \(2,\)"):
+                call(x, np.ones(2), 0)
+            with pytest.raises(InputError, match=r"argument 1: expected a number .* got str"):
+                call(x, "0.0", 0)
+        with pytest.raises(InputError, match=r"got Handle\. .* compile the function with a Dask"):
+            run(x, run(x, 0.0, 0), 0)
+    with pytest.raises(InputError, match=r"got Array\. .* compile the function with a Dask"):
+        step(x, x.sum(), 0)
+    with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
+        dask_p2p.compile(lambda t: x * t, 0.0)
+    for function in (
+        lambda u, t: u * float(t),
+        lambda u, t: u if t > 0 else -u,
+        lambda u, t: sum(u for _ in range(t)),
+    ):
+        with pytest.raises(InputError, match="builds lazy arrays only"):
+            dask_p2p.compile(function, x, 1)

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 import dask_p2p
-from tests.fusing.support import check_blocks, run_programs
+from tests.fusing.support import check_blocks, integers, run_programs
 
 N = 24
 
@@ -48,9 +48,9 @@ def by_xarray(x):
 
 OPERATIONS = {
     "stars": stars,
-    "matrix product": lambda x: x @ x.T,
-    "tensordot": lambda x: da.tensordot(x, x, axes=((0,), (0,))),
-    "einsum": lambda x: da.einsum("ij,jk->ik", x, x.T),
+    "matrix product": lambda x: integers(x) @ integers(x).T,
+    "tensordot": lambda x: da.tensordot(integers(x), integers(x), axes=((0,), (0,))),
+    "einsum": lambda x: da.einsum("ij,jk->ik", integers(x), integers(x).T),
     "qr": lambda x: da.linalg.qr(x.rechunk((6, -1)))[1],
     "svd": lambda x: da.linalg.svd(x.rechunk((6, -1)))[1],
     "cholesky": lambda x: da.linalg.cholesky((x @ x.T + N * da.eye(N, chunks=8)).rechunk((8, 8))),
@@ -103,6 +103,8 @@ OPERATIONS = {
     "tokens of one name": lambda x: da.concatenate([x[:3], x[3:]]) - x,
 }
 
+BY_BLAS = ("qr", "svd", "cholesky", "covariance")  # the order of additions depends on addresses
+
 
 @pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")
 @pytest.mark.parametrize("size", [1, 3])
@@ -112,4 +114,4 @@ def test_operations_of_dask(name, size):
     x = da.from_array(values, chunks=(5, 9)) * 1.0
     made = OPERATIONS[name](x)
     arrays = [made, made + 1] if made.dtype.kind in "if" else [made]
-    check_blocks(arrays, run_programs(arrays, size))
+    check_blocks(arrays, run_programs(arrays, size), atol=1e-9 if name in BY_BLAS else 0.0)

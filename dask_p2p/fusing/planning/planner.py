@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,6 +61,17 @@ def programs_of(
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
+    programs = _programs_of(tasks, size, sizes_bytes, pinned, locations)
+    return [replace(each, declared_bytes=peak_bytes(each, sizes_bytes)) for each in programs]
+
+
+def _programs_of(
+    tasks: FusedTasks,
+    size: int,
+    sizes_bytes: Mapping[Key, int],
+    pinned: Mapping[Key, int],
+    locations: Locations,
+) -> list[Program]:
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.

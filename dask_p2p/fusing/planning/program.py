@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dask_p2p.geometry import Index
 from dask_p2p.plans import Plan
-from dask_p2p.types import DType, Key
+from dask_p2p.types import DType, Key, Kind
 from dask_p2p.versioned import versioned
 
 
@@ -72,6 +72,13 @@ class Superstep:
     steps: list[Any] = field(default_factory=list)  # Dask's tasks and `AssembleStep`, in order
 
 
+class CallValue(NamedTuple):
+    """A literal that comes with each call of a compiled function: a number, or a small array."""
+
+    number: int  # of the argument
+    kind: Kind  # of the array that functions get
+
+
 @versioned(strict=True)
 @dataclass(frozen=True)
 class Program:
@@ -82,8 +89,15 @@ class Program:
     """
 
     inputs: tuple[Key, ...]  # keys of the blocks that Dask passes to the rank
-    literals: dict[Key, Any]  # values that the graph contains
+    literals: dict[Key, Any]  # values that the graph contains, or `CallValue` in their place
     supersteps: tuple[Superstep, ...]
     uses: Mapping[Key, int]
     outputs: tuple[tuple[Key, ...], ...]  # by array: keys of the rank's output blocks
     reads_memory: bool  # whether ranks read large values in each other's memory, if they can
+    declared_bytes: int = 0  # most bytes of its values at the same time, as far as declared
+
+    @property
+    def call_values(self) -> dict[Key, CallValue]:
+        """The literals that come with each call."""
+        literals = self.literals.items()
+        return {key: literal for key, literal in literals if isinstance(literal, CallValue)}

@@ -73,7 +73,7 @@ def read_graph(
     known: Container[Key] = (),  # keys of tasks that the scheduler has already
 ) -> ReadGraph:
     """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
-    nodes = _nodes(graph)
+    nodes = nodes_of(graph)
     wanted = tuple(tuple(keys) for keys in outputs)
     position = {key: number for number, key in enumerate(graph)}
     reads: dict[Key, Sequence[Key]] = {}
@@ -95,7 +95,7 @@ def before_stores(
     These tasks write to memory or files of their process, so they stay with Dask. Other outputs
     are among the keys, too.
     """
-    nodes = _nodes(graph)
+    nodes = nodes_of(graph)
     if not any(map(_stores, nodes.values())):
         return outputs, {}
     reads: dict[Key, Sequence[Key]] = {}
@@ -120,7 +120,7 @@ def keys_of(x: DaskArray) -> list[Key]:
     return list(flatten(x.__dask_keys__()))
 
 
-def _nodes(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
+def nodes_of(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
     """Return a graph's tasks in Dask's present form; futures are left out."""
     older = {key: task for key, task in graph.items() if not isinstance(task, GraphNode)}
     nodes = dict(graph)

@@ -14,10 +14,19 @@ from dask.array.core import finalize as joined
 from distributed.protocol import Serialized, deserialize
 from distributed.protocol.pickle import loads
 
+from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.fusing.planning.declared import Declared
+from dask_p2p.fusing.planning.declared import (
+    EXPECTED_VALUE,
+    MOST_VALUE_BYTES,
+    OF_ARRAY,
+    Declared,
+    DeclaredValue,
+    is_value,
+)
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.command_log import FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.resident.handle_table import message_of
 from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.graph.libraries import is_dask_array
@@ -31,7 +40,7 @@ _ATTEMPTS = 8  # attempts to make an array
 class Signature:
     """The arguments and results of a compiled function."""
 
-    arguments: Sequence[Declared]
+    arguments: Sequence[Declared | DeclaredValue]
     results: Sequence[Declared]
     returns_several: bool
     like: DaskArray  # an array of the library of the results
@@ -103,7 +112,7 @@ class ResidentGang:
         streams: ClientStreams,
         submit: Submit,
         signature: Signature,
-        names: Sequence[str],  # of the arrays that the gang begins with
+        names: Sequence[str | None],  # of the arrays that the gang begins with; None: a value
     ) -> None:
         self._streams, self._submit, self._signature = streams, submit, signature
         self._names = names
@@ -135,8 +144,10 @@ class ResidentGang:
 
         Parameters
         ----------
-        *arguments : Handle or dask.array.Array
-            Handles of this gang, or arrays that it has begun with.
+        *arguments : Handle, dask.array.Array, number or numpy.ndarray
+            Handles of this gang, or arrays that it has begun with. Arguments whose example was a
+            number, a small NumPy array or a Dask array of one small block also take other values,
+            which may change from call to call. A Dask array of one is computed first.
 
         Returns
         -------
@@ -147,7 +158,7 @@ class ResidentGang:
         ------
         InputError, ChunksError
             If the arguments differ from the examples of `compile` in number, chunks or dtype, or
-            are neither handles of this gang nor arrays that it has begun with.
+            are neither handles of this gang, nor arrays that it has begun with, nor values.
         MemoryLimitError
             If the results would not fit into the memory of a worker, next to other handles.
         SectionError
@@ -159,7 +170,7 @@ class ResidentGang:
             raise InputError(
                 f"expected {len(known)} arguments, as in compile, got {len(arguments)}."
             )
-        read = [self._number_of(number, x) for number, x in enumerate(arguments)]
+        read = [self._argument(number, x) for number, x in enumerate(arguments)]
         first = next(self._calls) * len(results)
         self._streams.call(read, first)
         made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
@@ -246,9 +257,18 @@ class ResidentGang:
                 raise loads(answer)
         return answers
 
-    def _number_of(self, number: int, x: Any) -> int:
-        """Return the number of the handle that is an argument of a call."""
+    def _argument(self, number: int, x: Any) -> Any:
+        """Return the number of the handle that is an argument of a call, or the value that is."""
         known = self._signature.arguments[number]
+        if isinstance(known, DeclaredValue) or known.takes_values:
+            if is_dask_array(x) and x.name != self._names[number]:
+                x = _computed(x)
+            if is_value(x):
+                return message_of(known.value_of(number, x))
+        if isinstance(known, DeclaredValue):
+            raise InputError(
+                f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
+            )
         if is_dask_array(x):
             if x.name != self._names[number]:
                 raise InputError(
@@ -282,3 +302,11 @@ class ResidentGang:
                 "expected a handle of this resident gang, got that of another one. Call other.array"
                 "(handle), and begin a gang from this array."
             )
+
+
+def _computed(x: DaskArray) -> Any:
+    """Return a small Dask array as a NumPy array, and a larger one as it is."""
+    if not x.nbytes <= MOST_VALUE_BYTES:
+        return x
+    value = as_array(x.compute())
+    return backend_for(value).to_host(value)

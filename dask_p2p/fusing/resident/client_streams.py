@@ -107,7 +107,7 @@ class ClientStreams:
         if self._is_suspended:  # no other thread has
             self._begin()
 
-    def call(self, handles: Sequence[int], first: int) -> None:
+    def call(self, arguments: Sequence[Any], first: int) -> None:
         """Send a call once few calls are ahead; now and then, also the command for a checkpoint.
 
         Raises `MemoryLimitError` if its results would not fit, and the error of a gang that has
@@ -117,7 +117,7 @@ class ClientStreams:
             self._wait_until(lambda: self.log.calls_ahead < _MOST_AHEAD)
             self._add_dropped()  # first, so that ranks have them no longer than the client
             self._memory.check(self.ranks)
-            self._add(CALL, handles, first)
+            self._add(CALL, arguments, first)
             self._memory.add_call()
             if self._keeping.is_due(self.log, self.ranks):
                 self._add(KEEP)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from dask_p2p.errors import SectionError
 
-#: Numbers of the handles that a call reads, one for each argument; its first new handle.
+#: The number of a handle, or a value, for each argument of a call; its first new handle.
 CALL = "call"
 #: Numbers of handles that are not used any more.
 DROP = "drop"

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
 
-from dask_p2p.fusing.planning.program import Program
+from dask_p2p.fusing.planning.program import CallValue, Program
+from dask_p2p.fusing.running.gang import on_device
+from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.types import Array
 
 _ITEM_BYTES = 8
@@ -18,7 +21,15 @@ _ITEM_BYTES = 8
 class HandleTable:
     """The values of a rank's handles, by the index of the block in its array."""
 
-    def __init__(self, program: Program, arguments: Sequence[str], blocks: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        arguments: Sequence[str],  # names of the arrays that stand for the arguments
+        blocks: Sequence[Any],  # of the program's inputs
+        device: Host = HOST,
+    ) -> None:
+        self._device, self._call_values = device, [*program.call_values.values()]
+        self._values: dict[int, tuple[Any, Any]] = {}  # by argument: the last message, and array
         self._inputs: list[tuple[int, Any] | None] = []  # argument and index; None: a constant
         self._blocks = list(blocks)  # of the inputs
         self._outputs = [[key[1:] for key in keys] for keys in program.outputs]
@@ -64,12 +75,28 @@ class HandleTable:
                 return False
         return True
 
-    def read(self, handles: Sequence[int]) -> list[Any]:
-        """Return the inputs of the program for a call."""
-        return [
-            block if which is None else self.handles[handles[which[0]]][which[1]]
-            for which, block in zip(self._inputs, self._blocks, strict=True)
-        ]
+    def read(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the inputs of the program for a call, whose values come last.
+
+        Arguments are numbers of handles, or values as `message_of` has them.
+        """
+        made = []
+        for which, block in zip(self._inputs, self._blocks, strict=True):
+            if which is None:
+                made.append(block)
+            elif type(argument := arguments[which[0]]) is int:
+                made.append(self.handles[argument][which[1]])
+            else:
+                made.append(self._value(CallValue(which[0], "numpy"), argument))
+        return [*made, *(self._value(each, arguments[each.number]) for each in self._call_values)]
+
+    def _value(self, of_call: CallValue, message: Any) -> Any:
+        last, array = self._values.get(of_call.number, (None, None))
+        if last != message:
+            form = loads(message) if isinstance(message, bytes) else from_quick_form(tuple(message))
+            array = on_device(self._device, of_call, form)
+            self._values[of_call.number] = message, array
+        return array
 
     def add(self, first: int, made: Sequence[Sequence[Any]]) -> None:
         """Add the results of a call under successive numbers."""
@@ -80,3 +107,8 @@ class HandleTable:
         """Drop handles."""
         for number in numbers:
             self.handles.pop(number, None)
+
+
+def message_of(value: Array) -> Any:
+    """Return a small NumPy array as an argument of a call in a message."""
+    return quick_form(value) or dumps(value)

@@ -79,7 +79,7 @@ class RunResident:
             closing(units),
             queues.queue(lambda: ctx.connections.has_ended, units, self.idle_s) as queue,
         ):
-            table = HandleTable(program, self.arguments, blocks)
+            table = HandleTable(program, self.arguments, blocks, ctx.device)
             resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
             if state is None and self.stored is not None:
                 resume, state = stored_in(*self.stored, ctx, worker)
@@ -212,9 +212,9 @@ class ResidentRank:
         except Exception as exc:
             return FailedValue.of(exc, self._ctx.rank).error
 
-    def _call(self, number: int, handles: Sequence[int], first: int) -> None:
+    def _call(self, number: int, arguments: Sequence[Any], first: int) -> None:
         call = first // self._table.results + 1
-        self._table.add(first, self._calls.call(self._table.read(handles), call))
+        self._table.add(first, self._calls.call(self._table.read(arguments), call))
         self._ctx.progress.step = call
         if self._ctx.rank == 0 and call % _DONE_EVERY == 0:
             self._queue.send((DONE, number))

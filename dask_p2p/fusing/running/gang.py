@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,13 +17,14 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
 from dask_p2p.fusing.planning.declared import Declared, DeclaredBlocks
-from dask_p2p.fusing.planning.program import Program
+from dask_p2p.fusing.planning.program import CallValue, Program
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram
-from dask_p2p.fusing.running.runner import ProgramContext, Runner
+from dask_p2p.fusing.running.runner import ProgramContext, RankMemory, Runner
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gang.tasks import gang_tasks
 from dask_p2p.types import Array, DaskArray, DType, Key, Kind
@@ -43,18 +44,49 @@ class _RunProgram:
     shape: tuple[float, ...] | None  # of the first array; None: unknown
     kind: Kind  # of the arrays
     runs_again: bool  # whether workers keep the program for later gangs
+    most_bytes: float | None = None  # of its values; None: as they fit
+    values: Mapping[int, Any] = field(default_factory=dict)  # of a call, by number of the argument
     context: ClassVar[Any] = ProgramContext
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
         own = [block for block in blocks if ctx.device.holds(block)]
         with self._ready() as ready, ctx.device.running(own):
-            made = Runner(ctx, ready).run(blocks)
+            values = [
+                on_device(ctx.device, each, self.values[each.number])
+                for each in ready.program.call_values.values()
+            ]
+            try:
+                memory = RankMemory.of(ready.program, self.most_bytes, self.kind)
+                made = Runner(ctx, ready, memory=memory).run([*blocks, *values])
+            except MemoryError:
+                if self.most_bytes is not None:
+                    _give_back()
+                raise
             return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:
             return _kept.running(self.program, unpacked)
         return nullcontext(ReadyProgram(unpacked(self.program)))
+
+
+def _give_back() -> None:
+    """Ask the scheduler to run Dask's tasks in place of the gang, whose attempt then ends."""
+    from distributed import get_worker
+    from distributed.utils import sync
+
+    worker: Any = get_worker()
+    gang = worker.get_current_task()[0]
+
+    async def ask() -> None:
+        await getattr(worker.scheduler, GIVE_BACK)(gang=gang)
+
+    sync(worker.loop, ask)
+
+
+def on_device(device: Host, of_call: CallValue, value: Any) -> Any:
+    """Return a value of a call as the array that functions get."""
+    return device.module.asarray(value) if of_call.kind == device.kind else value
 
 
 def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
@@ -82,6 +114,15 @@ class FusedGang:
     arguments: tuple[str, ...] = ()  # names of arrays that stand for those of a call
     kept: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
     prefix: ClassVar[str] = PREFIX
+
+    def with_values(self, values: Mapping[int, Any]) -> FusedGang:
+        """Return the gang of a call with values, by number of the argument."""
+        if not values:
+            return self
+        token = tokenize(self.own_token, sorted(values.items()))
+        bodies = (replace(each.body, values=values) for each in self.ranks)
+        ranks = [each._replace(body=body) for each, body in zip(self.ranks, bodies, strict=True)]
+        return replace(self, own_token=token, ranks=ranks)
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
         """Return the tasks of its ranks and of the commit, and those that stay with Dask."""
@@ -164,11 +205,12 @@ def rank_programs(
     first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
     kind: Kind,  # of the arrays
     runs_again: bool = False,
+    most_bytes: float | None = None,
 ) -> list[RankProgram]:
     """Return the programs of ranks, packed."""
     dtype = None if first is None else first.dtype
     shape = None if first is None else tuple(map(sum, first.chunks))
-    how = dtype, shape, kind, runs_again
+    how = dtype, shape, kind, runs_again, most_bytes
     return [
         RankProgram(_RunProgram(packed(program), *how), program.inputs, program.outputs)
         for program in programs
@@ -184,11 +226,12 @@ def fused_gang(
     options: Options,  # sent with the tasks
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
     kept: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
+    most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [each.inputs for each in programs]])
-    token = tokenize(PREFIX, list(names), len(programs), options, keys)
+    token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
     declared = [Declared.of(x) for x in arrays]
-    ranks = rank_programs(programs, first, kind)
+    ranks = rank_programs(programs, first, kind, most_bytes=most_bytes)
     return FusedGang(token, ranks, options, declared, kept=dict(kept))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
-from dask_p2p.fusing.planning.program import AssembleStep, Program
+from dask_p2p.fusing.planning.program import AssembleStep, CallValue, Program
 from dask_p2p.fusing.running.functions import Functions
 from dask_p2p.fusing.running.values import CountedValues, LiveValues
 from dask_p2p.types import Key
@@ -24,7 +24,18 @@ from dask_p2p.types import Key
 Call: TypeAlias = Callable[[Mapping[Key, Any]], Any]
 
 #: Literals that no function can change, or that are copied before one does.
-_UNCHANGED = (np.ndarray, np.generic, np.dtype, int, float, complex, str, bytes, type(None))
+_UNCHANGED = (
+    CallValue,
+    np.ndarray,
+    np.generic,
+    np.dtype,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+)
 
 # Programs that a worker keeps: together about 50 MB of tasks.
 _MOST_BYTES = 2**20  # as they are packed
@@ -53,6 +64,9 @@ class ReadyProgram:
 
     def __init__(self, program: Program, runs_again: bool = False) -> None:
         self.program, self.runs_again = program, runs_again
+        #: Keys of the values that a run gets: blocks of Dask, and values of a call.
+        self.inputs = (*program.inputs, *program.call_values)
+        self.literals = {k: v for k, v in program.literals.items() if k not in program.call_values}
         self._functions = Functions(runs_again)
         #: Steps by superstep.
         self.steps = [list(map(self._ready, each.steps)) for each in program.supersteps]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from dask.sizeof import sizeof
+from dask.utils import format_bytes
+
+from dask_p2p.engine.task import current_worker
+from dask_p2p.errors import MemoryLimitError
 from dask_p2p.fusing.planning.program import Program, Superstep
 from dask_p2p.fusing.running.assembling import Assembling, name_task
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
-from dask_p2p.fusing.running.values import LiveValues
+from dask_p2p.fusing.running.values import LiveValues, memory_bytes
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
@@ -17,6 +23,15 @@ from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.types import Key, Kind
+
+#: Bytes of new values between two looks at all values: parts of the worker's limit, and of the most
+#: bytes that a rank may take.
+_LOOK, _LOOK_OF_MOST, _LEAST_LOOK_BYTES = 1 / 64, 1 / 8, 2**20
+#: Values may take this factor of what is declared: sizes of reductions are guesses.
+_SLACK = 1.5
+#: Part of a worker's limit at which Dask pauses it. A nanny ends it at 95 %.
+_FULL = 0.8
 
 
 class ProgramContext:
@@ -48,9 +63,10 @@ class Runner:
         ctx: ProgramContext,
         ready: ReadyProgram,
         memories: Sequence[Lending] = (),  # see `Assembling`
+        memory: RankMemory | None = None,
     ) -> None:
         self._progress, self._ready, self._program = ctx.progress, ready, ready.program
-        self._device = ctx.device
+        self._device, self._memory = ctx.device, memory
         self._assembling = Assembling(memories or _memories(ctx, self._program))
         self._values = ready.values(self._assembling.is_lent)
         self._messages = Messages(ctx.connections, self._assembling)
@@ -61,8 +77,9 @@ class Runner:
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
-        values.add_inputs(zip(program.inputs, blocks, strict=True))
+        values.add_inputs(zip(self._ready.inputs, blocks, strict=True))
         self._add_literals()
+        self._record(blocks)
         self._progress.steps = len(program.supersteps)
         each = zip(program.supersteps, self._ready.steps, strict=True)
         for number, (superstep, steps) in enumerate(each):
@@ -76,23 +93,34 @@ class Runner:
         return [[values[key] for key in keys] for keys in program.outputs]
 
     def _add_literals(self) -> None:
-        literals = self._program.literals
+        literals = self._ready.literals
         if self._ready.runs_again:
             self._values.add_inputs(literals.items())
             return
         for key, value in literals.items():
             self._values[key] = value
         literals.clear()  # freed after the last use, as all values
+        self._program.literals.clear()
 
     def _exchange(self, number: int, superstep: Superstep) -> None:
         self._messages.exchange(number, superstep, self._values)
+        if self._memory is not None:
+            received = (item.key for items in superstep.receives.values() for item in items)
+            self._record([self._values[key] for key in received if key in self._values])
         for items in superstep.sends.values():
             for item in items:
                 self._values.use(item.key)
 
+    def _record(self, values: Iterable[Any]) -> None:
+        if self._memory is not None:
+            for value in values:
+                self._memory.record(value, self._values)
+
     def _run(self, step: ReadyStep) -> None:
         try:
-            self._values[step.key] = self._value(step)
+            self._values[step.key] = value = self._value(step)
+            if self._memory is not None:
+                self._memory.record(value, self._values)
         except BaseException as exc:  # also SystemExit
             name_task(exc, step.key)
             raise
@@ -121,6 +149,69 @@ class Runner:
         self._use(step)
         block = assembly.block
         return made if block.epilogue is None else block.epilogue(made[...], block.position)
+
+
+class RankMemory:
+    """Compares the sizes of a rank's values with those that are declared, and with the limit.
+
+    Functions may return larger blocks than their array declares. Dask spills such blocks, ranks
+    cannot.
+    """
+
+    def __init__(
+        self,
+        declared_bytes: int,  # most bytes of all values, as far as they are declared
+        most_bytes: float | None,  # of all values, which Dask computes otherwise
+        kind: Kind,  # of the arrays that count
+        worker: Any,
+    ) -> None:
+        self._declared_bytes, self._most_bytes = declared_bytes, most_bytes
+        self._kind, self._worker = kind, worker
+        self._limit_bytes: int = worker.memory_manager.memory_limit or 0
+        look_bytes = self._limit_bytes * _LOOK if most_bytes is None else most_bytes * _LOOK_OF_MOST
+        self._look_bytes = max(_LEAST_LOOK_BYTES, look_bytes)
+        self._new_bytes = 0.0  # since the last look
+
+    @classmethod
+    def of(cls, program: Program, most_bytes: float | None, kind: Kind) -> RankMemory | None:
+        """Return the memory of a rank; None if nothing limits it."""
+        worker, _ = current_worker()
+        # Only a nanny ends a worker whose memory is full.
+        if worker is None or (most_bytes is None and (worker.nanny is None or kind != "numpy")):
+            return None
+        if not worker.memory_manager.memory_limit:
+            return None
+        return cls(program.declared_bytes, most_bytes, kind, worker)
+
+    def record(self, value: Any, values: Mapping[Key, Any]) -> None:
+        """Record a new value among all values of the rank.
+
+        Raises `MemoryLimitError` if they take too much.
+        """
+        is_plain = type(value) is np.ndarray and not value.dtype.hasobject
+        self._new_bytes += value.nbytes if is_plain else sizeof(value)
+        if self._new_bytes >= self._look_bytes:
+            self._new_bytes = 0.0
+            self._check(values)
+
+    def _check(self, values: Mapping[Key, Any]) -> None:
+        size_bytes = sum(memory_bytes(values.values(), self._kind).values())
+        if self._most_bytes is not None:
+            if size_bytes > _SLACK * self._most_bytes:
+                self._refuse(size_bytes, "")
+        elif size_bytes > _SLACK * self._declared_bytes:
+            process_bytes = self._worker.monitor.get_process_memory()
+            if process_bytes > _FULL * self._limit_bytes:
+                self._refuse(size_bytes, f", while its process uses {format_bytes(process_bytes)}")
+
+    def _refuse(self, size_bytes: int, process: str) -> None:
+        raise MemoryLimitError(
+            f"expected values of at most {format_bytes(self._declared_bytes)} in a rank of a fused "
+            f"graph, as its arrays declare, got {format_bytes(size_bytes)}{process}. The worker's "
+            f"limit is {format_bytes(self._limit_bytes)}. Declare the sizes of blocks, "
+            f"map_blocks(chunks=...), or compute by Dask's tasks, which spill.",
+            size_bytes,
+        )
 
 
 def exchanging(program: Program) -> frozenset[int]:

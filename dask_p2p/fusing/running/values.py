@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from dask.sizeof import sizeof
 from numpy.lib.array_utils import byte_bounds
 
-from dask_p2p.types import Array, Key
+from dask_p2p.types import Array, Key, Kind
 
 
 class CountedValues(dict[Key, Any]):
@@ -82,6 +83,25 @@ def _memory(value: Any) -> int:
     while isinstance(value.base, np.ndarray):
         value = value.base
     return id(value if value.base is None else value.base)
+
+
+def memory_bytes(values: Iterable[Any], kind: Kind) -> dict[int, int]:
+    """Return the size of each memory that arrays of a kind share; of other values by identity."""
+    sizes_bytes = dict[int, int]()
+    for value in values:
+        if _is_on_gpu(value):
+            if kind == "cupy":
+                sizes_bytes[_memory(value)] = int(value.data.mem.size)
+        elif kind != "numpy":
+            continue
+        elif type(value) is np.ndarray and not value.dtype.hasobject:
+            base = value
+            while isinstance(base.base, np.ndarray):
+                base = base.base
+            sizes_bytes[_memory(value)] = base.nbytes
+        else:
+            sizes_bytes[id(value)] = sizeof(value)
+    return sizes_bytes
 
 
 def _is_on_gpu(value: Any) -> bool:

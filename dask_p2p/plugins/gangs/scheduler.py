@@ -8,13 +8,16 @@ scheduler's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
+
+import dask.order
 
 from dask_p2p.config import options
 from dask_p2p.interprocess.background import Background
@@ -26,15 +29,23 @@ from dask_p2p.plugins.gangs.nesting import Nesting
 from dask_p2p.plugins.gangs.stalls import Stalls
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
+from dask_p2p.types import Key
+
+logger = logging.getLogger(__name__)
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
 SAVES, STALLS = "p2p_section_saves", "p2p_section_stalls"
+GIVE_BACK = "p2p_section_give_back"
 #: Requests of the scheduler to workers.
 FORGET = "p2p_section_forget"
 
 _POLL_S = 5.0
 _ELSEWHERE_S = 1.0  # delay until a rank without room is rescheduled
+_MOST_NAMES = 1000  # arrays whose graphs are left to Dask
+
+#: Returns the tasks that compute some keys without a gang.
+Substitute: TypeAlias = Callable[[Sequence[Key]], Mapping[Key, Any]]
 
 
 class Gangs:
@@ -57,12 +68,17 @@ class Gangs:
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._background = Background()
         self._stalls = Stalls(scheduler)
+        #: By gang: the tasks that Dask runs in its place, after the loss of a worker or memory.
+        self.substitutes: dict[str, Substitute] = {}
+        #: Names of arrays whose gangs have ended so. Their graphs are left to Dask.
+        self.left_to_dask: dict[Any, None] = {}
         scheduler.handlers |= {
             JOIN: self.join,
             LEAVE: self.leave,
             ORDER: self.order,
             SAVES: self.saves,
             STALLS: self.stalls,
+            GIVE_BACK: self.give_back,
         }
 
     def _begin(self) -> None:
@@ -184,6 +200,25 @@ class Gangs:
             self._stalls.record(gang, workers)
         return {}
 
+    @answering
+    async def give_back(self, gang: Any) -> Any:
+        """Give the outputs of a gang back to Dask's tasks; reply whether there are some."""
+        return {"is_given_back": self._give_back(gang)}
+
+    def _give_back(self, gang: str) -> bool:
+        substitute = self.substitutes.pop(gang, None)
+        commit = self._scheduler.tasks.get((gang, COMMIT))
+        if substitute is None or commit is None or commit.state != "waiting":
+            return False
+        outputs = [task.key for task in commit.dependents]
+        for key in outputs:
+            self.left_to_dask[key[0] if isinstance(key, tuple) else key] = None
+        while len(self.left_to_dask) > _MOST_NAMES:
+            del self.left_to_dask[next(iter(self.left_to_dask))]
+        logger.info("Dask's tasks compute %d outputs in place of %s", len(outputs), gang)
+        replace_tasks(self._scheduler, outputs, substitute(outputs), commit.key)
+        return True
+
     def _drop_states(self, gang: str) -> None:
         """Send workers the request to drop the states of a gang."""
         for worker in self._keepers.pop(gang, ()):
@@ -204,8 +239,13 @@ class Gangs:
         """Record the loss of a worker. Only this event shows whether the departure was expected."""
         if topic != "all" or not isinstance(msg, dict) or msg.get("action") != "remove-worker":
             return
-        if not msg.get("expected"):
-            self._gathering.record_lost()
+        if msg.get("expected"):
+            return
+        self._gathering.record_lost()
+        for key in msg.get("processing-tasks", ()):
+            if isinstance(key, tuple) and key[0] in self.substitutes:
+                # The values of its ranks may have been too large for the worker.
+                asyncio.get_running_loop().call_soon(self._give_back, key[0])
 
     def transition(self, key: Any, start: str, finish: str) -> None:
         """Pass transitions of ranks' tasks to the coordinator.
@@ -218,9 +258,13 @@ class Gangs:
         if finish == "forgotten":
             self._nesting.forget(key)
             self._gathering.forget(key)
-        if not isinstance(key, tuple) or len(key) != 2 or key[1] == COMMIT:
+        if not isinstance(key, tuple) or len(key) != 2:
             return
         gang, rank = key
+        if rank == COMMIT:
+            if finish in ("forgotten", "erred"):
+                self.substitutes.pop(gang, None)
+            return
         size = self._coordinator.size(gang)
         if size is None:
             return
@@ -285,3 +329,42 @@ class Gangs:
         held = [key for key in keys if key in tasks and tasks[key].state == "memory"]
         stimulus = f"p2p-section-again-{time.time()}"
         self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
+
+
+def replace_tasks(
+    scheduler: Any,
+    outputs: Sequence[Key],  # of tasks that wait
+    tasks: Mapping[Key, Any],  # that make them
+    unused: Key,  # of a task that they wait for
+) -> None:
+    """Let waiting tasks run other functions, and forget a task that they do not need any more.
+
+    Tasks that the scheduler has already stay as they are.
+    """
+    known, needed, stack = scheduler.tasks, dict[Key, Any](), [*outputs]
+    while stack:
+        key = stack.pop()
+        if key not in needed and (key in outputs or key not in known):
+            needed[key] = tasks[key]
+            stack += tasks[key].dependencies
+    inside = {key: {*task.dependencies} & needed.keys() for key, task in needed.items()}
+    order = dask.order.order(needed, dependencies=inside)
+    priority, annotations = known[unused].priority, known[unused].annotations
+    for key in outputs:
+        state = known[key]
+        for before in state.dependencies:
+            before.dependents.discard(state)
+            (before.waiters or set()).discard(state)
+        state.dependencies.clear()
+        state.waiting_on, state.state, state.run_spec = None, "released", needed[key]
+    for key, task in needed.items():
+        if key not in known:
+            scheduler.new_task(key, task, "released").annotations = dict(annotations or {})
+        known[key].priority = (*priority[:-1], order[key])
+    for key, task in needed.items():
+        for read in task.dependencies:
+            known[key].add_dependency(known[read])
+    if (spans := scheduler.extensions.get("spans")) is not None:
+        spans.observe_tasks([known[key] for key in needed], code=(), span_metadata={})
+    finish = {unused: "forgotten"} | dict.fromkeys(outputs, "waiting")
+    scheduler.transitions(finish, stimulus_id=f"p2p-give-back-{time.time()}")

@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from distributed.utils_test import captured_logger
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ from dask_p2p.errors import (
 from dask_p2p.fusing.resident.command_queues import CommandQueues
 from dask_p2p.fusing.resident.handle_table import HandleTable
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import OPERATIONS, smooth, waiting
+from tests.fusing.support import OPERATIONS, integers, smooth, waiting
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -166,7 +168,7 @@ def test_random_functions(client, operations, number):
 
 def test_several_arguments_and_results(client):
     def both(u, v):
-        return u - v.T, (u @ v).sum(axis=0), u.sum(), u
+        return u - v.T, (integers(u) @ integers(v)).sum(axis=0), u.sum(), u
 
     x, y = array(), array(rows=48).rechunk((48, 6))
     with dask_p2p.compile(both, x, y).resident(x, y) as run:
@@ -185,11 +187,31 @@ def test_several_arguments_and_results(client):
 
 def test_arrays_that_the_function_reads(client):
     other = client.persist(array())
-    step = dask_p2p.compile(lambda u: u.T @ other + u[::-1], array())
+
+    def products(u):
+        return integers(u.T) @ integers(other) / 64 + u[::-1]
+
+    step = dask_p2p.compile(products, array())
     x = array() * 2
     with step.resident(x) as run:
         got = run.fetch(run(run(x)))
-    assert same_bits(got, repeated(lambda u: u.T @ other + u[::-1], x, 2).compute())
+    assert same_bits(got, repeated(products, x, 2).compute())
+
+
+def test_lazy_arguments_that_were_persisted_before(client):
+    """Dask warns of tasks that differ under one key: it fuses those of `persist`."""
+    x = array() * 2
+    total = (x * x).sum()
+    step = dask_p2p.compile(lambda u, v: u + v, x, total)
+    expected = (x + total).compute()
+    with captured_logger("distributed.scheduler", level="WARNING") as log:
+        for _ in range(3):
+            known = dask.persist(x, total)
+            wait(known)
+            del known
+            with step.resident(x, total) as run:
+                assert same_bits(run.fetch(run(x, total)), expected)
+    assert "run_spec" not in log.getvalue()
 
 
 def test_other_arguments_than_those_of_compile(client):

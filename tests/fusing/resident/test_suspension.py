@@ -17,6 +17,7 @@ from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, positive, queues_on, repeated
 from tests.fusing.resident.test_idle import are_back
 from tests.fusing.resident.test_kills import kill, workers_of
+from tests.fusing.support import integers
 from tests.support import BOUND_S, restart, tune
 from tests.transports.loopback import wait_until
 
@@ -200,12 +201,12 @@ def test_a_failed_call_stays_failed(client):
 def test_other_work_has_the_workers(client):
     x = client.persist(array())
     wait(x)
-    with dask_p2p.compile(lambda u: u @ u.T, x).resident(x) as run:
+    with dask_p2p.compile(lambda u: integers(u) @ integers(u).T, x).resident(x) as run:
         u = run(x)
         ends(client, run)
         others = [client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)]
         wait(others, timeout=BOUND_S)
-        assert same_bits(run.fetch(u), (x @ x.T).compute())
+        assert same_bits(run.fetch(u), (integers(x) @ integers(x).T).compute())
 
 
 def test_a_client_that_is_closed_after_the_end(cluster, client):

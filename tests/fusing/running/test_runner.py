@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
-from tests.fusing.support import check_blocks, graphs, run_programs, smooth
+from tests.fusing.support import check_blocks, graphs, integers, run_programs, smooth
 from tests.support import tune
 
 
@@ -23,7 +23,8 @@ def large(n=512):
     """An array of blocks that are worth reading in place."""
     x = da.random.default_rng(0).normal(size=(n, n), chunks=(n // 4, n))
     y = dask_p2p.map_overlap(smooth, x, depth=1, boundary="periodic", dtype=x.dtype)
-    return dask_p2p.transpose(y), dask_p2p.rechunk(y, (-1, n // 4)) @ x, y[:, ::-1].T.copy() + y
+    product = integers(dask_p2p.rechunk(y, (-1, n // 4))) @ integers(x)
+    return dask_p2p.transpose(y), product, y[:, ::-1].T.copy() + y
 
 
 @pytest.mark.parametrize("least_bytes", [1, 2**30])
