@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import benchmarks
 from benchmarks import chart
+
+pytestmark = pytest.mark.programs
 
 RESULTS = Path(benchmarks.__file__).parent / "results"
 CHARTED = sorted(path for path in RESULTS.glob("*.json") if not path.stem.endswith("-engines"))

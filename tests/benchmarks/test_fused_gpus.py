@@ -5,8 +5,9 @@ import pytest
 from benchmarks import fused_gpus
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(fused_gpus, "_CALLS", 10)
     options = "--cpu --size 16 --cube 16 --side 32 --call 16 --runs 1"

@@ -5,8 +5,9 @@ import pytest
 from benchmarks import fused_graphs
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 def test_what_is_compared_and_written(tmp_path):
     options = "--workers 2 --blocks 2 --kib 1 --repeats 2"
     written, _ = results_of(fused_graphs, tmp_path, options)

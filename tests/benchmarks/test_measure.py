@@ -11,6 +11,8 @@ from benchmarks.measure import (
 )
 from tests.support import given_up
 
+pytestmark = pytest.mark.programs
+
 CASE = Case((200, 120), ((50, 50, 50, 50), (120,)), (1, 0), np.dtype("f4"))
 OURS = Way(p2p_with({}), required=True)
 

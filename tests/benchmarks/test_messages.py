@@ -6,8 +6,9 @@ from benchmarks import messages, messages_gpu
 from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 @pytest.mark.parametrize(("ranks", "ways"), [(2, {NUMBER, NEW, INTO, ALLREDUCE}), (3, {ALLREDUCE})])
 def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
     monkeypatch.setattr(messages, "find_spec", lambda name: None)  # without mpi4py
@@ -19,7 +20,6 @@ def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
         assert all(time_s > 0 for time_s in times_s.values())
 
 
-@pytest.mark.cluster
 def test_the_program_for_gpus_on_cpus():
     """Without the plain copy and NCCL, which need GPUs."""
     sums = 1 << 20

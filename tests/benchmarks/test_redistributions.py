@@ -8,8 +8,10 @@ import pytest
 from benchmarks import redistributions, report
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.slow
+
+@pytest.mark.long
 def test_what_the_program_writes(client, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "start", lambda _: nullcontext(client))
     monkeypatch.setattr(

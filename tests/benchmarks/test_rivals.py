@@ -10,10 +10,11 @@ import benchmarks
 from benchmarks.rivals import copy_engines, mpi_fft, torch_nccl
 from tests.support import output_of
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(benchmarks.__file__).parents[1]
 
 
-@pytest.mark.programs
 def test_on_processors(tmp_path):
     path = tmp_path / "rows.json"
     options = ["--cpu", "--gpus", "2", "--size", "65", "--size", "64", "--repeats", "2", "--json"]

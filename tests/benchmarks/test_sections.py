@@ -5,8 +5,9 @@ import pytest
 from benchmarks import sections
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "find_spec", lambda name: None)  # without mpi4py
     monkeypatch.setattr(sections, "counts", lambda side: (9, 2))

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import sections_calls
+
+pytestmark = pytest.mark.programs
 
 
 def test_four_workers_transform_slabs_and_pencils(client):

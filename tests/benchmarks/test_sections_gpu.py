@@ -8,6 +8,8 @@ from benchmarks import sections_calls, sections_gpu
 from dask_p2p.plans.orders import ORDERS
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
+
 
 def jax_says(said):
     """Return a stand-in for JAX's programs, and a list of what they are asked."""
@@ -22,7 +24,6 @@ def jax_says(said):
     return run, asked
 
 
-@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     run, asked = jax_says({"times_s": [0.5]})
     monkeypatch.setattr(sections_gpu, "find_spec", lambda name: name)

@@ -7,10 +7,11 @@ import pytest
 from benchmarks import simulated, solvers
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
+
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
 
-@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(solvers, "_ROUNDS", 1)
     monkeypatch.setattr(simulated, "IN_A_ROW", 2)

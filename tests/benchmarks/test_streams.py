@@ -5,6 +5,8 @@ from click import ClickException
 
 from benchmarks import streams
 
+pytestmark = pytest.mark.programs
+
 
 def test_ways_of_dask_are_checked(client, monkeypatch):
     measured = streams.mapping(client, 1000, [2], fallback="numpy")

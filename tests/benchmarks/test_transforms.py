@@ -7,10 +7,11 @@ from click.testing import CliRunner
 from benchmarks import transforms
 from benchmarks.transforms import Spectrum
 
+pytestmark = pytest.mark.programs
+
 CUBE = Spectrum((8,) * 3, ((2,) * 4, (8,), (8,)), (0, 1, 2), np.dtype("c16"))
 
 
-@pytest.mark.cluster
 def test_errors_that_are_printed(monkeypatch):
     monkeypatch.setattr(transforms, "_SHAPES", ((8, 8, 8), (101,)))
     made = CliRunner().invoke(transforms.main, ["--workers", "2"], catch_exceptions=False)

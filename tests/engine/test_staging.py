@@ -350,6 +350,7 @@ def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
     host.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
 def test_a_holder_that_never_has_room_reports_it(workers, cls):
     if cls is UcxTransport:

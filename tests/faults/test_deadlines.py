@@ -83,6 +83,7 @@ def halted(client, worker):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_another_holder_is_asked(client, x):
     reader, holder, _, other = addresses(client)
     replicate(client, x, 1, [holder, other])
@@ -103,6 +104,7 @@ def test_another_holder_is_asked(client, x):
     check(client, x)
 
 
+@pytest.mark.slow
 def test_others_go_on_and_the_reader_ends_in_time(client, x):
     reader, *free, holder = addresses(client)
     (used,) = dask.config.get("p2p.transports.order")
@@ -132,6 +134,7 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     check(client, x, (8, -1))
 
 
+@pytest.mark.slow
 def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     reader, holder, *_ = addresses(client)
     x = source(LARGE, (64, 2048))
@@ -173,6 +176,7 @@ def silent(dask_worker):
     }
 
 
+@pytest.mark.slow
 def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(client):
     reader, holder, *_ = addresses(client)
     with dask.config.set({"p2p.attempts": 4}):
@@ -187,6 +191,7 @@ def test_the_time_does_not_grow_with_the_tasks_that_read_from_a_halted_holder(cl
     del y
 
 
+@pytest.mark.slow
 def test_tasks_get_over_a_holder_that_is_slow_for_less_than_their_attempts_take(client):
     reader, holder, *_ = addresses(client)
     with dask.config.set({"p2p.attempts": 30}):  # more than a busy machine lets pass
@@ -200,6 +205,7 @@ def test_tasks_get_over_a_holder_that_is_slow_for_less_than_their_attempts_take(
     assert_nothing_is_held(client)
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_halted_in_the_middle(client):
     reader, holder, *_ = addresses(client)
     x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))

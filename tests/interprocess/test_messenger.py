@@ -286,6 +286,7 @@ def take_nothing(connection):
     connection.send("closed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
     sender, theirs = other_process
@@ -319,8 +320,9 @@ def test_between_processes(other_process, nbytes):
     np.testing.assert_array_equal(target, numbers(nbytes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
-@pytest.mark.parametrize("moment_s", [0, 0.005, pytest.param(0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment_s", [0, 0.005, pytest.param(0.02, marks=pytest.mark.long)])
 def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     """It ends with the whole message or with an error, and the receiver lives on."""
     process, connection = other_process

@@ -209,6 +209,7 @@ def note_dropped(dask_worker):
     outputs.clear = noted
 
 
+@pytest.mark.slow
 def test_workers_give_the_memory_back():
     """By default, soon after the last output is gone."""
     shape = (2000, 4000)

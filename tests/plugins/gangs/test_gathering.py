@@ -268,6 +268,7 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     assert (spmd(size, array()).compute() == 3).all()
 
 
+@pytest.mark.slow
 def test_ranks_that_have_no_worker_are_refused_by_name(client):
     nowhere, (gpu, _, other) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
     refused = (
@@ -300,6 +301,7 @@ def free_units(dask_worker):
     return dask_worker.state.available_resources.get("GPU")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_lends_its_units(client):
     """To the inputs of others, and to other gangs. Else all would wait for each other."""
     y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
