@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from weakref import ref
 
 import pytest
 
@@ -76,26 +74,6 @@ def test_a_block_is_waited_for_once(runtime, device):
     device.wait_until_written([])
 
 
-def test_what_is_marked_need_not_be_waited_for(runtime, device):
-    block = Block()
-    device.mark_written(block)
-    device.wait_until_written([block])
-    assert runtime.calls == []
-
-
-def test_another_block_in_the_place_of_one_that_is_gone_is_waited_for(runtime, device):
-    before = dead_references()
-    for _ in range(100):  # Python soon gives the same id again
-        device.wait_until_written([Block()])
-    gc.collect()
-    assert runtime.calls.count("free") == 100
-    assert dead_references() == before
-
-
-def dead_references():
-    return sum(type(each) is ref and each() is None for each in gc.get_objects())
-
-
 def test_blocks_of_default_streams_need_the_null_stream_only(runtime, device):
     device.wait_until_written([Block()], any_stream=False)
     assert "malloc" not in runtime.calls
@@ -109,24 +87,6 @@ def test_without_memory_the_whole_device_is_waited_for(runtime, device):
     runtime.status.clear()
     device.wait_for_all_streams()
     assert runtime.calls[3:] == ["getDevice", "malloc", "malloc", "free"]
-
-
-def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(
-    runtime, device, monkeypatch
-):
-    pauses = []
-
-    def pause(seconds):
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            runtime.status.clear()
-
-    runtime.status["streamIsCapturing"] = 906
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
-    monkeypatch.setattr(device, "time", clock)
-    device.order_after_null_stream([])
-    assert len(pauses) == 3
-    assert runtime.calls[-1] == "record null"
 
 
 def test_a_capture_that_does_not_end_is_named(runtime, device, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -31,18 +30,6 @@ def test_empty_gives_c_order():
 def chosen(by, dtype="f8", kind="numpy"):
     nbytes, given = NBYTES * np.dtype(dtype).itemsize // 8, replace(options(), permute_numpy=by)
     return backend_named(kind).queue_for(nbytes, np.dtype(dtype), given, "worker b", pytest.fail)
-
-
-def test_by_default_gpus_permute_large_blocks_on_their_workers(gpu, monkeypatch):
-    assert options().permute_numpy == "auto"
-    assert "cupy" in sys.modules, "what is emulated"
-    assert type(chosen("auto")) is HostQueue, "a small one"
-    tune(monkeypatch, permute_on_gpu_bytes=NBYTES)
-    assert type(chosen("auto")) is HostThroughDeviceQueue
-    assert type(chosen("auto", "f4")) is HostQueue
-    assert type(chosen("cpu")) is HostQueue
-    monkeypatch.delitem(sys.modules, "cupy")
-    assert type(chosen("auto")) is HostQueue, "not a worker that computes on a GPU"
 
 
 def test_the_permute_option_chooses_the_queue(gpu):

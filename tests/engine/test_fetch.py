@@ -62,26 +62,6 @@ def test_a_stage_of_messages():
     assert fetch.stage() == Stage("b", "cma", 2 * 8 * 4, 0.25, 0.75, 0.5, 0.125)
 
 
-@pytest.mark.parametrize(("copied_s", "wire_s"), [(0.5, 0.5), (0.0, None)])
-def test_a_stage_in_which_copy_engines_or_kernels_read(copied_s, wire_s):
-    fetch = begun(in_place=True)
-    fetch.copies.groups = 1
-    fetch.copies.add(copied_s)
-    assert fetch.stage().wire_s == wire_s
-
-
-def test_a_stage_has_what_came_and_no_more():
-    """A block that failed goes by its next route, perhaps from another holder."""
-    fetch = begun()
-    record_written(fetch, 0, 1)
-    failed = fetch.sources[0]
-    failed.give_up(TransferError("broken"))
-    failed.routes = [Route("c", fetch.route.transport)]
-    stage = fetch.stage()
-    assert (stage.holder, stage.nbytes) == ("b", 8 * 4)
-    assert failed.wasted == 8
-
-
 def test_what_has_come_so_far():
     start_s = time.perf_counter() - 1.5
     fetch = begun(begun_s=start_s + 0.5, start_s=start_s)
@@ -95,16 +75,6 @@ def test_what_has_come_so_far():
     assert (stage.nbytes, stage.wire_s) == (64, pytest.approx(0.25))
     fetch.sources[0].fetch = object()  # it failed, and comes otherwise
     assert fetch.progress().nbytes == 32
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_has_come_ends_a_silence(in_place):
-    fetch = begun(in_place)
-    transport = fetch.route.transport.name
-    fetch.silences.record_failure("b", transport, SilentError("no answer"), 0.0, options())
-    assert fetch.silences.known
-    record_written(fetch, 0)
-    assert not fetch.silences.known
 
 
 def test_waiting_is_timed_also_where_it_fails():

@@ -40,14 +40,6 @@ def ranks(count, *args, **kwargs):
     return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
 
 
-def test_no_worker_gets_more_ranks_than_it_has_units():
-    scheduler = Scheduler({"GPU": 2}, GPU, {})
-    tasks = ranks(3, GPU)
-    for task in tasks:
-        task.dependencies = {Block(scheduler.workers["b"])}
-    assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 1}
-
-
 def test_a_rank_leaves_the_worker_that_another_needs():
     scheduler = Scheduler(GPU, GPU)
     anywhere, only = Task(("x", 0), GPU), Task(("x", 1), GPU, workers={"a"})
@@ -60,20 +52,6 @@ def test_a_worker_with_more_threads_gets_more_ranks():
     scheduler.workers["b"].nthreads = 3
     assert Counter(placed(scheduler, *ranks(4))) == {"a": 1, "b": 3}
     assert Counter(placed(scheduler, *ranks(2))) == {"a": 1, "b": 1}
-
-
-def test_ranks_go_where_their_inputs_are():
-    """Also two ranks of one worker that follow each other."""
-    scheduler = Scheduler({}, {})
-    for worker in scheduler.workers.values():
-        worker.nthreads = 2
-    tasks = ranks(4)
-    for task, name in zip(tasks, "bbaa", strict=True):
-        task.dependencies = {Block(scheduler.workers[name])}
-    assert placed(scheduler, *tasks) == ["b", "b", "a", "a"]
-    for task in tasks:
-        task.processing_on, task.dependencies = None, {Block(scheduler.workers["b"])}
-    assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize("held", [("", "a"), ("", "b", "a"), ("ab", "a"), ("abc", "ab", "a")])

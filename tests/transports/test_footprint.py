@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.backends import MOST_UNREAD, SLOTS
-from dask_p2p.backends.pipelines import host_through_device
 from dask_p2p.backends.pipelines.host_through_device import slots_bytes
 from dask_p2p.config import options
 from dask_p2p.interprocess.buffers import buffer_bytes
@@ -38,20 +37,6 @@ def cma_footprint(options):
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
-
-
-def test_defaults_are_not_cut():
-    chosen = options()
-    ipc = ipc_footprint(chosen)
-    assert (ipc.part_bytes, ipc.parts_in_flight) == (128 * MIB, 2), "while one slot is emptied"
-    assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
-    assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    pinned = PinnedTransport.footprint(chosen, "cupy")
-    assert (pinned.part_bytes, pinned.parts_in_flight) == (32 * MIB, 6)
-    assert comm_footprint(chosen, "cupy").part_bytes == 16 * MIB
-    assert comm_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    cma = cma_footprint(chosen)
-    assert (cma.part_bytes, cma.parts_in_flight) == (MIB, 0), "one after another"
 
 
 @given(
@@ -106,12 +91,6 @@ def test_slots_of_numpy_blocks_leave_those_of_cupy_as_they_are():
     assert found == [0, 96 * MIB]
 
 
-def test_slots_of_numpy_blocks_are_counted_on_workers_with_gpus(monkeypatch):
-    for is_there, wanted_bytes in ((False, 0), (True, 96 * MIB)):
-        monkeypatch.setattr(host_through_device, "on_gpu", lambda is_there=is_there: is_there)
-        assert staging_bytes(options(), "numpy", 0, 0, 8) == wanted_bytes
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     chosen = replace(options(), staging_limit_bytes=1)
@@ -130,38 +109,6 @@ def test_what_is_staged_is_not_more_than_what_comes():
     assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB + MIB
     assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
     assert packed_bytes(chosen, "numpy", 0, 1000) == 0
-
-
-def test_what_all_have_taken_stays_below_the_limit():
-    budget = ByteBudget(100)
-    first, second = budget.reserve(40, 20)
-    assert budget.reserve(50) is None
-    (third,) = budget.reserve(40)
-    assert budget.reserved_bytes == 100
-    second()
-    assert budget.reserved_bytes == 80
-    for reserved in (first, third, third):
-        reserved()
-    assert budget.reserved_bytes == 0
-
-
-def test_a_request_gets_all_that_it_wants_or_nothing():
-    """So none waits that holds something another one waits for."""
-    budget = ByteBudget(100)
-    (first,) = budget.reserve(60)
-    assert budget.reserve(20, 20, 20) is None
-    assert budget.reserved_bytes == 60
-    first()
-    assert len(budget.reserve(20, 20, 20)) == 3
-
-
-@pytest.mark.parametrize("limit_bytes", [1, 7])
-def test_something_larger_than_the_limit_is_taken_alone(limit_bytes):
-    budget = ByteBudget(limit_bytes)
-    (first,) = budget.reserve(8)
-    assert budget.reserve(8) is None
-    first()
-    assert budget.reserve(8)
 
 
 def test_by_many_threads():

@@ -43,20 +43,6 @@ def asks(log, start_s, holder="a", transport="ucx"):
     return True
 
 
-@pytest.mark.parametrize(("error", "others_too"), [(UNREACHABLE, True), (SILENT, False)])
-def test_attempts_that_have_begun_do_not_wait_and_later_ones_ask_again(
-    log, clock, error, others_too
-):
-    assert asks(log, 0.0)
-    end_s = record_failure(log, clock, 0.0, error)
-    for start_s in (0.0, 20.0, end_s):
-        with pytest.raises(type(error), match=str(error)):
-            log.check("a", "ucx", start_s, OPTIONS)
-        assert asks(log, start_s, transport="comm") is not others_too
-        assert asks(log, start_s, holder="b")
-    assert asks(log, end_s + 0.1)
-
-
 @pytest.mark.parametrize("error", [TransferError("broken"), BlockUnavailableError("gone")])
 def test_other_failures_are_no_silence(log, clock, error):
     record_failure(log, clock, 0.0, error)
@@ -74,16 +60,6 @@ def test_what_comes_from_a_holder_ends_its_silence(log, clock, error, transport)
     log.record_answer("a", transport)
     assert asks(log, 0.0)
     assert log.lasted_s("a", "ucx") == 0.0
-
-
-def test_a_worker_that_left_is_forgotten(log, clock):
-    for holder in "ab":
-        for error in (UNREACHABLE, SILENT):
-            record_failure(log, clock, 0.0, error, holder)
-    log.on_worker_left("a")
-    assert asks(log, 0.0)
-    assert not asks(log, 0.0, holder="b")
-    assert {holder for holder, _ in log.known} == {"b"}
 
 
 def test_it_lasts_from_one_attempt_to_the_next_whichever_tasks_they_are_at(log, clock):
@@ -125,18 +101,6 @@ def test_one_that_is_given_up_fails_tasks_at_once_for_two_seconds_and_is_then_as
     assert asks(log, end_s + 2.1)
     record_failure(log, clock, end_s + 2.1)
     assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
-
-
-def test_a_connection_that_is_refused_at_once_is_no_long_silence(log, clock):
-    for attempt in range(100):
-        record_failure(log, clock, attempt / 10, now_s=attempt / 10 + 0.01)
-    assert not is_given_up(OPTIONS, log.lasted_s("a", "comm"))
-
-
-def test_it_does_not_grow_with_the_holders_of_a_long_life(log, clock):
-    for number in range(10_000):
-        record_failure(log, clock, number * 60.0, holder=f"{number}")
-    assert len(log.known) <= 3600 / 60
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dask_p2p.backends
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.numpy import NUMPY
@@ -84,15 +83,6 @@ def test_all_is_done_in_order(gpu, pinned_in, pinned_out):
     gpu.check()
 
 
-def test_slots_are_bounded_and_given_back(gpu):
-    assembled(gpu)
-    assert gpu.most_bytes == 2 * SLOTS * PART_BYTES
-    (size_bytes,) = gpu.pinned.values()
-    assert size_bytes >= 2 * SLOTS * PART_BYTES
-    HostStreams.drop_slots()
-    assert gpu.live_bytes == 0
-
-
 @given(
     shape_and_axes=permutations(max_side=9, max_ndim=4),
     dtype=st.sampled_from([d for d in DTYPES if is_for_device("gpu", 1, d)]),
@@ -117,21 +107,6 @@ def test_any_region_of_any_dtype_bit_for_bit(shape_and_axes, dtype, pins, is_rev
         assert gpu.most_bytes <= 2 * SLOTS * PART_BYTES
 
 
-@pytest.mark.parametrize("first", ["narrow", "wide"])
-def test_what_is_read_again_comes_last(gpu, first):
-    """Some parts lie in the output in runs that copy engines take, and others do not."""
-    out, queue = pinned(np.zeros((COLUMNS, ROWS))), queue_of()
-    wrong, right = source(gpu, values(9)), source(gpu, values())
-    narrow, wide = [slice(row, row + 8) for row in (16, 8, 0)], [slice(0, 24)]
-    both = [narrow, wide] if first == "narrow" else [wide, narrow]
-    for src, parts in zip((wrong, right), both, strict=True):
-        for part in parts:
-            queue.permute(out[:, part], src[part], (1, 0))
-    queue.synchronize()
-    np.testing.assert_array_equal(out[:, :24], values().T[:, :24])
-    gpu.check()
-
-
 def test_what_does_not_fit_is_refused(gpu):
     with pytest.raises(BlockMismatchError, match=r"Expected a target of shape \(3, 2\)"):
         queue_of().permute(np.zeros((2, 3)), np.zeros((2, 3)), (1, 0))
@@ -145,40 +120,6 @@ def test_without_memory_of_the_device_the_cpu_does_it(gpu):
     assert words[0] == "its GPU is out of memory"
     assert words[2] == "Its CPU permutes NumPy blocks."
     assert gpu.pinned == {}
-
-
-def test_without_pinned_memory_values_are_right(gpu):
-    gpu.can_pin = False
-    said = []
-    np.testing.assert_array_equal(*assembled(gpu, said=said))
-    assert said == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
-    assert gpu.pageable_copies > 0
-
-
-def test_a_kernel_that_fails_leaves_nothing_behind(gpu, monkeypatch):
-    queue, done = queue_of(), []
-    kernels = dask_p2p.backends.kernels.permute
-    real = kernels.permute_into
-
-    def fails(*args, **kwargs):
-        if len(done) == SLOTS + 1:
-            raise KeyError("of the driver")
-        done.append(real(*args, **kwargs))
-
-    monkeypatch.setattr(kernels, "permute_into", fails)
-    src, out = source(gpu, values(), True), pinned(np.zeros((COLUMNS, ROWS)))
-    with pytest.raises(KeyError):
-        queue.permute(out, src, (1, 0))
-    queue.synchronize()
-    gpu.do(HOST, "whoever gets the memory next", writes=[out, src])
-    queue.synchronize()
-    del out, src
-    HostStreams.drop_slots()
-    drop_host_slots()
-    gc.collect()
-    assert gpu.pinned == {}
-    assert gpu.live_bytes == 0
-    gpu.check()
 
 
 @pytest.mark.parametrize(
@@ -227,36 +168,6 @@ def nothing_down_is_waited_for(monkeypatch):
     monkeypatch.setattr(
         Event, "synchronize", lambda event: event.stream is down or synchronize(event)
     )
-
-
-@pytest.mark.parametrize(
-    ("where", "dtype", "expected"),
-    [
-        ("gpu", "f8", True),
-        ("gpu", ">i2", True),
-        ("gpu", "M8[s]", True),
-        ("gpu", "V16", True),
-        ("gpu", "O", False),
-        ("gpu", [("a", "i4"), ("b", "i4")], False),
-        ("gpu", "S3", False),
-        ("gpu", np.clongdouble, np.dtype(np.clongdouble).itemsize == 16),
-        ("cpu", "f8", False),
-        ("auto", "f8", False),
-    ],
-)
-def test_the_rule(where, dtype, expected, monkeypatch):
-    monkeypatch.setattr(module, "on_gpu", lambda: False)
-    assert is_for_device(where, 2**40, np.dtype(dtype)) == expected
-
-
-def test_large_blocks_are_for_the_gpu_of_workers_that_have_one(monkeypatch):
-    monkeypatch.setattr(module, "on_gpu", lambda: True)
-    assert is_for_device("auto", 2**24)
-    assert not is_for_device("auto", 2**24 - 1)
-    assert not is_for_device("cpu", 2**24)
-    assert not is_for_device("auto", 2**24, np.dtype("O"))
-    monkeypatch.setattr(module, "on_gpu", lambda: False)
-    assert not is_for_device("auto", 2**62)
 
 
 @given(st.integers(2**15, 2**40))
