@@ -247,6 +247,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_lack_units_are_refused_by_name(client, how):
     y = spmd(summed, array(), ranks=3, of=how)
@@ -329,6 +330,7 @@ def test_units_that_others_have_are_waited_for(client):
     assert blocking.done()
 
 
+@pytest.mark.slow
 def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     busy = addresses(client)[2]
     blocking = client.map(time.sleep, [1000.0, 1001.0], workers=[busy], pure=False)
