@@ -8,6 +8,7 @@ import pytest
 from dask_p2p.backends import (
     backend_for,
     backend_named,
+    worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import UnsupportedArrayError
@@ -49,6 +50,13 @@ def test_a_block_of_cupy_gets_the_cupy_backend(monkeypatch):
     sparse = type("csr_matrix", (), {"__module__": "cupy.sparse"})
     with pytest.raises(UnsupportedArrayError, match="got csr_matrix of CuPy"):
         backend_for(sparse())
+
+
+def test_a_worker_computes_with_cupy_where_that_is_in_use(monkeypatch):
+    monkeypatch.setattr(backends_cupy, "on_gpu", lambda: False)
+    assert worker_backend() is backend_named("numpy")
+    monkeypatch.setattr(backends_cupy, "on_gpu", lambda: True)
+    assert worker_backend() is backend_named("cupy")
 
 
 class Resource:

@@ -89,6 +89,24 @@ def test_without_memory_the_whole_device_is_waited_for(runtime, device):
     assert runtime.calls[3:] == ["getDevice", "malloc", "malloc", "free"]
 
 
+def test_the_null_stream_is_left_alone_while_a_blocking_stream_is_captured(
+    runtime, device, monkeypatch
+):
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            runtime.status.clear()
+
+    runtime.status["streamIsCapturing"] = 906
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
+    monkeypatch.setattr(device, "time", clock)
+    device.order_after_null_stream([])
+    assert len(pauses) == 3
+    assert runtime.calls[-1] == "record null"
+
+
 def test_a_capture_that_does_not_end_is_named(runtime, device, monkeypatch):
     now_s = iter(range(0, 1000, 30))
     clock = SimpleNamespace(monotonic=lambda: next(now_s), sleep=lambda seconds: None)

@@ -272,6 +272,22 @@ def test_a_holder_that_was_silent_is_asked_last(quick, peers, log):
     assert ("quick", "c") in opened(log)
 
 
+def test_regions_that_are_here_are_taken_whatever_is_known_of_their_holder(
+    quick, peers, monkeypatch
+):
+    begin = type(assembly(peers).sources).begin
+
+    def begun(self, *args):
+        read = begin(self, *args)
+        for holder in "ac":
+            silent = UnreachableError("no answer to another task")
+            peers.router.silences.record_failure(holder, "quick", silent, perf_counter(), OPTIONS)
+        return read
+
+    monkeypatch.setattr("dask_p2p.engine.sources.RemoteSources.begin", begun)
+    check(assembly(peers, ("c", "b", "c")).run())
+
+
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
     quick.fails["c", ("x", 2, 0)] = TransferError("c is deaf")
     slow.fails["c", ("x", 2, 0)] = TransferError("c is dumb")

@@ -62,6 +62,18 @@ def test_a_stage_of_messages():
     assert fetch.stage() == Stage("b", "cma", 2 * 8 * 4, 0.25, 0.75, 0.5, 0.125)
 
 
+def test_a_stage_has_what_came_and_no_more():
+    """A block that failed goes by its next route, perhaps from another holder."""
+    fetch = begun()
+    record_written(fetch, 0, 1)
+    failed = fetch.sources[0]
+    failed.give_up(TransferError("broken"))
+    failed.routes = [Route("c", fetch.route.transport)]
+    stage = fetch.stage()
+    assert (stage.holder, stage.nbytes) == ("b", 8 * 4)
+    assert failed.wasted == 8
+
+
 def test_what_has_come_so_far():
     start_s = time.perf_counter() - 1.5
     fetch = begun(begun_s=start_s + 0.5, start_s=start_s)

@@ -16,6 +16,7 @@ from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,
+    MemoryLimitError,
     TransferError,
 )
 from tests.engine.test_assembly import (
@@ -114,6 +115,19 @@ def test_blocks_that_are_not_as_declared(spilled):
     store = Store(blocks={**BLOCKS, KEYS[2]: np.ones((3, 8))}, spilled=spilled)
     with pytest.raises(BlockMismatchError, match=r"\('x', 2, 0\).*\(3, 9\).*\(3, 8\)"):
         assembly(store).run()
+
+
+def test_no_more_memory_is_asked_for_than_for_one_block():
+    """216 bytes for the output, and as many for a block: not for all three."""
+    store = Store(blocks=BLOCKS, spilled=KEYS)
+    store.memory = 2 * 216
+    check(assembly(store).run())
+    store.memory -= 1
+    with pytest.raises(MemoryLimitError, match="216 B for this worker's input blocks"):
+        assembly(store).run()
+    store = Store(blocks=BLOCKS, spilled=KEYS[1:])
+    store.memory = 3 * 216  # beside one that is there
+    check(assembly(store).run())
 
 
 def test_a_spilled_block_is_of_the_kind_that_it_had():

@@ -49,6 +49,13 @@ def test_a_thread_scheduler_has_arrays_and_needs_no_plugin():
     assert not missing
 
 
+def test_a_worker_without_the_plugin_has_arrays_and_requests_it(on_worker):
+    missing, sources = [], PLAN.block(INDEX).sources
+    block = assemble([BLOCKS["x", *s] for s in sources], missing)
+    np.testing.assert_array_equal(block, X.T[3:6])
+    assert missing == [(on_worker, [("x", *s) for s in sources])]
+
+
 @pytest.mark.parametrize("holder", ["tcp://a:1", "tcp://b:1"])
 def test_references_of_a_plugin_that_left(on_worker, holder, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda s: None)

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef
@@ -183,6 +184,27 @@ def read_at_once(reader, key, boxes, chosen, times=6):
 
 BOXES = [((0, 24), (i, i + 4)) for i in range(0, 24, 4)]  # 768 bytes each, not contiguous
 EXPECTED = b"".join(np.ascontiguousarray(X[box_slices(box)]).tobytes() for box in BOXES)
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 800, 1600, 3000])
+def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
+    make, network = workers
+    reader = make(CommTransport, "reader", options())
+    serving = make(CommTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
+    network["holder"].blocks = {"x": X}
+    meter = Meter()
+    scratch = HostQueue.scratch
+
+    def metered(self, shape, dtype):
+        array = scratch(self, shape, dtype)
+        meter.add(array.nbytes)
+        meter.until_gone(array, array.nbytes)
+        return array
+
+    monkeypatch.setattr(HostQueue, "scratch", metered)
+    assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
+    assert 0 < meter.peak_bytes <= max(limit_bytes, 768)
+    wait_until(lambda: serving.packed.reserved_bytes == 0)  # the holder may end after its reader
 
 
 @pytest.mark.slow

@@ -61,6 +61,22 @@ def test_it_survives_pickling_and_renaming(task):
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
 
 
+def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch):
+    monkeypatch.setattr(module, "time", Clock())
+    chosen = replace(options(), attempts=4, request_timeout_s=30.0)
+    runtime = AttemptLog("tcp://here")
+    error = TransferError("comm: no answer from tcp://there")
+    error.silent_s = 89.9
+    with pytest.raises(Reschedule):
+        module.try_again("key", error, runtime, chosen)
+    runtime.forget_attempts("key")
+    error.silent_s = 90.0  # by then a task alone would have made its last attempt
+    words = r"failed 1 time on tcp://here: attempt 1: .*there\. Its holder has .* silent for 90 s\."
+    with pytest.raises(TransferError, match=words):
+        module.try_again("key", error, runtime, chosen)
+    assert not runtime.failed
+
+
 def test_the_worst_case_adds_up():
     chosen = replace(options(), attempts=3, request_timeout_s=30.0, backoff_s=1.5)
     assert worst_case_s(chosen) == 3 * 30 + 1.5 + 2.0

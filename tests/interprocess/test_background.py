@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 
 from dask_p2p.interprocess.background import Background
+
+
+async def test_coroutines_are_kept_until_they_end():
+    """Only the coroutine refers to the future that it awaits."""
+    background, futures, done = Background(), [], []
+
+    async def work():
+        future = asyncio.get_running_loop().create_future()
+        futures.append(weakref.ref(future))
+        await future
+        done.append(True)
+
+    background.start(work())
+    await asyncio.sleep(0)
+    gc.collect()
+    futures[0]().set_result(None)
+    while background._running:
+        await asyncio.sleep(0)
+    assert done == [True]
 
 
 async def test_errors_are_not_reported_to_the_loop():

@@ -46,6 +46,20 @@ def test_threads_that_send_and_receive_at_once(pair):
     assert pair[0].under_way == pair[1].under_way == 0
 
 
+def test_a_message_that_nobody_takes(pair):
+    here, there = pair
+    large = numbers(2**22)
+    with pytest.raises(TransferError, match="within"):
+        there.send(here.address, large, 1).result(0.3)
+    wait_until(lambda: there.under_way == 0)
+    # The same two can go on.
+    target = np.zeros(2**22, "u1")
+    received = here.receive(target, 2)
+    there.send(here.address, large, 2).result(BOUND_S)
+    received.result(BOUND_S)
+    np.testing.assert_array_equal(target, large)
+
+
 def test_resting_and_going_on(pair):
     here, there = pair
     assert here.rest(0)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from dask.array.utils import meta_from_array
 
-from tests.ops.programs import PROGRAMS, SECTIONS, VALUES
+import dask_p2p
+from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
 
 
 @pytest.fixture(params=["dask.array", "dask_array"])
@@ -45,6 +46,15 @@ def test_results_of_sections_are_of_cupy(name, arrays, strict_cupy):
     y, wanted = map(SECTIONS[name], arrays)
     assert isinstance(y._meta, strict_cupy.ndarray)
     assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_the_methods_of_dask(name, arrays, strict_cupy):
+    x, on_host = arrays
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as used:
+        y = INSTALLED[name](x).persist(scheduler="sync")
+    assert used.count == 1
+    check(y, INSTALLED[name](on_host), strict_cupy)
 
 
 def test_the_stand_in_refuses_conversions(strict_cupy):

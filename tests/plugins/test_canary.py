@@ -177,6 +177,12 @@ def test_a_release_outside_of_the_range_is_named(monkeypatch, release):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("release", ["2026.7.1", "2026.7.1+3.gabc", "2026.7.2a1"])
+def test_a_release_within_the_range(monkeypatch, release):
+    pretend(monkeypatch, release)
+    versioned.check_dask()
+
+
 def pretend(monkeypatch, release):
     """Have this process seem to have another release of Dask."""
     real = metadata.version

@@ -82,6 +82,24 @@ async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     assert memory.idle_bytes == 4 * MIB
 
 
+async def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
+    memory = PinnedOutputs(Worker(), 60, None)
+    first = taken(memory)
+    where = first.ctypes.data
+    assert is_pinned(first[::2])
+    assert memory.pinned_bytes == MIB
+    del first
+    assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
+    again = taken(memory, (MIB // 4, 1), "f4")
+    assert again.ctypes.data == where
+    assert len(gpu.pinned) == 1
+    odd = taken(memory, (5 * MIB // 16,))
+    assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"
+    memory.close()
+    del again, odd
+    assert (memory.pinned_bytes, gpu.pinned) == (0, {})
+
+
 async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
     memory = PinnedOutputs(worker := Worker(16 * MIB), 60, None)
     outputs = [taken(memory) for _ in range(10)]

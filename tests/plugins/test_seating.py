@@ -54,6 +54,20 @@ def test_a_worker_with_more_threads_gets_more_ranks():
     assert Counter(placed(scheduler, *ranks(2))) == {"a": 1, "b": 1}
 
 
+def test_ranks_go_where_their_inputs_are():
+    """Also two ranks of one worker that follow each other."""
+    scheduler = Scheduler({}, {})
+    for worker in scheduler.workers.values():
+        worker.nthreads = 2
+    tasks = ranks(4)
+    for task, name in zip(tasks, "bbaa", strict=True):
+        task.dependencies = {Block(scheduler.workers[name])}
+    assert placed(scheduler, *tasks) == ["b", "b", "a", "a"]
+    for task in tasks:
+        task.processing_on, task.dependencies = None, {Block(scheduler.workers["b"])}
+    assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 2}
+
+
 @pytest.mark.parametrize("held", [("", "a"), ("", "b", "a"), ("ab", "a"), ("abc", "ab", "a")])
 def test_a_rank_leaves_the_worker_that_has_the_inputs_of_another(held):
     scheduler = Scheduler(*[{}] * len(held))

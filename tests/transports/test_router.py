@@ -61,6 +61,20 @@ def routes(router, holders, kind="cupy", order=("ipc", "comm")):
     return [(route.holder, route.transport.name) for route in found(router, holders, kind, order)]
 
 
+def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
+    error = TransferError("ipc: a could not send block k: why", reason="why")
+    router.record_failure(found(router, ("a",))[0], error, last=False)
+    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    assert router.failure("a", "ipc") == Obstacle("failed", str(error))
+    assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
+    router.record_failure(found(router, ("b",))[0], TransferError("of b", reason="why"), last=False)
+    assert len(said) == 1
+    assert routes(router, ("b",)) == [("b", "comm")]
+    router.on_worker_left("a")
+    assert router.failure("a", "ipc") is None
+    assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
+
+
 def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
     router = Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, lambda text: None, "me")
     error = TransferError("no mapping.", obstacle=Obstacle("code", "no mapping", "Do this"))

@@ -103,6 +103,12 @@ def test_one_that_is_given_up_fails_tasks_at_once_for_two_seconds_and_is_then_as
     assert is_given_up(OPTIONS, log.lasted_s("a", "comm"))
 
 
+def test_it_does_not_grow_with_the_holders_of_a_long_life(log, clock):
+    for number in range(10_000):
+        record_failure(log, clock, number * 60.0, holder=f"{number}")
+    assert len(log.known) <= 3600 / 60
+
+
 @pytest.mark.parametrize(
     "act",
     [

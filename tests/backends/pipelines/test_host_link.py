@@ -8,7 +8,7 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.host_link import HostLink, measured_host_link
 from dask_p2p.backends.pipelines.host_streams import HostStreams
-from tests.simulation.streams import HOST
+from tests.simulation.streams import HOST, drop_host_slots
 from tests.support import tune
 
 BYTES = 2**12
@@ -51,12 +51,41 @@ def test_both_copies_are_under_way_at_once(gpu):
     assert [nbytes for *_, nbytes in gpu.copies] == [2 * BYTES] + 4 * REPEATS * [BYTES]
 
 
+def test_the_time_is_that_of_both(gpu, monkeypatch):
+    """The last event comes after all copies, and the first one before."""
+    measured = []
+
+    def elapsed(start, stop):
+        assert start.clock
+        assert all(gpu.clocks[HOST][other] >= tick for other, tick in stop.clock.items())
+        measured.append((dict(start.clock), dict(stop.clock), len(gpu.copies)))
+        return 1.0
+
+    monkeypatch.setattr(gpu.cupy.cuda, "get_elapsed_time", elapsed)
+    measured_host_link(None)
+    assert len(measured) == 3 * REPEATS
+    for number, (start, stop, count) in enumerate(measured):
+        copies = 2 if number >= 2 * REPEATS else 1
+        for timeline, clock, _ in gpu.copies[count - copies : count]:
+            assert start.get(timeline, 0) < clock[timeline] <= stop[timeline]
+            assert all(clock[other] >= tick for other, tick in start.items()), "it begins after"
+
+
 def test_memory_that_cannot_be_pinned_is_not_measured(gpu):
     gpu.can_pin = False
     said = []
     assert CUPY.host_link(lambda *words: said.append(words)) is None
     assert said == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
     assert gpu.copies == []
+
+
+def test_memory_is_given_back(gpu):
+    measured_host_link(None)
+    assert gpu.live_bytes == 2 * BYTES, "it is kept for the next use"
+    HostStreams.drop_slots()
+    drop_host_slots()
+    assert (gpu.live_bytes, gpu.pinned) == (0, {})
+    gpu.check()
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(gpu):

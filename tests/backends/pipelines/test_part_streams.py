@@ -114,6 +114,20 @@ def test_results_of_parts_are_combined_in_order(gpu, pinned_in, in_place):
     assert copied.down_bytes == 8 * ROWS * COLUMNS
 
 
+def test_the_function_comes_after_what_the_null_stream_does(gpu):
+    weights = gpu.empty((1,), "f8")
+    gpu.do("null", "a task before", writes=[weights])
+    work = Work(gpu, array())
+    call = work.call
+
+    def with_weights(part, inputs):
+        gpu.do(gpu.current[-1].name, "the function", reads=[weights])
+        return call(part, inputs)
+
+    work.call = with_weights
+    through(gpu, work, array())
+
+
 def followed(gpu, first, then, before=lambda: None):
     """Two blocks through the streams, of which the second begins as soon as it may."""
     outs = [array(True), array(True)]

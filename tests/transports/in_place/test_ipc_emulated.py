@@ -33,6 +33,7 @@ from dask_p2p.transports.in_place.leases import OWNER, Leases
 from dask_p2p.transports.in_place.reading import Descriptor
 from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.transports.conformance import Conformance
+from tests.transports.loopback import wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
 
@@ -210,6 +211,19 @@ class TestIpcEmulated(Conformance):
         with pytest.raises((TransferError, RuntimeError), match=r"cannot be mapped|device is lost"):
             self.open(setup, key, array)
         assert nothing_is_kept(setup, key)
+
+    def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+
+        async def forget():
+            setup.reader.on_worker_left(setup.holder)
+
+        loop.run(forget())
+        assert len(setup.device.runtime.open) == 1, "it is being read"
+        remote.close()
+        wait_until(lambda: setup.device.runtime.open == {})
+        assert usage(setup.reader)["mapped"] == 0
 
     def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):
         key, array = block
