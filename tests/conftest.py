@@ -15,13 +15,15 @@ from hypothesis import settings
 
 # Machines that are busy with clusters would fail examples by their time alone.
 settings.register_profile("default", deadline=None, max_examples=25)
-settings.register_profile("slow", deadline=None, max_examples=300)
+settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("default")
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold what they print
 
 SHARING = 2  # workers on one GPU, by `--share-gpu`
 MOST_PROCESSES = 8  # each may have a cluster of its own
+WITH_CLUSTERS = "not programs", "slow and not programs"
+SKIPPED = "slow", "long"  # marks of tests that an option of the same name runs
 
 
 def gpu_count() -> int:
@@ -35,7 +37,8 @@ def gpu_count() -> int:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    for mark in SKIPPED:
+        parser.addoption(f"--{mark}", action="store_true", help=f"also run the tests marked {mark}")
     parser.addoption("--kills", type=int, default=6, help="kills of whole jobs, by default 6")
     parser.addoption(
         "--share-gpu",
@@ -46,8 +49,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Look at more examples where time does not matter."""
-    if config.getoption("--slow"):
-        settings.load_profile("slow")
+    if config.getoption("--long"):
+        settings.load_profile("long")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -59,7 +62,7 @@ def pytest_xdist_auto_num_workers(config):
     """
     if config.args_source is config.ArgsSource.ARGS or gpu_count():
         return 0
-    for_two_cores = 4 if config.option.markexpr == "not programs" else 3
+    for_two_cores = 4 if config.option.markexpr in WITH_CLUSTERS else 3
     return min(for_two_cores * (os.cpu_count() or 1) // 2 or 1, MOST_PROCESSES)
 
 
@@ -70,10 +73,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("cluster")
     order = file_order(items)
     items.sort(key=lambda item: order[item.path])
-    if not config.getoption("--slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+    for mark in SKIPPED:
+        if not config.getoption(f"--{mark}"):
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=f"{mark}: give --{mark} to run it"))
     skip_without_gpus(items)
 
 

@@ -283,6 +283,13 @@ def tls_client():
     return own_client(security=Security.temporary(), protocol="tls://")
 
 
+def mostly_slow(cases, quick):
+    """Return all cases for a parameter of a test; those that are not quick are marked slow."""
+    import pytest  # which workers do not need
+
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def pairwise(*lists):
     """Return a few cases that have each pair of values of different lists."""
     every = [*itertools.product(*map(enumerate, lists))]

@@ -100,7 +100,7 @@ def equal(got, expected):
 SEEDS = pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=[pytest.mark.slow] if seed >= RUNS_BY_DEFAULT else [])
+        pytest.param(seed, marks=[pytest.mark.long] if seed >= RUNS_BY_DEFAULT else [])
         for seed in range(RUNS)
     ],
 )

@@ -77,6 +77,7 @@ def test_the_backend(example, monkeypatch):
         backends.backend_named("tagged").check(x)
 
 
+@pytest.mark.slow
 def test_pytest_runs_beside_a_plugin_that_warns(tmp_path):
     """As pytest-benchmark does where tests run in parallel; warnings are errors here."""
     (tmp_path / "warns.py").write_text(

@@ -14,42 +14,9 @@ from dask_p2p.geometry import (
     box_size,
     box_slices,
     normal_axes,
-    round_up,
     split_box,
-    split_evenly,
     taper_last,
 )
-
-
-@given(st.integers(0, 1000), st.integers(1, 50))
-def test_split_evenly(length, parts):
-    sizes = split_evenly(length, parts)
-    assert len(sizes) == parts
-    assert sum(sizes) == length
-    assert max(sizes) - min(sizes) <= 1
-    assert list(sizes) == sorted(sizes, reverse=True)
-    assert (min(sizes) == 0) == (length < parts)
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5),
-    st.sampled_from(["i1", "f4", "c16"]),
-    st.sampled_from([1, 16, 128]),
-)
-def test_regions_of_a_layout_follow_one_another(shapes, dtype, alignment):
-    layout = Layout(shapes, np.dtype(dtype).itemsize, alignment)
-    memory = np.zeros(layout.size_bytes, "u1")
-    end = 0
-    for number, (region, start) in enumerate(
-        zip(layout.views(memory, dtype), layout.starts, strict=True), 1
-    ):
-        assert region.shape == tuple(shapes[number - 1])
-        assert start == round_up(end, alignment)
-        end = start + region.nbytes
-        region[...] = number
-    assert end == layout.size_bytes
-    for number, region in enumerate(layout.views(memory, dtype), 1):
-        assert (region == number).all()
 
 
 def test_a_layout_counts_elements_in_an_array_of_elements():
@@ -60,10 +27,6 @@ def test_a_layout_counts_elements_in_an_array_of_elements():
 
 
 boxes = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), max_size=4)
-
-
-def test_split_box_cuts_the_first_axis_first_so_that_parts_stay_contiguous():
-    assert [*split_box(((0, 4), (5, 15)), 20)] == [((0, 2), (5, 15)), ((2, 4), (5, 15))]
 
 
 @given(boxes.map(tuple), st.integers(1, 50), st.none() | st.integers(0, 3), st.integers(1, 9))
@@ -111,13 +74,6 @@ def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
 def test_tapered_parts_keep_runs():
     parts = [*taper_last([((0, 8), (0, 8), (0, 2))], 32, ContiguousRuns(0, 8))]
     assert [box_shape(part) for part in parts] == [(8, 4, 2), (8, 2, 2), (8, 2, 2)]
-
-
-def test_box_slices_of_no_axes_give_a_view():
-    array = np.array(3.0)
-    view = array[box_slices(())]
-    assert isinstance(view, np.ndarray)
-    assert np.shares_memory(view, array)
 
 
 @pytest.mark.parametrize(

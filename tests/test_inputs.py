@@ -30,15 +30,6 @@ async def test_an_asynchronous_client_that_is_closed(cluster):
             function(client)
 
 
-def test_numbers():
-    assert checked_count("things", n=np.int64(3)) == 3
-    for wrong in (0, -1, 2.5, "3", True, None):
-        with pytest.raises(
-            InputError, match=rf"expected a number of things.*got n={wrong!r}. Give an integer, n=1"
-        ):
-            checked_count("things", n=wrong)
-
-
 def test_numbers_that_may_be_zero():
     assert checked_count("things", 0, n=0) == 0
     for wrong in (-1, False, None):

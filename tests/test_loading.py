@@ -5,32 +5,9 @@ import importlib.util
 import sys
 
 import pytest
-from distributed.protocol.pickle import dumps
 
 from dask_p2p.loading import loaded, when_imported
 from tests.support import output_of
-
-MANY = """
-import gc
-def collections():
-    return sum(each["collections"] for each in gc.get_stats())
-before = collections()
-parts = [[] for _ in range(100_000)]
-made, is_on = collections() - before, gc.isenabled()
-"""
-
-#: Loads the scheduler's request in a process that has none of the modules, and counts collections.
-RECEIVED = """
-import gc, sys
-import dask_p2p, distributed, dask.array
-from dask_p2p import versioned
-from pickle import loads
-counted = []
-gc.callbacks.append(lambda phase, info: phase == "start" and counted.append(info))
-add_to = loads(bytes.fromhex(sys.argv[1]))
-assert add_to.__self__.name and "dask_p2p.transports.packed.comm" in sys.modules
-print(len(counted))
-"""
 
 
 @pytest.fixture
@@ -64,28 +41,6 @@ def collections():
         gc.disable()
 
 
-def test_an_import_collects_no_garbage(module, collections):
-    made = loaded(module(MANY))
-    assert made.made == 0
-    assert made.is_on, "Dask keeps what it reads at its import"
-    assert gc.get_threshold() == (700, 10, 10)
-    collections.clear()
-    _ = [[] for _ in range(1000)]
-    assert collections, "they go on"
-
-
-def test_an_import_within_an_import(module, collections):
-    loaded(module("import gc\nfrom dask_p2p.loading import loaded, when_imported\nloaded('json')"))
-    assert gc.get_threshold() == (700, 10, 10)
-
-
-@pytest.mark.parametrize("threshold", [0, 5000])
-def test_thresholds_of_others_stay(module, collections, threshold):
-    gc.set_threshold(threshold)
-    loaded(module(""))
-    assert gc.get_threshold()[0] == threshold
-
-
 def test_a_threshold_that_an_import_sets_stays(module, collections):
     loaded(module("import gc\ngc.set_threshold(5000)"))
     assert gc.get_threshold()[0] == 5000
@@ -112,13 +67,6 @@ def test_collections_are_on_after_the_import_of_dask():
     assert output_of("-c", SLICED) == "True True\n"
 
 
-def test_a_worker_imports_the_plugin_without_collections():
-    from dask_p2p.plugins.worker import P2PPlugin
-
-    output = output_of("-c", RECEIVED, dumps(P2PPlugin().add_to).hex())
-    assert int(output) <= 2  # dozens otherwise
-
-
 @pytest.fixture
 def _finders():
     """There are no more finders after a test than before."""
@@ -130,46 +78,11 @@ def _finders():
 of_later_imports = pytest.mark.usefixtures("_finders")
 
 
-@of_later_imports
-def test_an_action_on_a_module_that_is_imported_later(module):
-    name, seen = module("value = 3"), []
-    when_imported(name, lambda found: seen.append(found.value))
-    import json  # noqa: F401  # another one
-
-    assert not seen
-    found = importlib.import_module(name)
-    assert seen == [3]
-    assert found.__spec__.loader is found.__loader__
-    importlib.reload(found)
-    assert seen == [3], "no more"
-
-
 def test_an_action_on_a_module_that_is_imported_already():
     seen = []
     forget = when_imported("sys", seen.append)
     assert seen == [sys]
     forget()
-
-
-@of_later_imports
-def test_an_action_that_is_forgotten(module):
-    name, seen = module(""), []
-    forget = when_imported(name, seen.append)
-    forget()
-    forget()
-    importlib.import_module(name)
-    assert not seen
-
-
-@of_later_imports
-def test_actions_of_a_program_that_first_looks_for_the_module(module):
-    name, seen = module(""), []
-    for number in range(2):
-        when_imported(name, lambda found, number=number: seen.append(number))
-    assert importlib.util.find_spec(name) is not None
-    assert not seen
-    importlib.import_module(name)
-    assert sorted(seen) == [0, 1]
 
 
 @of_later_imports

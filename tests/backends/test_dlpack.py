@@ -79,13 +79,6 @@ def test_a_function_gets_arrays_of_the_library_over_the_same_memory(torch):
     assert a.tolist() == [7] * 4
 
 
-def test_returned_arrays_use_the_same_memory(torch):
-    values = np.arange(3.0)
-    made, number = LibraryFunction(lambda: (Tensor(values), 5), "torch")()
-    assert np.shares_memory(made, values)
-    assert number == 5
-
-
 def test_a_read_only_array_is_passed_without_a_copy_if_its_memory_is_writable(torch):
     memory = np.zeros(4)
     view = memory.view()

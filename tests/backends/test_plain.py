@@ -5,7 +5,7 @@ import numpy as np
 import pint
 import pytest
 
-from dask_p2p.backends import as_array, backend_for
+from dask_p2p.backends import backend_for
 from dask_p2p.backends.plain import check_plain, is_plain
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.sections.exchange.recorder import recorder_of
@@ -65,10 +65,3 @@ def test_arrays_that_are_more_than_their_elements(value, lost):
 def test_plain_arrays_and_other_values(value):
     assert is_plain(value)
     check_plain("u", value)
-
-
-@pytest.mark.parametrize("kind", [np.memmap, np.recarray])
-def test_blocks_of_plain_classes_become_arrays(kind):
-    block = np.ones(2).view(kind)
-    assert type(as_array(block)) is np.ndarray
-    assert np.shares_memory(as_array(block), block)

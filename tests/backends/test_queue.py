@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import Timer
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.kernels.pitch import Pitch, engine_pitch, pitched
-from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines.slots import BeingRead, KeptSlots, Slot
-from tests.clock import Clock, Timers
+from dask_p2p.backends.kernels.pitch import Pitch, pitched
+from dask_p2p.backends.pipelines.slots import BeingRead
 
 
 @st.composite
@@ -46,57 +43,6 @@ def test_a_pitched_copy_gives_the_elements_in_order(region):
     assert np.concatenate(runs).tobytes() == np.ascontiguousarray(region).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("region", "expected"),
-    [
-        (np.zeros((6, 10), "f8")[1:4, 2:5], Pitch(3, 24, 80)),
-        (np.zeros((6, 10), "f8")[2:5], Pitch(1, 240, 240)),
-        (np.zeros((4, 6, 10), "f8")[:, :, 2:5], Pitch(24, 24, 80)),
-        (np.zeros((4, 6, 10), "f8")[:, 1:3], Pitch(4, 160, 480)),
-        (np.zeros((4, 6, 10), "f8")[:, 1:3, 2:5], None),
-        (np.zeros((6, 10), "f8").T, None),
-        (np.zeros((6, 10), "f8")[::-1], None),
-        (np.zeros((1, 1), "f8"), Pitch(1, 8, 8)),
-    ],
-)
-def test_pitches(region, expected):
-    assert pitched(region.shape, region.strides, region.itemsize) == expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "stride_bytes", "run_bytes", "is_copied"),
-    [
-        (9, 4096, 128, True),
-        (9, 4096, 124, False),  # kernels are quicker
-        (1, 4096, 4, True),
-        (2, 2**31 - 4, 128, True),
-        (2, 2**31, 128, False),  # CUDA refuses it
-    ],
-)
-def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
-    pitch = engine_pitch((rows, run_bytes // 4), (stride_bytes, 4), 4)
-    assert (pitch is not None) == is_copied
-
-
-def test_the_host_queue_is_done_when_it_returns():
-    queue = NUMPY.queue()
-    assert isinstance(queue, HostQueue)
-    src = np.arange(6).reshape(2, 3)
-    for do in (
-        queue.permute,
-        lambda *args: queue.permute(*args, concurrent=True),
-        lambda dst, src, axes: queue.permute_prefetched(dst, queue.prefetch(src, 100), axes),
-        queue.permute_and_drop,
-    ):
-        dst = queue.empty((3, 2), src.dtype)
-        do(dst, src, (1, 0))
-        np.testing.assert_array_equal(dst, src.T)
-    dst = queue.empty((2, 2), src.dtype)
-    queue.pack(dst, src[:, 1:])()
-    np.testing.assert_array_equal(dst, src[:, 1:])
-    queue.synchronize()
-
-
 ITEMS = [
     np.float32(-0.0),
     np.complex128(1 + 2j),
@@ -120,38 +66,11 @@ def check_fill(queue, new, items):
             assert found.tobytes() == expected.tobytes()
 
 
-def test_the_host_queue_fills():
-    check_fill(NUMPY.queue(), np.copy, ITEMS)
-
-
 @pytest.mark.gpu
 def test_the_device_queue_fills():
     import cupy
 
     check_fill(CUPY.queue(), cupy.asarray, ITEMS[:3])  # CuPy has no others
-
-
-def test_the_host_queue_takes_arrays_of_a_device():
-    class OnDevice:
-        def get(self):
-            return np.arange(3)
-
-    queue = HostQueue(NUMPY)
-    dst = queue.empty((3,), int)
-    queue.permute_and_drop(dst, OnDevice(), (0,))
-    assert dst.tolist() == [0, 1, 2]
-
-
-def test_the_host_queue_tells_what_work_took():
-    queue = HostQueue(NUMPY)
-    clock = Clock()
-    timer, other = Timer(clock=clock), Timer(clock=clock)
-    for _ in range(2):
-        with queue.timing(timer):
-            clock.advance(2)
-    with queue.timing(other):
-        clock.advance(1)
-    assert (timer.seconds, other.seconds) == (4, 1)
 
 
 @pytest.mark.gpu
@@ -284,43 +203,6 @@ def test_what_is_being_read_is_kept_until_then():
     assert events[4].array() is not None
     being_read.clear()
     assert events[4].array() is None
-
-
-def used_slot(nbytes):
-    return Slot(np.empty(nbytes, "u1"), None, None, is_used=True)
-
-
-def test_slots_are_kept_for_the_next_queue():
-    timers = Timers()
-    kept = KeptSlots(20, timers.clock, timers.make)
-    large = [used_slot(100)]
-    kept.keep(0, large)
-    assert kept.take(1, 10) == [], "another device's"
-    assert kept.take(0, 50) is large
-    assert kept.take(0, 50) == [], "in use"
-    kept.keep(0, large)
-    assert kept.take(0, 50, 2) == [], "too few"
-    kept.keep(0, large)
-    assert kept.clear()
-    assert not kept.clear()
-    assert kept.take(0, 10) == []
-    gone = weakref.ref(large[0].memory)
-    kept.keep(0, large)
-    del large
-    timers.advance(20)
-    assert gone() is None
-
-
-def test_slots_that_are_too_small_are_not_kept_beside_larger_ones():
-    kept = KeptSlots()
-    sizes = weakref.WeakSet()
-    for nbytes in range(10, 60, 10):
-        slots = kept.take(0, nbytes) or [used_slot(nbytes)]
-        sizes.add(slots[0])
-        kept.keep(0, slots)
-        del slots
-    assert [slot.memory.nbytes for slot in sizes] == [50]
-    kept.clear()
 
 
 @pytest.mark.gpu

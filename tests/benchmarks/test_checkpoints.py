@@ -5,8 +5,9 @@ import pytest
 from benchmarks import checkpoints
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 def test_what_is_compared_and_written(tmp_path):
     made, output = results_of(checkpoints, tmp_path, "--mib 1 --repeats 3")
     assert "checkpoint / copy" in output

@@ -5,8 +5,9 @@ import pytest
 from benchmarks import cuts
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(cuts, "find_spec", lambda name: None)  # without mpi4py
     made, _ = results_of(cuts, tmp_path, "--side 512 --members 2 --rounds 2 --repeats 1")

@@ -5,8 +5,11 @@ from argparse import Namespace
 
 import dask.array as da
 import numpy as np
+import pytest
 
 from benchmarks.finished import done
+
+pytestmark = pytest.mark.programs
 
 
 def test_dasks_tasks_wait_for_their_kernels(monkeypatch):

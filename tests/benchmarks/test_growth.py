@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import growth
+
+pytestmark = pytest.mark.programs
 
 
 def test_what_growth_is_simulated_to_cost():

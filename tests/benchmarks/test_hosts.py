@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import hosts
 
+pytestmark = pytest.mark.programs
+
 
 def test_orders_of_several_hosts_are_simulated():
     """The package's order keeps all networks busy, and the order by rank does not."""

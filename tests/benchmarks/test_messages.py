@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-from itertools import count
-
 import pytest
 
 from benchmarks import messages, messages_gpu
-from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER, least_s, rounds_of
+from benchmarks.rivals.mpi_messages import ALLREDUCE, INTO, NEW, NUMBER
 from tests.benchmarks.support import results_of
 
+pytestmark = pytest.mark.programs
 
-@pytest.mark.cluster
+
 @pytest.mark.parametrize(("ranks", "ways"), [(2, {NUMBER, NEW, INTO, ALLREDUCE}), (3, {ALLREDUCE})])
 def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
     monkeypatch.setattr(messages, "find_spec", lambda name: None)  # without mpi4py
@@ -21,7 +20,6 @@ def test_what_is_measured_and_written(tmp_path, monkeypatch, ranks, ways):
         assert all(time_s > 0 for time_s in times_s.values())
 
 
-@pytest.mark.cluster
 def test_the_program_for_gpus_on_cpus():
     """Without the plain copy and NCCL, which need GPUs."""
     sums = 1 << 20
@@ -30,17 +28,3 @@ def test_the_program_for_gpus_on_cpus():
     assert first["times_s"].keys() == {NEW, INTO}
     assert second["times_s"].keys() == {NEW, INTO, ALLREDUCE}
     assert all(time_s > 0 for time_s in second["times_s"].values())
-
-
-def test_the_least_of_alternating_runs():
-    first, second = iter([3.0, 1.0, 2.0]), iter([5.0, 6.0, 4.0])
-    ways = {"a": lambda: {"x": next(first)}, "b": lambda: {"x": next(second)}}
-    assert messages.in_turn(ways, 3) == {"a": {"x": 1.0}, "b": {"x": 4.0}}
-
-
-def test_the_least_of_rounds():
-    calls = count()
-    assert least_s(lambda: None, lambda: next(calls), 3, 4) > 0
-    assert next(calls) == 12
-    assert rounds_of(8, 2) == (20, 50)
-    assert rounds_of(1 << 20, 2) == (2, 2)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import sections_calls, sections_gpu
-from benchmarks.rivals.wave import RADIUS, reference, wave
 from dask_p2p.plans.orders import ORDERS
 from tests.benchmarks.support import results_of
 
-
-def test_a_step_is_that_of_the_whole_array():
-    u, before = np.random.default_rng(0).random((2, 11, 10, 9), "f4")
-    out = np.empty_like(u)
-    wave(np.pad(u, ((RADIUS, RADIUS), (0, 0), (0, 0)), "wrap"), before, out)
-    np.testing.assert_allclose(out, reference(u, before, 1), rtol=1e-5, atol=1e-5)
-    assert abs(reference(np.ones((9, 9, 9)), np.ones((9, 9, 9)), 1) - 1).max() < 1e-6
+pytestmark = pytest.mark.programs
 
 
 def jax_says(said):
@@ -33,7 +24,6 @@ def jax_says(said):
     return run, asked
 
 
-@pytest.mark.cluster
 def test_what_is_compared_and_written(tmp_path, monkeypatch):
     run, asked = jax_says({"times_s": [0.5]})
     monkeypatch.setattr(sections_gpu, "find_spec", lambda name: name)
@@ -66,14 +56,3 @@ def test_what_is_compared_and_written(tmp_path, monkeypatch):
         ["jax_fft", "--shape", "8", "6", "4", "--real", *common],
     ]
     assert "12 JAX shard_map failed: RuntimeError: no memory" in output
-
-
-def test_what_jax_finds_must_be_right(monkeypatch):
-    run, _ = jax_says({"times_s": [0.5], "wrong": 3})
-    monkeypatch.setattr(sections_gpu, "run_program", run)
-    with pytest.raises(RuntimeError, match="3 elements"):
-        sections_gpu.by_jax("sharded_jax", "--size", 8, timeout_s=1)
-
-
-def test_help():
-    assert CliRunner().invoke(sections_gpu.main, ["--help"]).exit_code == 0

@@ -87,7 +87,7 @@ def test_prometheus_scrapes_what_pods_serve():
             assert endpoint["port"] in ports
 
 
-@pytest.mark.slow  # other tests have encrypted clusters; the manifest is checked above
+@pytest.mark.long  # other tests have encrypted clusters; the manifest is checked above
 @pytest.mark.cluster
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 def test_the_cpu_clusters_commands_make_an_encrypted_cluster(tmp_path):

@@ -40,7 +40,7 @@ def test_the_script_runs():
     assert "every element is right: True" in output_of(sys.executable, LOCAL / "cpu.py")
 
 
-@pytest.mark.parametrize("config", ["p2p-cluster.yaml", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", ["p2p-cluster.yaml", pytest.param(None, marks=pytest.mark.long)])
 def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tmp_path, config):
     port, dashboard = map(str, free_ports(2))
     variables = settings(

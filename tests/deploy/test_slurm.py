@@ -48,7 +48,7 @@ def slurm(tmp_path):
         subprocess.run([FAKES / "scancel", job.stem], env={"FAKE_SLURM": str(jobs)}, check=False)
 
 
-@pytest.mark.slow  # two nodes on one machine take it a while; jobs of one node are below
+@pytest.mark.long  # two nodes on one machine take it a while; jobs of one node are below
 def test_a_job_of_two_nodes(tmp_path, slurm):
     shutil.copy(SLURM / "transpose.py", tmp_path)
     header = {

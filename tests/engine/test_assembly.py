@@ -15,12 +15,9 @@ from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.local_context import LocalContext
 from dask_p2p.errors import (
     BlockMismatchError,
-    BlockUnavailableError,
     TransferError,
-    UnreachableError,
     UnsupportedArrayError,
 )
 from dask_p2p.geometry import box_slices
@@ -187,33 +184,9 @@ def check(result):
     np.testing.assert_array_equal(result, X.T[3:6])
 
 
-def test_stage_order_and_leases(peers, quick, log):
-    made = assembly(peers)
-    check(made.run())
-    assert opened(log) == [("quick", "c"), ("quick", "a")]  # b, then around: c, a
-    assert quick.open_now == []
-    assert [(s.holder, s.transport, s.nbytes) for s in made.sources.stages] == [
-        ("c", "quick", 72),
-        ("a", "quick", 72),
-    ]
-    assert peers.served == [("x", 1, 0)]
-
-
 def test_a_transport_gets_the_axis_that_comes_last_in_the_output(peers, quick):
     check(assembly(peers).run())
     assert [request.fast_axis for request in quick.requests] == [0]
-
-
-def test_holders_of_the_own_host_come_first(quick, peers, log):
-    quick.hosts = {"a": "1", "b": "1", "c": "2"}
-    check(assembly(peers).run())
-    assert [holder for _, holder in opened(log)] == ["a", "c"]
-
-
-def test_replicas_of_the_own_host_are_read(quick, peers, log):
-    quick.hosts = {"a": "2", "b": "1", "c": "2", "d": "1"}
-    check(assembly(peers, ("a", "b", ("a", "c", "d"))).run())
-    assert [holder for _, holder in opened(log)] == ["d", "a"]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -249,104 +222,6 @@ def test_the_own_host_is_read_while_others_are_waited_for(
     assert sorted(stage.holder for stage in made.sources.stages) == ["c", "far"]
 
 
-def test_a_reader_without_blocks(peers, log):
-    check(assembly(peers, ("a", "a", "c")).run())
-    assert [holder for _, holder in opened(log)] == ["c", "a", "a"]
-
-
-def test_all_blocks_here():
-    plan = PLAN.block((1, 0))
-    output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS)
-    blocks = [BLOCKS["x", *s] for s in plan.sources]
-    check(Assembly(plan, output, blocks, LocalContext()).run())
-
-
-def note_permutes(monkeypatch, log):
-    real = HostQueue.permute
-
-    def permute(self, *args, **kwargs):
-        log.append(("permute",))
-        real(self, *args, **kwargs)
-
-    monkeypatch.setattr(HostQueue, "permute", permute)
-
-
-def test_async_asks_ahead_and_sync_does_not(quick, peers, log, monkeypatch):
-    quick.part_bytes, quick.ahead = 24, 2  # three parts a piece
-    note_permutes(monkeypatch, log)
-    check(assembly(peers).run())
-    kinds = [entry[0] for entry in log]
-    # Two requests are under way before anything is computed; own pieces come before the first
-    # region is waited for.
-    assert kinds[:5] == ["open", "request", "request", "request", "permute"]
-    assert kinds.count("request") == 6
-    assert kinds[-3:] == ["permute"] * 3
-    log.clear()
-    check(assembly(peers, mode="sync").run())
-    kinds = [entry[0] for entry in log if entry[0] != "open"]
-    assert kinds == ["permute", *["request", "permute"] * 6]
-
-
-def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_their_way(
-    quick, peers, log, monkeypatch
-):
-    quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
-    note_permutes(monkeypatch, log)
-    check(assembly(peers).run())
-    before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
-    assert before.count(("request", ("x", 2, 0))) == 9
-    assert before.count(("permute",)) == 1 + 9 - quick.ahead, "besides that of the own piece"
-
-
-def test_parts_are_cut_to_size(quick, peers, log):
-    quick.part_bytes = 8  # one element
-    check(assembly(peers).run())
-    assert sum(entry[0] == "request" for entry in log) == 18
-
-
-def test_a_transport_that_fails_is_replaced_with_one_warning(quick, slow, peers, log):
-    quick.fails["c", ("x", 2, 0)] = TransferError("quick broke")
-    made = assembly(peers)
-    check(made.run())
-    assert opened(log) == [("quick", "c"), ("quick", "a"), ("slow", "c")]
-    assert peers.warnings == [
-        "dask_p2p: quick fails, another transport is used instead: quick broke"
-    ]
-    log.clear()
-    check(assembly(peers).run())
-    assert opened(log) == [("slow", "c"), ("quick", "a")], "it is not tried again"
-    assert len(peers.warnings) == 1
-    peers.router.on_worker_left("c")
-    quick.fails.clear()
-    log.clear()
-    check(assembly(peers).run())
-    assert opened(log) == [("quick", "c"), ("quick", "a")], "a new worker at that address"
-
-
-def test_a_failure_in_the_middle_of_a_block(quick, slow, peers, log):
-    quick.part_bytes = 24
-    quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
-    quick.late.add(("x", 2, 0))
-    made = assembly(peers)
-    check(made.run())
-    assert ("slow", "c") in opened(log)
-    assert sorted((s.holder, s.transport) for s in made.sources.stages) == [
-        ("a", "quick"),
-        ("c", "slow"),
-    ]
-    assert quick.open_now == slow.open_now == []
-
-
-def test_nothing_more_is_asked_for_of_what_failed(quick, slow, peers, log):
-    quick.part_bytes = 8  # 9 parts
-    quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
-    quick.late.add(("x", 2, 0))
-    check(assembly(peers).run())
-    by_quick = log[: log.index(("open", "slow", "c", ("x", 2, 0)))]
-    asked = by_quick.count(("request", ("x", 2, 0)))
-    assert asked == 2 + quick.ahead
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     quick, slow, peers, log, monkeypatch, late
@@ -373,59 +248,6 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     assert kinds[last_request:].index("synchronize") < kinds[last_request:].index("confirm")
     assert "close" not in kinds[:last_request], "what was read in place"
     assert kinds.count("close") == (3 if late else 2)
-
-
-def test_an_answer_that_does_not_come_in_time(quick, slow, peers, log, monkeypatch):
-    """Where the event loop that keeps the deadlines is stuck."""
-    request = FakeReading.request
-    monkeypatch.setattr(
-        FakeReading,
-        "request",
-        lambda self, *args: Future() if self.transport is quick else request(self, *args),
-    )
-    tune(monkeypatch, event_loop_grace_s=0.0)
-    check(assembly(peers, request_timeout_s=0.05).run())
-    assert opened(log)[-2:] == [("slow", "c"), ("slow", "a")]
-    for holder in "ac":
-        text = peers.router.failure(holder, "quick").text
-        loop = "the worker's event loop did not respond"
-        assert text == f"no answer from {holder} in time, and {loop}"
-
-
-def test_an_obstacle_is_no_failure(peers, log):
-    check(assembly(peers, ("a", "b", "far")).run())
-    assert ("slow", "far") in opened(log)
-    assert peers.warnings == []
-
-
-def test_a_block_that_is_gone_is_sought_at_its_other_holders(quick, peers, log):
-    quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
-    check(assembly(peers, ("a", "b", ("c", "d"))).run())
-    assert opened(log) == [("quick", "c"), ("quick", "a"), ("quick", "d")]
-    assert peers.warnings == [], "the transport did nothing wrong"
-
-
-def test_replicas_are_read_by_their_nearest_readers(peers, log):
-    check(assembly(peers, ("a", "b", ("a", "c", "d"))).run())
-    assert [holder for _, holder in opened(log)] == ["c", "a"]
-
-
-def test_a_block_that_no_worker_has(quick, peers):
-    quick.fails["c", ("x", 2, 0)] = BlockUnavailableError("not there any more")
-    with pytest.raises(BlockUnavailableError, match=r"\('x', 2, 0\) could not be read"):
-        assembly(peers).run()
-    assert quick.open_now == []
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_holder_that_does_not_answer_is_not_asked_for_its_other_blocks(peers, log, late):
-    quick = peers.router.transports["quick"] = FakeTransport("quick", log, part_bytes=24, ahead=0)
-    quick.fails["c", ("x", 0, 0)] = UnreachableError("no answer from c")
-    quick.late = {("x", 0, 0)} if late else set()
-    with pytest.raises(UnreachableError, match="no answer from c"):
-        assembly(peers, ("c", "b", "c")).run()
-    assert opened(log) == [("quick", "c")]
-    assert quick.open_now == []
 
 
 def test_when_every_way_fails_the_error_names_each(quick, slow, peers):

@@ -61,14 +61,6 @@ def test_a_stage_of_messages():
     assert fetch.stage() == Stage("b", "cma", 2 * 8 * 4, 0.25, 0.75, 0.5, 0.125)
 
 
-@pytest.mark.parametrize(("copied_s", "wire_s"), [(0.5, 0.5), (0.0, None)])
-def test_a_stage_in_which_copy_engines_or_kernels_read(copied_s, wire_s):
-    fetch = begun(in_place=True)
-    fetch.copies.groups = 1
-    fetch.copies.add(copied_s)
-    assert fetch.stage().wire_s == wire_s
-
-
 def test_a_stage_has_what_came_and_no_more():
     """A block that failed goes by its next route, perhaps from another holder."""
     fetch = begun()

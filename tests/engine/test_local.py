@@ -19,7 +19,6 @@ from dask_p2p.errors import (
     MemoryLimitError,
     TransferError,
 )
-from dask_p2p.plans import redistribution
 from tests.engine.test_assembly import (
     BLOCKS,
     OPTIONS,
@@ -83,36 +82,6 @@ def assembly(store, holders=((HERE,), (HERE,), (HERE,)), plan=None, dtype=X.dtyp
 KEYS = list(BLOCKS)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("spilled", [[], KEYS[:1], KEYS])
-def test_spilled_blocks_are_read_one_after_another(spilled, mode):
-    store = Store(blocks=BLOCKS, spilled=spilled)
-    check(assembly(store, mode=mode).run())
-    assert sorted(store.read) == spilled
-    assert store.most_alive == bool(spilled)
-    assert not store.alive
-
-
-def test_a_block_is_not_kept_while_others_are_read():
-    """Dask may spill it meanwhile, and wants its memory back."""
-    store = Store(blocks={key: block.copy() for key, block in BLOCKS.items()})
-    references = {key: weakref.ref(block) for key, block in store.blocks.items()}
-    made = assembly(store)
-    permute_into = NUMPY.permute_into
-    seen = []
-
-    def spill_all_others(dst, src, axes):
-        for key in KEYS:
-            store.blocks[key] = store.blocks[key].copy()
-        seen.append([key for key in KEYS if references[key]() is not None])
-        permute_into(dst, src, axes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(NUMPY), "permute_into", lambda self, *args: spill_all_others(*args))
-        check(made.run())
-    assert seen == [KEYS[:1], [], []]
-
-
 def test_local_and_remote_blocks_together():
     log = []
     transports = FakeTransport("quick", log), FakeTransport("slow", log)
@@ -122,17 +91,6 @@ def test_local_and_remote_blocks_together():
     assert store.read == [KEYS[1]]
     assert opened(log) == [("quick", "c"), ("quick", "a")]
     assert store.served == [], "a spilled block is not published ahead"
-
-
-def test_a_block_in_memory_is_handed_on_without_a_copy():
-    block = X[:3].copy()
-    plan = redistribution(((3,), (9,)), (0, 1), ((3,), (9,))).block((0, 0))
-    store = Store(blocks={KEYS[0]: block})
-    assert assembly(store, [(HERE,)], plan).run() is block
-    store.spilled.add(KEYS[0])
-    made = assembly(store, [(HERE,)], plan).run()
-    assert not store.alive, "the result does not keep what was read"
-    np.testing.assert_array_equal(made, block)
 
 
 def test_a_block_that_is_gone_is_asked_for_again():
@@ -157,14 +115,6 @@ def test_blocks_that_are_not_as_declared(spilled):
     store = Store(blocks={**BLOCKS, KEYS[2]: np.ones((3, 8))}, spilled=spilled)
     with pytest.raises(BlockMismatchError, match=r"\('x', 2, 0\).*\(3, 9\).*\(3, 8\)"):
         assembly(store).run()
-
-
-@pytest.mark.parametrize("spilled", [[], KEYS])
-def test_blocks_in_another_byte_order(spilled):
-    store = Store(blocks=BLOCKS, spilled=spilled)
-    made = assembly(store, dtype=np.dtype(">f8")).run()
-    assert made.dtype == ">f8"
-    check(made)
 
 
 def test_no_more_memory_is_asked_for_than_for_one_block():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from dask_p2p.backends import SLOTS
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
@@ -20,15 +19,11 @@ from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
 from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import make_transports
-from dask_p2p.transports.base import Reading, Transport
-from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.packed.comm import CommTransport
 from dask_p2p.transports.packed.reading import PackedReading
 from dask_p2p.transports.packed.ucx import UcxTransport
 from dask_p2p.transports.router import Router
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
 from tests.usage import usage
@@ -167,121 +162,6 @@ def test_ucx(workers, buffers, limit_bytes):
     wait_until(lambda: all(meter.now_bytes == 0 for meter in buffers.values()))
 
 
-class InPlace(IpcTransport):
-    """The methods of ipc, with blocks that need not be mapped."""
-
-    def probe(self, holder, kind):
-        pass
-
-    def obstacle(self, holder, kind, dtype):
-        return None
-
-    def read(self, requests, options):
-        return InPlaceReading(requests, self.footprint(options, "numpy"), options)
-
-
-class InPlaceReading(Reading):
-    def __iter__(self):
-        for part in self.parts():
-            block = BLOCKS[self.requests[part.request].key]
-            yield part.on_its_way(lambda *_, box=part.box, block=block: block[box_slices(box)])
-
-    def close(self):
-        pass
-
-
-@pytest.mark.parametrize("limit_bytes", [1, 9, 600, 2000, 10_000])
-def test_ipc(workers, monkeypatch, limit_bytes):
-    make, _ = workers
-    tune(monkeypatch, copy_engine_bytes=1)
-    chosen = replace(options(), staging_limit_bytes=limit_bytes)
-    slots_bytes = []
-
-    def metered(self, src, slot_bytes):
-        if src.nbytes <= slot_bytes:  # else it is read in place
-            slots_bytes.append(slot_bytes)
-        return src
-
-    monkeypatch.setattr(HostQueue, "prefetch", metered)
-    assemble(chosen, "abc", quick=make(InPlace, "reader", chosen))
-    assert SLOTS * max(slots_bytes, default=0) <= limit_bytes
-    assert bool(slots_bytes) == (limit_bytes > 100), "that is put to use"
-
-
-class Filling(Transport):
-    """Parts that fill the limit, so many at a time."""
-
-    def __init__(self, parts, limit_bytes, meter, fails_at=None):
-        super().__init__(None, options())
-        self.name, self.parts, self.limit_bytes, self.meter = str(parts), parts, limit_bytes, meter
-        self.fails_at = fails_at
-
-    def handlers(self):
-        return {}
-
-    def obstacle(self, holder, kind, dtype):
-        return None if holder.startswith(self.name) else "another one's"
-
-    def probe(self, holder, kind):
-        pass
-
-    def footprint(self, options, kind):
-        return Footprint(self.limit_bytes // self.parts, self.parts - 1)
-
-    def read(self, requests, options):
-        return FillingReading(self, requests, self.footprint(options, "numpy"), options)
-
-    async def close(self):
-        pass
-
-
-class FillingReading(Reading):
-    """Like those of ucx, it keeps what came until it is closed, if there was an error."""
-
-    def __init__(self, transport, requests, flow, options):
-        super().__init__(requests, flow, options)
-        self.transport = transport
-        self.kept = []
-
-    def __iter__(self):
-        for number, part in enumerate(self.parts(), 1):
-            self.transport.meter.add(box_size(part.box) * ITEM)
-            region = BLOCKS[self.requests[part.request].key][box_slices(part.box)].copy()
-            self.transport.meter.until_gone(region, region.nbytes)
-            future = Future()
-            if self.transport.fails_at is not None and number >= self.transport.fails_at:
-                self.kept.append(region)
-                future.set_exception(TransferError("on purpose"))
-            else:
-                future.set_result(region)
-            del region
-            yield part.on_its_way(
-                lambda timeout_s, _, future=future: future.result(timeout_s), future.done
-            )
-            del future
-
-    def close(self):
-        self.kept.clear()
-
-
-@pytest.mark.parametrize("holders", [("4", "1", "4b"), ("1", "4", "1b"), ("2", "4", "2b")], ids=str)
-def test_transports_do_not_add_up(holders):
-    meter = Meter()
-    made = {str(n): Filling(n, 256, meter) for n in (1, 2, 3, 4)}
-    assemble(options(), holders, **made)
-    assert meter.peak_bytes <= 256
-    assert meter.peak_bytes > 180, "that is put to use"
-
-
-def test_what_failed_does_not_add_up(monkeypatch):
-    meter = Meter()
-    failing = Filling(4, 256, meter, fails_at=2)
-    assert_last = Filling(2, 256, meter)
-    assert_last.obstacle = lambda holder, kind, dtype: None
-    assemble(options(), ("4a", "4b", "4c"), failing=failing, last=assert_last)
-    assert meter.peak_bytes <= 256
-
-
 # --- the holder ---
 
 
@@ -327,29 +207,7 @@ def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
     wait_until(lambda: serving.packed.reserved_bytes == 0)  # the holder may end after its reader
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 1024, 2048, 5000])
-def test_what_ucx_packs_for_others(workers, buffers, limit_bytes):
-    pytest.importorskip("ucxx")
-    make, network = workers
-    reader = make(UcxTransport, "reader", options())
-    serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
-    network["holder"].blocks = {"x": X}
-    assert set(read_at_once(reader, "x", BOXES, options())) == {EXPECTED}
-    assert 0 < buffers[serving.buffers["numpy"]].peak_bytes <= max(limit_bytes, 1024)
-    wait_until(lambda: serving.packed.reserved_bytes == 0)
-
-
-def test_what_one_transport_packs_counts_for_all(loop, tmp_path):
-    host = LoopbackHost("holder", loop.loop, {}, tmp_path)
-    made = make_transports(host, replace(options(), staging_limit_bytes=1000))
-    budgets = [transport.packed for transport in made.values()]
-    assert budgets[0].reserve(900)
-    assert not any(budget.reserve(200) for budget in budgets[1:])
-    for transport in made.values():
-        loop.run(transport.close())
-    host.close()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
 def test_a_holder_that_never_has_room_reports_it(workers, cls):
     if cls is UcxTransport:
@@ -368,22 +226,3 @@ def test_a_holder_that_never_has_room_reports_it(workers, cls):
     wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)
-
-
-def test_a_holder_gives_up_by_itself(workers, loop):
-    """Not only because the reader does, as its thread would not notice that."""
-    pytest.importorskip("ucxx")
-    make, network = workers
-    make(UcxTransport, "reader", options())
-    serving = make(UcxTransport, "holder", replace(options(), staging_limit_bytes=1000))
-    network["holder"].blocks = {"x": X}
-    (taken,) = serving.packed.reserve(1000)
-    request = {"blocks": [("x", X.shape)], "parts": [(0, box) for box in BOXES]}
-    request |= {"dtype": "float64 <f8", "item_bytes": 8, "where": ([1], "reader", 0)}
-    request["wait_s"] = 0.2
-    answering = serving.handlers()["p2p_ucx_read"](**request)
-    try:
-        reply = loop.run(answering)
-    finally:
-        taken()
-    assert "outgoing staging limit" in reply["message"]

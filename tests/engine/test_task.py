@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from types import SimpleNamespace
 
-import dask
-import dask.array as da
 import numpy as np
 import pytest
 from dask.task_spec import Task, TaskRef
 from distributed import Reschedule
 
-import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
@@ -56,16 +52,6 @@ def test_it_computes(task):
     np.testing.assert_array_equal(task(dict(zip(KEYS, (x[:2], x[2:]), strict=True))), x.T[2:])
 
 
-def test_references_replace_dependencies(task):
-    ref = BlockRef(KEYS[0], ("tcp://a",))
-    rewritten = task.substitute({KEYS[0]: ref})
-    assert type(rewritten) is AssembleTask
-    assert rewritten.key == task.key
-    assert rewritten.dependencies == {KEYS[1]}
-    assert rewritten.blocks.items == (ref, KEYS[1])
-    assert task.dependencies == frozenset(KEYS), "the task itself is not changed"
-
-
 def test_it_survives_pickling_and_renaming(task):
     again = pickle.loads(pickle.dumps(task))
     assert again.dependencies == task.dependencies
@@ -73,40 +59,6 @@ def test_it_survives_pickling_and_renaming(task):
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
     assert type(renamed) is AssembleTask
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
-
-
-def test_the_pieces_do_not_travel(task):
-    PLAN.block((0, 0))  # caches what it finds
-    fresh = redistribution(PLAN.src_chunks, PLAN.axes, PLAN.chunks)
-    assert len(pickle.dumps(PLAN)) == len(pickle.dumps(fresh))
-
-
-def test_fusion_leaves_it_alone():
-    x = da.ones((4, 4), chunks=(2, 4)) + 1
-    (y,) = dask.optimize(dask_p2p.transpose(x) * 2)
-    kinds = [type(node) for node in dict(y.dask).values()]
-    assert kinds.count(AssembleTask) == 2
-
-
-def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
-    pauses_s = []
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=pauses_s.append))
-    chosen = options()
-    runtime = AttemptLog("tcp://here")
-    error = TransferError("comm: tcp://there is deaf")
-    for _ in range(2):  # whoever wants it again is given as many attempts again
-        for _ in range(chosen.attempts - 1):
-            with pytest.raises(Reschedule):
-                module.try_again("key", error, runtime, chosen)
-        assert pauses_s[:3] == [0.05, 0.1, 0.2]
-        assert max(pauses_s) <= 2.0
-        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
-        with pytest.raises(
-            TransferError,
-            match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
-        ):
-            module.try_again("key", error, runtime, chosen)
-        pauses_s.clear()
 
 
 def test_the_worst_case_adds_up():

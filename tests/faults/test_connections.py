@@ -38,8 +38,9 @@ SETTINGS = {
     "p2p.transports.ucx.host-part-bytes": "512 B",
 }
 BY_UCX = {"p2p.transports.order": ["ucx"]}
-POSITIONS = (1, pytest.param(2, marks=pytest.mark.slow), 7)
-SEEDS = [pytest.param(n, marks=[pytest.mark.slow] if n > 2 else []) for n in range(6)]
+POSITIONS = (1, pytest.param(2, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.slow))
+MARKS_OF_SEEDS = [], [pytest.mark.slow], *[[pytest.mark.long]] * 4
+SEEDS = [pytest.param(seed, marks=marks) for seed, marks in enumerate(MARKS_OF_SEEDS)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 

@@ -81,6 +81,7 @@ def halted(client, worker):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_another_holder_is_asked(client, x):
     reader, holder, _, other = addresses(client)
     replicate(client, x, 1, [holder, other])
@@ -101,6 +102,7 @@ def test_another_holder_is_asked(client, x):
     check(client, x)
 
 
+@pytest.mark.slow
 def test_others_go_on_and_the_reader_ends_in_time(client, x):
     reader, *free, holder = addresses(client)
     (used,) = dask.config.get("p2p.transports.order")
@@ -130,6 +132,7 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     check(client, x, (8, -1))
 
 
+@pytest.mark.slow
 def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     reader, holder, *_ = addresses(client)
     x = source(LARGE, (64, 2048))
@@ -148,6 +151,7 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
     check(client, x, shape=LARGE)
 
 
+@pytest.mark.slow
 def test_a_holder_that_is_halted_in_the_middle(client):
     reader, holder, *_ = addresses(client)
     x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))

@@ -63,7 +63,7 @@ CASES = [
         *moment,
         how,
         id=f"{transport}, {name}-{how}",
-        marks=[] if (transport, name, how) in QUICK else [pytest.mark.slow],
+        marks=[] if (transport, name, how) in QUICK else [pytest.mark.long],
     )
     for transport, of_holder in HOLDER.items()
     for name, moment in {**of_holder, **READER}.items()

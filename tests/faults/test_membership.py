@@ -97,6 +97,7 @@ def slowly(block):
     return block
 
 
+@pytest.mark.slow
 def test_adaptive_scaling(client):
     """From four workers down to one that has it all, and up again when there is work to do."""
     y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))

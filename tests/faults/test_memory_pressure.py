@@ -191,6 +191,7 @@ def test_a_block_that_is_nowhere(spilled):
         host.block("y")
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_is_refused_at_once():
     """Dask would let the worker try, again and again, until the operating system ends it."""
     shape = (7200, 7200)  # 395 MiB, and half as much on its way, also where all inputs are on disk

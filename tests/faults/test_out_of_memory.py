@@ -100,6 +100,7 @@ def x(shared):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "number", "order"),
     [("kernel", 1, ["comm"]), ("buffer", 1, ["ucx"]), ("buffer", 3, ["ucx"])],

@@ -52,7 +52,8 @@ def run(client, x, number):
         assert (got == expected(SHAPE).T).all()
 
 
-@pytest.mark.parametrize("runs", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [150, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("order", [["cma"], ["comm"], ["ucx"]], ids=str)
 def test_nothing_grows(client, runs, order):
     with dask.config.set({"p2p.transports.order": order}):

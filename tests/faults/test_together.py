@@ -27,7 +27,7 @@ PARTS = {"p2p.transports.comm.part-bytes": 256}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.long)])
 def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, number):
     """Its thread is busy, but the others read the blocks that it holds."""
     workers = addresses(client)
@@ -52,7 +52,7 @@ def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, numb
 
 
 @pytest.mark.parametrize(
-    ("number", "bound_s"), [(2, 60), pytest.param(10, 120, marks=pytest.mark.slow)]
+    ("number", "bound_s"), [(2, 60), pytest.param(10, 120, marks=pytest.mark.long)]
 )
 def test_all_at_once_within_a_deadline(client, number, bound_s):
     """From nothing, inputs included, each worker with tasks of all of them."""

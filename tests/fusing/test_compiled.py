@@ -11,6 +11,7 @@ from dask_p2p.errors import ChunksError, FuseError, InputError, UnsupportedArray
 from tests.fusing.programs import PROGRAMS, array, same_bits
 from tests.fusing.support import generated, integers, smooth
 from tests.sections.support import nothing_is_left
+from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2}
 
@@ -21,7 +22,7 @@ def step(u):
     return u / abs(u).max()
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, PROGRAMS[:4]))
 def test_values_are_those_of_the_function(client, program):
     compiled = dask_p2p.compile(program, array())
     for x in (array() * 2, client.persist(array() - 1)):

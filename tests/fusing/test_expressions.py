@@ -27,6 +27,7 @@ from tests.fusing import programs
 from tests.fusing.programs import PROGRAMS, array, same_bits, stencils
 from tests.fusing.test_option import check_values, gangs  # noqa: F401  # a fixture
 from tests.sections.support import nothing_is_left
+from tests.support import mostly_slow
 
 pytestmark = pytest.mark.skipif(
     find_spec("dask_array") is None, reason="needs it: pip install dask-array"
@@ -44,7 +45,7 @@ def da(dask_array, monkeypatch):
     list_chunkmanagers.cache_clear()
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_values_are_those_without_the_option(client, da, program, mode, gangs):  # noqa: F811
     check_values(client, program, mode)
@@ -53,7 +54,7 @@ def test_values_are_those_without_the_option(client, da, program, mode, gangs): 
     nothing_is_left(client)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))
 def test_compiled_programs(client, da, program):
     compiled = dask_p2p.compile(program, array())
     for x in (array() * 2, client.persist(array() - 1)):
@@ -105,6 +106,7 @@ def test_arrays_of_two_libraries_are_refused(client, da):
         dask_p2p.explain(x, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Computing mixed collections")
 def test_collections_of_two_libraries_in_one_call(client, da):
     x, other = stencils(array()), graphs.from_array(np.ones((48, 48)), chunks=(6, 48)) + 1

@@ -29,6 +29,7 @@ def killed_once(block, path):
     return block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 6])
 def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, steps):
     client.wait_for_workers(2)

@@ -25,7 +25,7 @@ from tests.fusing.programs import (
 )
 from tests.fusing.support import generated, smooth
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, output_of
+from tests.support import BOUND_S, mostly_slow, output_of
 
 CLUSTER = {"n_workers": 2}
 
@@ -57,7 +57,7 @@ def check_values(client, program, mode):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("mode", ["on", "auto"])
+@pytest.mark.parametrize("mode", mostly_slow(["on", "auto"], ["on"]))
 def test_values_are_those_without_the_option(client, program, mode, gangs):
     check_values(client, program, mode)
     if mode == "on" or program in (stencils, rechunks, rechunks_of_dask, solver):
@@ -429,6 +429,7 @@ def test_asynchronous_clients(client):
         asyncio.run(computed("on"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", ["import dask_p2p, dask.array", "import dask.array, dask_p2p"])
 def test_the_option_counts_in_any_order_of_imports(imports):
     check = (
@@ -439,6 +440,7 @@ def test_the_option_counts_in_any_order_of_imports(imports):
     output_of("-c", f"{imports}\n{check}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

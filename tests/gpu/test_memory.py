@@ -356,7 +356,7 @@ def test_what_no_gpu_has_is_refused_at_once():
     assert caught.value.missing_bytes > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_array_that_is_larger_than_the_hosts_memory_of_its_workers():
     """Dask's own check would count all blocks of device memory against the limit of the host's.
 

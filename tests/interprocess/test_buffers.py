@@ -2,38 +2,12 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import pytest
 
 from dask_p2p.backends.device import private_stream
 from dask_p2p.interprocess.buffers import Buffers
 
 KIB = 2**10
-
-
-@pytest.mark.parametrize("dtype", ["f8", "i1", "c16", [("a", "i1"), ("b", ">f8")], "M8[s]"])
-@pytest.mark.parametrize("shape", [(), (3, 5), (0, 4), (1000, 7, 2)])
-def test_what_is_taken(shape, dtype):
-    array = Buffers("numpy", 2**20).take(shape, np.dtype(dtype))
-    assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
-    assert array.flags.c_contiguous
-    assert array.flags.writeable
-
-
-def test_a_buffer_comes_back_with_its_last_view():
-    buffers = Buffers("numpy", 2**20)
-    first = buffers.take((100, 100), "f8")
-    where = first.ctypes.data
-    view = first[3:, ::2].T
-    del first
-    gc.collect()
-    assert buffers.idle_bytes == 0
-    second = buffers.take((100, 100), "f8")
-    assert second.ctypes.data != where
-    view[...] = 1  # is still its own
-    del view
-    assert buffers.idle_bytes == 128 * KIB
-    assert buffers.take((10000,), "f8").ctypes.data == where
 
 
 def test_sizes_that_are_near_share_buffers():

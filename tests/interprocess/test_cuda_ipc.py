@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p import tuning
 from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.interprocess.peer import Peer
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -79,39 +78,6 @@ def acquire(mappings, process, *args, block_bytes=1, **more):
 
 def opened(runtime):
     return {handle.hex() for handle in runtime.open.values()}
-
-
-def test_an_allocation_is_opened_once(runtime, mappings):
-    first = acquire(mappings, "p", 1, "aa")
-    again = acquire(mappings, "p", 1, "aa")
-    assert first is again
-    assert len(runtime.open) == len(mappings) == 1
-
-
-def test_processes_and_buffers_are_told_apart_though_handles_are_alike(runtime, mappings):
-    found = {
-        id(acquire(mappings, process, buffer_id, "aa"))
-        for process in ("p", "q")
-        for buffer_id in (1, 2)
-    }
-    assert len(found) == len(runtime.open) == 4
-
-
-def test_a_mapping_is_kept_while_it_is_read_and_closed_after(runtime, mappings):
-    read, idle = acquire(mappings, "p", 1, "aa"), acquire(mappings, "p", 2, "bb")
-    other = acquire(mappings, "q", 1, "cc")
-    mappings.release(idle)
-    mappings.retire("p")
-    mappings.close_unused()
-    assert set(runtime.open) == {read.address, other.address}
-    mappings.release(read)
-    assert set(runtime.open) == {other.address}
-    mappings.release(other)
-    assert set(runtime.open) == {other.address}, "its process is still there"
-    mappings.retire(None)
-    mappings.close_unused()
-    assert runtime.open == {}
-    assert len(mappings) == 0
 
 
 @pytest.fixture
@@ -184,29 +150,6 @@ def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime, mappin
     mappings.release(again)
     assert runtime.open == {}
     assert len(mappings) == 0
-
-
-def test_what_nobody_used_for_long_is_closed(runtime, mappings, monkeypatch):
-    now_s = [1000.0]
-    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    used, idle, fresh = (acquire(mappings, "p", n, f"{n:02x}") for n in range(3))
-    mappings.release(idle)
-    now_s[0] += tuning.current.unused_mapping_s
-    mappings.release(fresh)
-    mappings.close_unused()
-    assert opened(runtime) == {"00", "02"}
-    assert used.users == 1
-
-
-def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
-    tune(monkeypatch, unused_mapping_s=0.1)
-    mappings = Mappings()
-    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
-    mappings.release(idle)
-    wait_until(lambda: opened(runtime) == {"00"})
-    mappings.release(used)
-    wait_until(lambda: opened(runtime) == set())
-    mappings.close()
 
 
 def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime, mappings):

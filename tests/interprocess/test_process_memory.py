@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.interprocess.process_memory import (
-    ByteRuns,
     RemoteArray,
-    allow_readers,
     holds,
     is_supported,
     obstacle,
@@ -23,10 +20,7 @@ from dask_p2p.interprocess.process_memory import (
     read_into,
     runs_of,
 )
-from dask_p2p.tuning import Tuning
 from tests.support import tune
-
-RUNS = Tuning.runs_per_call
 
 
 def read_view(view, pid=None):
@@ -51,13 +45,6 @@ def views(draw):
             first = view[(slice(None),) * axis + (slice(0, 1),)]
             view = np.broadcast_to(first, view.shape)
     return view
-
-
-@given(views())
-def test_any_memory_layout(view):
-    _, found = read_view(view)
-    assert found.dtype == view.dtype
-    assert found.tobytes() == view.tobytes()
 
 
 @given(views(), st.data())
@@ -93,22 +80,6 @@ def test_a_region_that_is_nowhere():
         read_into(os.getpid(), runs, np.zeros(64))
 
 
-def test_runs_are_as_long_as_can_be():
-    array = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)
-    assert len(read_view(array)[0].addresses) == 1
-    assert len(read_view(array[:, 1:3])[0].addresses) == 4
-    assert len(read_view(array.T)[0].addresses) == 1
-    assert len(read_view(array[..., ::-1])[0].addresses) == 1
-    assert len(read_view(array[:, :, 2:4])[0].addresses) == 20
-
-
-@pytest.mark.parametrize("rows", [RUNS - 1, RUNS, RUNS + 1, 3 * RUNS])
-def test_more_runs_than_one_call_takes(rows):
-    array = np.arange(rows * 3.0).reshape(rows, 3)
-    _, found = read_view(array[:, 1:])
-    np.testing.assert_array_equal(found, array[:, 1:])
-
-
 def test_items_without_bytes():
     assert read_view(np.empty((3, 2), "V0"))[1].shape == (3, 2)
 
@@ -139,21 +110,6 @@ def test_another_process_that_ends():
         with pytest.raises(OSError, match="No such process") as caught:
             read(child.pid, runs, array.dtype, memory)
         assert caught.value.errno == errno.ESRCH
-
-
-@pytest.mark.parametrize("there", ["nothing", "a part"])
-def test_memory_that_is_not_there(there):
-    page_bytes = mmap.PAGESIZE
-    view = np.frombuffer(mmap.mmap(-1, page_bytes), np.uint8)
-    address = 8 if there == "nothing" else view.ctypes.data + page_bytes - 8
-    _, _, *others = runs_of(address, (2 * page_bytes,), (2 * page_bytes,), 1)
-    runs = ByteRuns(np.array([address, 8], np.uint64), 8, *others)
-    with pytest.raises(OSError, match="Bad address"):
-        read(os.getpid(), runs, np.dtype("u1"), np.empty(2 * page_bytes, np.uint8))
-
-
-def test_allowing_readers_does_no_harm():
-    allow_readers()
 
 
 def test_a_token_proves_which_process_is_read():

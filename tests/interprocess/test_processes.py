@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
-from functools import partial
 
 from dask_p2p.interprocess.processes import Processes, own_name
 from tests.support import BOUND_S
@@ -38,17 +36,6 @@ def test_the_end_of_a_process_is_found_once(sleeper):
     assert not processes.has_ended("own")
     assert calls.names == others.names == ["sleeper"]
     assert threading.current_thread() not in calls.threads + others.threads
-
-
-def test_some_are_called_after_all_others(sleeper):
-    processes, called = Processes(), []
-    for number, last in enumerate((True, False, True, False)):
-        on_end = partial(lambda number, name: called.append(number), number)
-        processes.watch("sleeper", sleeper.pid, on_end, last=last)
-    sleeper.kill()
-    wait_until(lambda: len(called) == 4, BOUND_S)
-    assert called[:2] == [1, 3]
-    assert {*called[2:]} == {0, 2}
 
 
 def test_none_of_the_last_waits_for_another(sleeper):
@@ -87,26 +74,6 @@ def test_what_is_forgotten_is_not_called(sleeper):
     sleeper.kill()
     wait_until(lambda: others.names, BOUND_S)
     assert calls.names == []
-
-
-def test_nothing_of_it_is_kept(sleeper):
-    """One file a process, and none when that has ended."""
-
-    def files():
-        count = 0  # of these alone: other threads open and close files meanwhile
-        for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                count += "pidfd" in os.readlink(f"/proc/self/fd/{number}")
-        return count
-
-    processes = Processes()
-    processes.watch("own", os.getpid())
-    before = files()
-    for _ in range(3):
-        processes.watch("sleeper", sleeper.pid)
-    assert files() == before + 1
-    sleeper.kill()
-    wait_until(lambda: files() == before, BOUND_S)
 
 
 def test_a_kernel_that_watches_nothing(monkeypatch):

@@ -35,12 +35,6 @@ def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("reply", [None, "ok", {}, {"status": "OK"}, [("status", "ok")]], ids=str)
-def test_what_is_no_reply(reply):
-    with pytest.raises(TransferError, match="there could not send block 'x'"):
-        check_reply(reply, "there", BLOCK)
-
-
 def test_an_obstacle_goes_from_holder_to_reader():
     obstacle = Obstacle("not-shareable", "it cannot be shared", "Share it")
     reply = refuse(TransferError(obstacle.full_text, obstacle=obstacle))

@@ -19,15 +19,6 @@ def test_wrong_axes(axes):
         dask_p2p.transpose(da.ones((2, 3)), axes)
 
 
-@pytest.mark.parametrize("axes", [("y", "x"), "yx", ("y",)])
-def test_names_of_axes(axes):
-    x = da.ones((2, 3))
-    with pytest.raises(AxesError, match=r"got axes=.*names of dimensions see dask_p2p\.xarray"):
-        dask_p2p.transpose(x, axes)
-    with pytest.raises(ChunksError, match=r"names of dimensions see dask_p2p\.xarray"):
-        dask_p2p.rechunk(x, dict.fromkeys(axes, 1))
-
-
 @pytest.mark.parametrize(
     ("chunks", "reason"),
     [

@@ -9,7 +9,7 @@ import pytest
 from dask.array.utils import meta_from_array
 
 import dask_p2p
-from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES, weighed
+from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
 
 
 @pytest.fixture(params=["dask.array", "dask_array"])
@@ -57,25 +57,6 @@ def test_the_methods_of_dask(name, arrays, strict_cupy):
     check(y, INSTALLED[name](on_host), strict_cupy)
 
 
-def summed(block, other):
-    return block.sum(1) + other.sum(1)
-
-
-def test_a_dtype_does_not_change_the_kind(arrays, strict_cupy):
-    """Dask would declare NumPy blocks where it cannot call the function with empty ones."""
-    calls = {
-        "keywords": lambda x: dask_p2p.map_overlap(
-            weighed, x, x, depth={0: 1}, factor=2, dtype="f8"
-        ),
-        "an axis fewer": lambda x: dask_p2p.map_overlap(
-            summed, x, x, depth={0: 1}, drop_axis=1, dtype="f8"
-        ),
-    }
-    for call in calls.values():
-        y, wanted = map(call, arrays)
-        check(y, wanted, strict_cupy)
-
-
 def test_the_stand_in_refuses_conversions(strict_cupy):
     x = strict_cupy.asarray(VALUES)
     for refused in (
@@ -91,9 +72,3 @@ def test_the_stand_in_refuses_conversions(strict_cupy):
             refused()
     np.testing.assert_array_equal((2 * x[1:] + np.float64(1)).get(), 2 * VALUES[1:] + 1)
     assert isinstance(x[0, 0], strict_cupy.ndarray)
-
-
-@pytest.mark.parametrize("name", ["fftfreq", "rfftfreq"])
-def test_frequencies_of_both_kinds_of_blocks_have_names_of_their_own(name, strict_cupy):
-    function = getattr(dask_p2p.fft, name)
-    assert function(8).name != function(8, like=strict_cupy.zeros(1)).name

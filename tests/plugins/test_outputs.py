@@ -34,24 +34,6 @@ def taken(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
-async def test_an_output_that_is_gone_makes_room_for_the_next():
-    memory = OutputMemory(Worker(), retain_s=60)
-    first = taken(memory)
-    where = first.ctypes.data
-    view = first[::2]
-    del first
-    assert taken(memory).ctypes.data != where, "a view keeps it"
-    del view
-    memory.clear()
-    first = taken(memory, (128, 1024), "i4,f4")
-    where = first.ctypes.data
-    del first
-    assert memory.idle_bytes == MIB
-    assert taken(memory, (MIB,), "u1").ctypes.data == where
-    memory.close()
-    assert memory.idle_bytes == 0
-
-
 class Clock:
     """A loop whose time the test sets."""
 
@@ -88,25 +70,6 @@ async def test_it_is_given_back_when_none_has_come_for_a_while():
     assert (memory.idle_bytes, clock.calls) == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("limit_bytes", "used_bytes", "retain_s", "kept"),
-    [
-        (64 * MIB, 32 * MIB, 60, 4),
-        (64 * MIB, 32 * MIB + 1, 60, 0),
-        (63 * MIB, 0, 60, 3),
-        (15 * MIB, 0, 60, 0),
-        (None, 0, 60, 0),
-        (0, 0, 60, 0),
-        (64 * MIB, 0, 0, 0),
-    ],
-)
-async def test_no_more_is_kept_than_there_is_room_for(limit_bytes, used_bytes, retain_s, kept):
-    memory = OutputMemory(Worker(limit_bytes, used_bytes), retain_s)
-    outputs = [taken(memory) for _ in range(6)]
-    outputs.clear()
-    assert memory.idle_bytes == kept * MIB
-
-
 async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     memory = OutputMemory(Worker(), retain_s=60)
     assert taken(memory, (100, 10)).flags.owndata
@@ -135,14 +98,6 @@ async def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
     memory.close()
     del again, odd
     assert (memory.pinned_bytes, gpu.pinned) == (0, {})
-
-
-async def test_what_is_small_or_large_is_not_pinned(gpu):
-    memory = PinnedOutputs(Worker(), 60, None)
-    for shape in ((100,), (16 * MIB // 8 + 1,)):
-        assert not is_pinned(taken(memory, shape))
-    assert not is_pinned(taken(PinnedOutputs(Worker(None), 60, None)))
-    assert gpu.pinned == {}
 
 
 async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
@@ -209,6 +164,7 @@ def note_dropped(dask_worker):
     outputs.clear = noted
 
 
+@pytest.mark.slow
 def test_workers_give_the_memory_back():
     """By default, soon after the last output is gone."""
     shape = (2000, 4000)

@@ -92,6 +92,7 @@ def _transposed(client, shape, n_blocks, limit_bytes):
     )
 
 
+@pytest.mark.slow
 def test_an_array_larger_than_one_workers_memory():
     limit_bytes = 440 * MEBIBYTE  # a worker that makes one block has 360 MiB
     with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:

@@ -152,6 +152,7 @@ def test_a_plugin_that_is_there_stays(bare):
     assert bare.run(identity) == before
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
     tune(monkeypatch, worker_answer_s=5.0)
     pids = bare.run(os.getpid)
@@ -352,6 +353,7 @@ def _own_options(dask_worker):
     return own, id(plugin), budgets, sys.getswitchinterval()
 
 
+@pytest.mark.slow
 def test_workers_keep_their_own_options():
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
@@ -407,6 +409,7 @@ def hand_made_cluster(port, workers, limit):
             process.wait(BOUND_S)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize("is_older", [False, True])
 def test_the_same_client_after_a_restart_of_its_scheduler(is_older):

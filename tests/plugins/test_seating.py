@@ -40,14 +40,6 @@ def ranks(count, *args, **kwargs):
     return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
 
 
-def test_no_worker_gets_more_ranks_than_it_has_units():
-    scheduler = Scheduler({"GPU": 2}, GPU, {})
-    tasks = ranks(3, GPU)
-    for task in tasks:
-        task.dependencies = {Block(scheduler.workers["b"])}
-    assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 1}
-
-
 def test_a_rank_leaves_the_worker_that_another_needs():
     scheduler = Scheduler(GPU, GPU)
     anywhere, only = Task(("x", 0), GPU), Task(("x", 1), GPU, workers={"a"})

@@ -13,7 +13,6 @@ from dask.task_spec import TaskRef
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.fetch import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
 from dask_p2p.monitoring.counters import DEVICE_METRIC
 from dask_p2p.plans import redistribution
@@ -46,16 +45,6 @@ def rewritten(who_has, folder, task=None):
 
     asyncio.run(main())
     return sent, got[0]
-
-
-def test_references_replace_all_blocks(tmp_path):
-    """Dask would bring the worker's own ones back from disk, all at once."""
-    who_has = {"here": ("b", "a"), "there": ("b", "a", "c"), "only": ("c",)}
-    sent, got = rewritten(who_has, tmp_path)
-    assert got["who_has"] == got["nbytes"] == {}
-    references = BlockRef("there", ("b", "c")), BlockRef("only", ("c",))
-    assert got["run_spec"].blocks.items == (BlockRef("here", ("a", "b")), *references)
-    assert sent["nbytes"] == {"here": 8, "there": 8, "only": 8}  # not changed in place
 
 
 def test_a_task_that_only_waits_is_given_no_block(tmp_path):

@@ -283,9 +283,15 @@ def smoothed(x):
     return dask_p2p.map_overlap(lambda b: b[1:-1] * 2, x, depth={0: 1}, boundary=0, trim=False), 2
 
 
-@pytest.mark.parametrize("transport", ["cma", "comm"])
 @pytest.mark.parametrize(
-    "operation", [transposed_blocks, columns, grouped_columns, transformed, smoothed]
+    ("operation", "transport"),
+    [
+        (transposed_blocks, "cma"),
+        (transformed, "comm"),
+        pytest.param(columns, "comm", marks=pytest.mark.slow),
+        pytest.param(grouped_columns, "cma", marks=pytest.mark.slow),
+        pytest.param(smoothed, "cma", marks=pytest.mark.slow),
+    ],
 )
 def test_spilled_blocks_stay_on_disk(operation, transport):
     """Each worker has 160 MB of the array, room for 60 MB of it, and is not given more at once."""
@@ -308,7 +314,7 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
     assert max(taken.values()) < 200e6, taken  # more wait to be summed on a busy machine
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_array_of_three_times_the_clusters_memory(tmp_path):
     """By Dask's default settings: no worker exceeds its limit, or its nanny would restart it."""
@@ -358,6 +364,7 @@ def test_many_at_once_on_single_threads(client):
         np.testing.assert_array_equal(y.result(timeout=BOUND_S), x.T)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_memory_of_a_worker_stays_near_its_blocks():
     program = os.path.join(os.path.dirname(__file__), "memory_probe.py")

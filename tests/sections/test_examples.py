@@ -13,6 +13,7 @@ from distributed import Client, LocalCluster
 from dask_p2p import spmd
 from dask_p2p.sections.api import arguments
 from tests.docs.pages import DOCS, blocks_of
+from tests.support import mostly_slow
 
 _, *PROGRAMS = [
     block
@@ -44,7 +45,7 @@ def test_the_page_has_a_program_for_each(alone):
         assert f"def {name}(" in program.text
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 4])
+@pytest.mark.parametrize("ranks", mostly_slow([None, 1, 4], [4]))
 def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monkeypatch):
     """By default as many ranks as workers. Sums over ranks are in another order."""
     with ExitStack() as stack:

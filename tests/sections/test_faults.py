@@ -82,6 +82,7 @@ def test_a_worker_that_leaves_and_one_that_comes(client, tmp_path):
     nothing_is_left(client)
 
 
+@pytest.mark.slow
 def test_a_restart(client, tmp_path):
     y = spmd(stepping, array(), ranks=4, steps=1000, path=tmp_path / "runs").persist()
     wait_until((tmp_path / "runs").exists)
@@ -91,6 +92,7 @@ def test_a_restart(client, tmp_path):
     assert np.array_equal(spmd(stepping, array(), ranks=4).compute(), stepped())
 
 
+@pytest.mark.slow
 def test_sections_leave_no_descriptor(client):
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
@@ -150,6 +152,7 @@ def test_a_worker_that_stands_still_for_good(client, running):
         os.kill(pid, signal.SIGKILL)  # the nanny starts another one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [P2PPlugin, P2PSchedulerPlugin])
 def test_a_plugin_that_is_taken_off(client, running, plugin):
     async def from_worker(dask_worker):

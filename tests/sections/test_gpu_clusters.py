@@ -21,7 +21,7 @@ from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_iterate import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
-from tests.support import tune
+from tests.support import mostly_slow, tune
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -127,7 +127,7 @@ def turns(ctx, x):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("order", ["auto", ["comm"]])
+@pytest.mark.parametrize("order", mostly_slow(["auto", ["comm"]], ["auto"]))
 def test_redistributions(gpu, client, monkeypatch, order, fails):
     tune(monkeypatch, window_linger_s=0.05)
     left_bytes = []

@@ -207,6 +207,7 @@ def dying_often(ctx, x, folder):
     return s.x
 
 
+@pytest.mark.slow
 def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
     three_workers(client)
     y = spmd(dying_often, da.zeros(12, chunks=4), ranks=3, folder=tmp_path)
@@ -267,6 +268,7 @@ def carrying_the_time(ctx, x, folder):
     return s.x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "value"),
     [(copied_first, 60.0), (saving_nothing, 60.0), (carrying_the_time, 3 * 95.0)],

@@ -38,20 +38,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
 
 
-def test_defaults_are_not_cut():
-    chosen = options()
-    ipc = ipc_footprint(chosen)
-    assert (ipc.part_bytes, ipc.parts_in_flight) == (128 * MIB, 2), "while one slot is emptied"
-    assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
-    assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    pinned = PinnedTransport.footprint(chosen, "cupy")
-    assert (pinned.part_bytes, pinned.parts_in_flight) == (32 * MIB, 6)
-    assert comm_footprint(chosen, "cupy").part_bytes == 16 * MIB
-    assert comm_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    cma = cma_footprint(chosen)
-    assert (cma.part_bytes, cma.parts_in_flight) == (MIB, 0), "one after another"
-
-
 @given(
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
@@ -110,38 +96,6 @@ def test_what_is_staged_is_not_more_than_what_comes():
     assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB + MIB
     assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
     assert packed_bytes(chosen, "numpy", 0, 1000) == 0
-
-
-def test_what_all_have_taken_stays_below_the_limit():
-    budget = ByteBudget(100)
-    first, second = budget.reserve(40, 20)
-    assert budget.reserve(50) is None
-    (third,) = budget.reserve(40)
-    assert budget.reserved_bytes == 100
-    second()
-    assert budget.reserved_bytes == 80
-    for reserved in (first, third, third):
-        reserved()
-    assert budget.reserved_bytes == 0
-
-
-def test_a_request_gets_all_that_it_wants_or_nothing():
-    """So none waits that holds something another one waits for."""
-    budget = ByteBudget(100)
-    (first,) = budget.reserve(60)
-    assert budget.reserve(20, 20, 20) is None
-    assert budget.reserved_bytes == 60
-    first()
-    assert len(budget.reserve(20, 20, 20)) == 3
-
-
-@pytest.mark.parametrize("limit_bytes", [1, 7])
-def test_something_larger_than_the_limit_is_taken_alone(limit_bytes):
-    budget = ByteBudget(limit_bytes)
-    (first,) = budget.reserve(8)
-    assert budget.reserve(8) is None
-    first()
-    assert budget.reserve(8)
 
 
 def test_by_many_threads():

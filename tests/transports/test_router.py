@@ -60,16 +60,6 @@ def routes(router, holders, kind="cupy", order=("ipc", "comm")):
     return [(route.holder, route.transport.name) for route in found(router, holders, kind, order)]
 
 
-def test_best_first_holder_by_holder(router):
-    assert routes(router, ("a", "b")) == [("a", "ipc"), ("a", "comm"), ("b", "ipc"), ("b", "comm")]
-
-
-def test_obstacles_and_order(router):
-    assert routes(router, ("a",), "numpy") == [("a", "comm")]
-    assert routes(router, ("far",)) == [("far", "comm")]
-    assert routes(router, ("a",), order=("comm",)) == [("a", "comm")]
-
-
 def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
     error = TransferError("ipc: a could not send block k: why", reason="why")
     router.record_failure(found(router, ("a",))[0], error, last=False)
@@ -98,16 +88,6 @@ def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
     assert router.given_up("a", "comm", ("ipc", "comm")) == [("ipc", error.obstacle)]
     assert router.given_up("a", "ipc", ("ipc", "comm")) == []
     assert router.given_up("b", "comm", ("ipc", "comm")) == []
-
-
-def test_the_last_way_is_always_tried_again(router, said):
-    for name in ("ipc", "comm"):
-        route = next(w for w in found(router, ("a",), order=(name,)) if w.holder == "a")
-        router.record_failure(route, TransferError("why"), last=name == "comm")
-    assert routes(router, ("a",)) == [("a", "comm")]
-    assert router.failure("a", "comm") is None
-    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
-    assert routes(router, ("a",), order=("ipc",)) == [("a", "ipc")], "there is nothing else"
 
 
 def test_a_way_is_proved_once_for_each_holder_and_kind(router, ipc):
@@ -190,19 +170,6 @@ def test_a_way_that_fails_its_proof_is_not_used(router, ipc, said):
     assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
 
 
-def test_what_is_not_used_is_not_proved(ipc, said):
-    ucx = FakeTransport("ucx", {})
-    comm = FakeTransport("comm", {})
-    router = Router({"ipc": ipc, "ucx": ucx, "comm": comm}, said.append)
-    order = ("ipc", "ucx", "comm")
-    assert [name for _, name in routes(router, ("a",), order=order)] == [*order]
-    assert ucx.probed == comm.probed == []
-    ipc.fails["b"] = TransferError("it came changed")
-    assert [name for _, name in routes(router, ("b",), order=order)] == ["ucx", "comm"]
-    assert ucx.probed == [("b", "cupy")]
-    assert comm.probed == []
-
-
 def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
     ipc.fails["a"] = BlockUnavailableError("no answer")
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
@@ -218,12 +185,3 @@ def test_hosts_are_told_by_addresses(router):
     assert [*names] == workers
     assert names[workers[0]] == names[workers[1]]
     assert len(set(names.values())) == 3
-
-
-def test_one_host_may_have_several_addresses(router, ipc):
-    workers = [f"tcp://10.0.{network}.{host}:40" for network in (1, 2) for host in (5, 6)]
-    ipc.boot_ids = {worker: worker.split(".")[3] for worker in workers}
-    names = router.hosts(workers)
-    assert names[workers[0]] == names[workers[2]] == "10.0.1.5"
-    assert names[workers[1]] == names[workers[3]] == "10.0.1.6"
-    assert router.hosts(reversed(workers)) == names, "whoever asks gets the same names"

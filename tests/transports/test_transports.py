@@ -10,10 +10,8 @@ import pytest
 from dask_p2p import config, transports
 from dask_p2p.config import options
 from dask_p2p.errors import ConfigError
-from dask_p2p.transports import footprint, make_transports
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.footprint import Footprint
-from tests.transports.loopback import LoopbackHost
 
 MIB = 2**20
 
@@ -52,35 +50,6 @@ def test_it_can_be_named_and_comes_first(pigeon):
     assert options().order("cupy") == ("ipc", "ucx", "pinned", "comm")
     with dask.config.set({"p2p.transports.order": ["pigeon"]}):
         assert options().order("cupy") == ("pigeon", "comm")
-
-
-def test_what_is_not_installed_cannot_be_named():
-    with (
-        dask.config.set({"p2p.transports.order": ["pigeon"]}),
-        pytest.raises(ConfigError, match="from ipc, cma, ucx, pinned, comm"),
-    ):
-        options()
-
-
-def test_what_it_holds_counts(pigeon):
-    with dask.config.set({"p2p.transports.order": ["pigeon"]}):
-        chosen = options()
-    assert footprint.staging_bytes(chosen, "numpy", 2**40, 2**40, 8) == 512 * MIB
-    assert footprint.staging_bytes(chosen, "cupy", 2**40, 2**40, 8) < 512 * MIB, "not for these"
-    assert footprint.packed_bytes(chosen, "numpy", 1, 2**40) == 1024 * MIB
-    assert footprint.packed_bytes(chosen, "numpy", 100, 100) == 500
-    assert footprint.idle_bytes(chosen, "numpy") == 3 * 512 * MIB
-
-
-def test_each_worker_has_one(pigeon, loop, tmp_path):
-    host = LoopbackHost("here", loop.loop, {}, tmp_path)
-    made = make_transports(host, options())
-    assert isinstance(made["pigeon"], Pigeon)
-    assert made["pigeon"].packed is made["comm"].packed
-    for transport in made.values():
-        if transport.name != "pigeon":
-            loop.run(transport.close())
-    host.close()
 
 
 @pytest.mark.parametrize("name", ["NotThere", "MIB", "LoopbackHost"])

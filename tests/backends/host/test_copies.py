@@ -7,11 +7,9 @@ import pytest
 
 from dask_p2p.backends.host import copies as host_copies
 from dask_p2p.backends.host.copies import (
-    begin_copy,
     copy_on_host,
     register_from_bytes,
 )
-from tests.support import BOUND_S
 
 
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])
@@ -47,23 +45,6 @@ def test_no_thread_has_less_to_copy_than_is_worth_it(monkeypatch):
         assert len(sizes) == count
         assert sum(sizes) == values.nbytes
         sizes.clear()
-
-
-def test_a_copy_goes_on_until_it_is_waited_for(monkeypatch):
-    held, permute_into = threading.Event(), host_copies.permute_into
-
-    def late(*args):
-        assert held.wait(BOUND_S)
-        permute_into(*args)
-
-    monkeypatch.setattr(host_copies, "permute_into", late)
-    values = np.random.default_rng(0).random(400_000)
-    out = np.zeros_like(values)
-    wait = begin_copy(out, values)
-    assert not out.any()
-    held.set()
-    wait()
-    np.testing.assert_array_equal(out, values)
 
 
 def test_large_blocks_are_pinned_where_few_threads_can_copy(monkeypatch):

@@ -33,13 +33,6 @@ def array(size_bytes):
     return np.frombuffer(mmap.mmap(-1, size_bytes), "u1")  # which begins at a page
 
 
-def test_huge_pages_that_are_at_hand_are_taken(advice):
-    given, steps_s = advice
-    steps_s += [1e-3] * 3
-    first_touch(array(12 * MIB))
-    assert given == [(4, POPULATE)] * 3
-
-
 def test_once_they_are_dear_the_rest_are_small(advice):
     given, steps_s = advice
     steps_s += [1e-3, 20e-3, 100e-3]

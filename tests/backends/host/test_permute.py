@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends.host.permute import block_shape, permute_into
 from dask_p2p.errors import AxesError, BlockMismatchError
-from tests.backends.support import DTYPES, bits, boxes, permutations, random_bits
+from tests.backends.support import DTYPES, boxes, permutations, random_bits
 from tests.support import tune
 
 
@@ -51,33 +49,6 @@ def test_equals_transpose_bit_for_bit(data, case, dtype):
         assert all(a is b for a, b in zip(target.flat, expected.flat, strict=True))
     else:
         assert target.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_orders_of_memory(axes, order):
-    src = np.asarray(random_bits((40, 50, 60), "f8"), order=order)
-    dst = np.empty([src.shape[a] for a in axes], "f8")
-    permute_into(dst, src, axes)
-    assert bits(dst) == bits(src.transpose(axes))
-
-
-@pytest.mark.parametrize("dtype", ["i1", "f4", "f8", "c16"])
-@pytest.mark.parametrize("shape", [(1025, 1023), (1024, 1024), (3, 70001), (70001, 3), (1, 90000)])
-def test_sizes_around_those_of_blocks(shape, dtype):
-    src = random_bits(shape, dtype)
-    dst = np.empty(shape[::-1], dtype)
-    permute_into(dst, src, (1, 0))
-    assert bits(dst) == bits(src.T)
-
-
-def test_a_broadcast_source():
-    src = np.broadcast_to(np.arange(300.0)[:, None, None], (300, 20, 30))
-    dst = np.empty((30, 300, 20), "f8")
-    permute_into(dst, src, (2, 0, 1))
-    assert bits(dst) == bits(src.transpose(2, 0, 1))
-    permute_into(dst, np.broadcast_to(7.0, (300, 20, 30)), (2, 0, 1))
-    assert (dst == 7).all()
 
 
 @pytest.mark.parametrize(

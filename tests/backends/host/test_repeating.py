@@ -64,22 +64,6 @@ def test_one_that_is_cancelled_while_the_function_runs_ends(timers):
     assert called == [1]
 
 
-def test_one_that_is_started_while_the_function_runs_goes_on(timers):
-    """What it is started for may have come too late for the call that runs."""
-    called = []
-
-    def function():
-        called.append(1)
-        if len(called) == 1:
-            timer.start()
-        return False
-
-    timer = RepeatingTimer(INTERVAL_S, function, timers.make)
-    timer.start()
-    timers.advance(5 * INTERVAL_S)
-    assert called == [1, 1]
-
-
 def test_a_lost_device_ends_it_quietly(timers):
     called = []
 

@@ -37,7 +37,7 @@ def nvcc(tmp_path, *options):
 @needs_nvcc
 @pytest.mark.parametrize(
     "arch",
-    ["75", *(pytest.param(a, marks=pytest.mark.slow) for a in ("80", "86", "89")), "90", "100"],
+    ["75", *(pytest.param(a, marks=pytest.mark.long) for a in ("80", "86", "89")), "90", "100"],
 )
 def test_every_entry_compiles(tmp_path, arch):
     if arch not in architectures():
@@ -63,7 +63,7 @@ def test_a_word_size_compiles_alone(tmp_path, word_bytes):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.slow), "90"])
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.long), "90"])
 def test_registers_and_shared_memory_suffice(tmp_path, arch):
     if arch not in architectures():
         pytest.skip(f"this nvcc does not compile for {arch}")

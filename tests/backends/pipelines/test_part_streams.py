@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,8 +14,7 @@ from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
-from tests.simulation.streams import HOST, Event, RaceError, Stream, drop_host_slots, emulated
-from tests.support import BOUND_S, pairwise
+from tests.simulation.streams import HOST, Event, RaceError, emulated
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -88,45 +86,6 @@ def through(gpu, work, out, register_from_bytes=NEVER, said=None):
     return streams.copied
 
 
-@pytest.fixture
-def staged(monkeypatch):
-    """Sizes of the parts that threads copy into or out of pinned memory."""
-    sizes = []
-
-    def noted(copy):
-        def noted_copy(to, of):
-            sizes.append(of.nbytes)
-            return copy(to, of)
-
-        return noted_copy
-
-    for name in ("begin_copy", "copy_on_host"):
-        monkeypatch.setattr(part_streams, name, noted(getattr(part_streams, name)))
-    return sizes
-
-
-@pytest.mark.parametrize(
-    ("pinned_in", "pinned_out", "axis", "in_place"),
-    pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
-)
-def test_all_is_done_in_order(gpu, staged, pinned_in, pinned_out, axis, in_place):
-    for _ in range(2):  # with slots that are used again
-        x, out = array(pinned_in is True), array(pinned_out)
-        work = Work(gpu, x, axis, in_place=in_place)
-        copied = through(gpu, work, out, 1 if pinned_in == "where it lies" else NEVER)
-        assert copied.up_bytes == copied.down_bytes == x.nbytes
-        strides_reach = axis == 0  # runs along the other axis are too short for copy engines
-        direct = strides_reach * (bool(pinned_in) + pinned_out)
-        assert sum(staged) == (2 - direct) * x.nbytes
-        staged.clear()
-        assert gpu.pageable_copies == 0
-        assert copied.run.groups == len(work.plan.parts)
-        del x, out, work
-    drop_host_slots()
-    assert gpu.pinned == {}
-    gpu.check()
-
-
 @given(
     shape=st.tuples(st.integers(1, 30), st.sampled_from([1, 16, 40])),
     axis=st.integers(0, 1),
@@ -155,13 +114,6 @@ def test_results_of_parts_are_combined_in_order(gpu, pinned_in, in_place):
     assert copied.down_bytes == 8 * ROWS * COLUMNS
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_no_more_memory_is_taken_than_is_planned(gpu, in_place):
-    work = Work(gpu, array(), in_place=in_place)
-    through(gpu, work, array())
-    assert gpu.most_bytes <= sum(work.plan.device_bytes(SLOTS))
-
-
 def test_the_function_comes_after_what_the_null_stream_does(gpu):
     weights = gpu.empty((1,), "f8")
     gpu.do("null", "a task before", writes=[weights])
@@ -174,12 +126,6 @@ def test_the_function_comes_after_what_the_null_stream_does(gpu):
 
     work.call = with_weights
     through(gpu, work, array())
-
-
-def test_a_block_waits_for_its_own_parts_only(gpu, monkeypatch):
-    """So another one, which goes through the same streams, is under way while it ends."""
-    monkeypatch.setattr(Stream, "synchronize", lambda self: pytest.fail("of all blocks"))
-    through(gpu, Work(gpu, array()), array(True))
 
 
 def followed(gpu, first, then, before=lambda: None):
@@ -227,93 +173,9 @@ def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, 
         followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
 
 
-def test_slots_that_nobody_keeps_last_until_the_block_is_done(gpu):
-    """Another block that has no memory left may have them dropped."""
-    works = (Work(gpu, array(True)) for _ in range(2))
-    followed(gpu, *works, before=PartStreams.drop_slots)
-
-
-def test_the_next_block_begins_in_the_slot_that_is_free_first(gpu):
-    work = Work(gpu, array())
-    taken = []
-
-    @contextmanager
-    def begin():
-        taken.extend(streams.device_slots(SLOTS, work.plan.slot_bytes))
-        yield
-        streams.keep(taken, [])
-
-    streams = PartStreams(NEVER, pytest.fail, on_issued=begin)
-    streams.run(work, array(True))
-    assert len(work.plan.parts) % SLOTS == 1
-    next_up, then, last_down = (slot.memory.data.ptr for slot in taken)
-    assert last_down < next_up < then, "the last part lies in the slot that was the first one"
-
-
-def test_one_block_at_a_time_is_waited_for_beside_others(gpu):
-    """However many a worker has: the next one begins when the one before is done."""
-    begun, ended = [], threading.Event()
-
-    @contextmanager
-    def begin():
-        begun.append(threading.current_thread())
-        if len(begun) == 1:
-            other.start()
-            assert not ended.wait(0.1)
-            assert len(begun) == 1
-        yield
-
-    def run():
-        PartStreams(NEVER, pytest.fail, on_issued=begin).run(Work(gpu, array()), array(True))
-
-    other = threading.Thread(target=lambda: (run(), ended.set()))
-    run()
-    assert ended.wait(BOUND_S)
-    other.join()
-    assert begun == [threading.current_thread(), other]
-
-
 def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
     streams = PartStreams(NEVER, pytest.fail, on_issued=lambda: pytest.fail("there is no need"))
     streams.run(Work(gpu, array(True)), array())
-
-
-def test_without_pinned_memory_values_are_right(gpu):
-    gpu.can_pin = False
-    said = []
-    through(gpu, Work(gpu, array()), array(), register_from_bytes=1, said=said)
-    assert said == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
-    assert gpu.pageable_copies == 2 * PARTS
-
-
-def test_an_array_that_another_task_has_registered_goes_through_slots(gpu, staged):
-    x, out = array(), array()
-    gpu.pin(x.ctypes.data, x.nbytes, 3)
-    through(gpu, Work(gpu, x), out, register_from_bytes=1)
-    assert sum(staged) == 2 * x.nbytes
-    gpu.unpin(x.ctypes.data)
-    gpu.check()
-
-
-def test_a_function_that_fails_leaves_nothing_behind(gpu):
-    work = Work(gpu, array(), in_place=True)
-    call, fifth = work.call, work.plan.parts[4]
-
-    def fails(part, inputs):
-        if part == fifth:
-            raise KeyError("of the user")
-        return call(part, inputs)
-
-    work.call = fails
-    out = array(True)
-    with pytest.raises(KeyError):
-        PartStreams(1, None).run(work, out)
-    gpu.do(HOST, "whoever gets the memory next", writes=[out, work.arrays[0]])
-    del out
-    PartStreams.drop_slots()
-    drop_host_slots()
-    gpu.check()
-    assert gpu.pinned == {}
 
 
 def test_without_memory_of_the_device_nothing_is_kept(gpu):
@@ -322,15 +184,6 @@ def test_without_memory_of_the_device_nothing_is_kept(gpu):
     with pytest.raises(MemoryError):
         PartStreams(1, None).run(work, array())
     assert gpu.pinned == {}
-
-
-def test_slots_that_are_kept_come_before_an_error(gpu):
-    small, large = Work(gpu, array()[: 2 * ROWS]), Work(gpu, array())
-    small.plan = plan_parts(small.plan.inputs, 2 * ROWS, ROWS * COLUMNS * 4, 8 * COLUMNS)
-    gpu.limit_bytes = sum(large.plan.device_bytes(SLOTS))
-    through(gpu, small, array()[: 2 * ROWS])
-    assert gpu.live_bytes > 0
-    through(gpu, large, array())
 
 
 @pytest.mark.parametrize(

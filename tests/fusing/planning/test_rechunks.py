@@ -8,7 +8,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.planning.tasks import keys_of
-from tests.support import BOUND_S
+from tests.support import BOUND_S, mostly_slow
 
 CLUSTER = {"n_workers": 2}
 
@@ -21,7 +21,7 @@ def by_dask(x, chunks):
 
 
 @pytest.mark.parametrize("dtype", ["f8", "c8", "?", "M8[s]", "S3", ">i4"])
-@pytest.mark.parametrize("chunks", [(12, 2), (5, 7), (6, -1)])
+@pytest.mark.parametrize("chunks", mostly_slow([(12, 2), (5, 7), (6, -1)], [(5, 7)]))
 def test_rechunks_are_done_by_ranks(client, dtype, chunks):
     values = np.arange(96).reshape(12, 8).astype(dtype)
     x = da.from_array(values, chunks=(3, 8)).map_blocks(np.copy, dtype=dtype)
@@ -57,7 +57,7 @@ def of_several_dtypes(block, block_id=None):
 
 
 @pytest.mark.parametrize("function", [texts, masked, masked_in_part, of_several_dtypes])
-@pytest.mark.parametrize("chunks", [(12, 2), (5, 7), (6, -1)])
+@pytest.mark.parametrize("chunks", mostly_slow([(12, 2), (5, 7), (6, -1)], [(5, 7)]))
 def test_blocks_of_any_class_and_dtype(client, function, chunks):
     """The graph of Dask's rechunk does not declare them."""
     values = np.random.default_rng(0).random((12, 8))

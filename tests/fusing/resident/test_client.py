@@ -130,6 +130,7 @@ def test_functions_that_overwrite_an_array_of_a_handle(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.slow
 def test_a_loop_as_one_writes_it(client):
     u = x = array()
     with dask_p2p.compile(heat, u).resident(u) as run:
@@ -149,6 +150,7 @@ def test_a_loop_as_one_writes_it(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")  # of few rows
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.integers(0, 99))

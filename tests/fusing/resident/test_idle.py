@@ -29,6 +29,7 @@ def are_back(client, number):
     wait_until(lambda: {*client.run(available).values()} == {number})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_resources_are_lent_between_two_calls(client, ranks):
     x = array()
@@ -109,6 +110,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_a_notebook_that_never_leaves_the_context(client, tmp_path, end):
     path = tmp_path / "notebook.py"

@@ -36,6 +36,7 @@ def _two_workers(client):
 
 
 # After the first kill one worker may have all ranks, and so all states.
+@pytest.mark.slow
 @pytest.mark.parametrize(("keep", "kills"), [(20, (60,)), (10_000, (30, 60))])
 def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
     tune(monkeypatch, kept_commands=keep)
@@ -91,6 +92,7 @@ def killed_if(block, flags, path):
     return killed_once(block, path) if flags.any() else block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [5, 10_000])
 def test_all_workers_are_killed(client, monkeypatch, keep):
     """All calls are repeated, since no checkpoint is left."""
@@ -152,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_client_is_killed(client, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

@@ -97,6 +97,7 @@ def test_resources_are_those_of_the_first_ranks(client, ranks):
     are_back(client, 1)
 
 
+@pytest.mark.slow
 def test_calls_while_a_gang_ends(client, monkeypatch):
     """At any time of the end: each pause has another length."""
     tune(monkeypatch, suspend_pause_s=1e-3)
@@ -118,6 +119,7 @@ def test_calls_while_a_gang_ends(client, monkeypatch):
     wait_until(lambda: not any(client.run(stored_on).values()))
 
 
+@pytest.mark.slow
 def test_two_gangs(client):
     x = array()
     step = dask_p2p.compile(heat, x)
@@ -134,6 +136,7 @@ def test_two_gangs(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_all", [False, True])
 def test_workers_are_killed_after_the_end(client, are_all):
     """A copy of the handles is left, or the client repeats all calls."""
@@ -165,6 +168,7 @@ def test_a_worker_is_killed_after_the_gang_has_gone_on(client):
     no_rank_is_left(client)
 
 
+@pytest.mark.slow
 def test_all_workers_retire_after_the_end(client):
     """Dask moves the handles, as all data."""
     before = workers_of(client)

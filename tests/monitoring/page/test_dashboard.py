@@ -181,7 +181,7 @@ def test_a_theme_is_one_of_two(client):
         assert "color-scheme: light" in get(client, f"/p2p?theme={wrong}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_thousand_runs_leave_the_scheduler_flat(client):
     """With a page open, once it and the worker keep as many records as they ever will."""

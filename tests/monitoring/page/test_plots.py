@@ -122,7 +122,7 @@ def test_links_are_those_of_all_runs(client, driver, page):
     [
         pytest.param(25, id="soon"),
         # How soon is a figure, and one of a machine that has nothing else to do.
-        pytest.param(1, id="within a second", marks=pytest.mark.slow),
+        pytest.param(1, id="within a second", marks=pytest.mark.long),
     ],
 )
 def test_from_the_end_of_a_task_to_its_bar(client, driver, page, most_s):

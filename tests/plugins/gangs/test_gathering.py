@@ -247,6 +247,7 @@ HOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_ranks_that_lack_units_are_refused_by_name(client, how):
     y = spmd(summed, array(), ranks=3, of=how)
@@ -268,6 +269,7 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     assert (spmd(size, array()).compute() == 3).all()
 
 
+@pytest.mark.slow
 def test_ranks_that_have_no_worker_are_refused_by_name(client):
     nowhere, (gpu, _, other) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
     refused = (
@@ -300,6 +302,7 @@ def free_units(dask_worker):
     return dask_worker.state.available_resources.get("GPU")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_lends_its_units(client):
     """To the inputs of others, and to other gangs. Else all would wait for each other."""
     y = spmd(summed, array(1).map_blocks(slow), ranks=2, of="inputs")
@@ -327,6 +330,7 @@ def test_units_that_others_have_are_waited_for(client):
     assert blocking.done()
 
 
+@pytest.mark.slow
 def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     busy = addresses(client)[2]
     blocking = client.map(time.sleep, [1000.0, 1001.0], workers=[busy], pure=False)

@@ -137,7 +137,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = ("captured", "by a task")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS],
+)
 def test_gangs_that_would_wait_for_each_other_are_refused_by_name(client, way):
     y = spmd(WAYS[way](), da.zeros(16, chunks=4))
     match = r"p2p-\w+-ranks-\w+ is computed by the function of p2p-spmd-ranks-\w+, and needs"

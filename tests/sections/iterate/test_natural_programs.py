@@ -12,6 +12,7 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.plans.orders import ORDERS
+from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 BOUNDARIES = ["periodic", "reflect", "nearest", 3]
@@ -64,7 +65,7 @@ def life(u, out):
     out[...] = (n == 3) | ((n == 4) & (own == 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", mostly_slow([1, 2, 4, 8], [1, 4]))
 @pytest.mark.parametrize("boundary", [*BOUNDARIES, ("periodic", 2), (2, 1), (1, "reflect")])
 def test_functions_that_read_corners(client, ranks, boundary):
     for function, x in ((nine_points, FLOATS), (box_average, FLOATS), (life, BITS)):

@@ -14,7 +14,7 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.gang import progress
 from tests.sections.iterate.test_coupled import U, array
 from tests.sections.support import nothing_is_left
-from tests.support import die_once, result_of
+from tests.support import die_once, mostly_slow, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -55,7 +55,7 @@ def advanced(steps):
 
 @pytest.mark.parametrize("function", [advance, fill])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", mostly_slow(RANKS, [1, 4]))
 def test_a_time_step_by_the_newest_record(client, ranks, overlap, function):
     fields = {"u": array(START), "t": 0.25}
     options = {"record": RECORD, "ranks": ranks, "overlap": overlap, "boundary": "periodic"}

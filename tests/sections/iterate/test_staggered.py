@@ -9,6 +9,7 @@ import pytest
 
 from dask_p2p import Checkpoint, Record, Save, iterate
 from dask_p2p.errors import ChunksError
+from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -57,7 +58,7 @@ def fields(chunks):
 
 @pytest.mark.parametrize("chunks", [(6, 20), (24, 5), (8, 10), (5, 7), (24, 20)])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", mostly_slow(RANKS, [1, 4]))
 def test_pressures_in_cells_and_velocities_on_faces(client, chunks, ranks, overlap):
     options = {"boundary": BOUNDARY, "ranks": ranks, "overlap": overlap}
     made = iterate(STEP, fields(chunks), 1, 9, **options)

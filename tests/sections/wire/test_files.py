@@ -91,6 +91,7 @@ def summed(ctx, x):
     return x + ctx.allreduce(1.0)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_process_need_few_files(client, limited):
     """All pairs of 40 ranks would need more than twice the limit."""
     limited(512, 512)
@@ -104,6 +105,7 @@ def test_ranks_of_one_process_need_few_files(client, limited):
     nothing_is_left(client)
 
 
+@pytest.mark.slow
 def test_ranks_of_several_processes_have_the_files_that_they_need(client, limited):
     """All pairs between two processes, which the soft limit of these does not allow."""
     limited(200, 4096)

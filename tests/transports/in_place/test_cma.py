@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import multiprocessing
 import os
@@ -20,11 +19,10 @@ from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
 from dask_p2p.interprocess import process_memory
 from dask_p2p.transports.base import Request
-from dask_p2p.transports.in_place import leases, same_host
+from dask_p2p.transports.in_place import same_host
 from dask_p2p.transports.in_place.cma import CmaTransport
-from dask_p2p.transports.in_place.leases import OWNER, Leases
+from dask_p2p.transports.in_place.leases import OWNER
 from dask_p2p.transports.in_place.reading import DirectoryOptions
-from dask_p2p.transports.probe import PROBE_BYTES
 from tests.support import BOUND_S, tune, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
@@ -102,56 +100,11 @@ def _no_sweep(monkeypatch):
 class TestCma(Conformance):
     is_eager = True
 
-    def test_a_probe_comes_unharmed(self, setup):
-        setup.reader.probe(setup.holder, "numpy")
-        assert setup.reader.buffers.idle_bytes == PROBE_BYTES
-
-    def test_a_block_whose_descriptor_is_too_long_is_left_to_another(self, setup):
-        key, array = ("x" * 3000, 0), np.arange(60.0).reshape(6, 10)
-        setup.put(key, array)
-        with pytest.raises(UnsuitableError, match=r"its descriptor has .* bytes, more than"):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
-        setup.put("short", array)
-        self.read(setup, "short", array, ((0, 6), (0, 10)))
-
-    def test_a_block_for_which_no_entry_is_free_is_left_to_another(self, setup, monkeypatch):
-        monkeypatch.setattr(leases, "bucket_of", lambda digest: 0)
-        array, whole = np.arange(60.0).reshape(6, 10), ((0, 6), (0, 10))
-        for key in range(65):
-            setup.put(key, array + key)
-        setup.serving.publish(setup.host.blocks)
-        assert usage(setup.serving) == {"published": 64}
-        with pytest.raises(UnsuitableError, match="no entry is free"):
-            self.read(setup, 64, array, whole)
-        np.testing.assert_array_equal(self.read(setup, 63, array, whole), array + 63)
-        setup.drop(0)
-        np.testing.assert_array_equal(self.read(setup, 64, array, whole), array + 64)
-
     def test_what_is_published_need_not_be_asked_for(self, setup, block):
         key, array = block
         setup.serving.publish(setup.host.blocks)
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert "p2p_cma_publish" not in setup.host.calls
-
-    def test_a_holder_whose_folder_is_gone_is_asked(self, setup, block):
-        """It says why: that its descriptors cannot be read would be no reason."""
-        key, array = block
-        assert setup.reader.obstacle(setup.holder, "numpy", F8) is None
-        setup.close_holder()
-        with pytest.raises(TransferError, match="the worker is closing"):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
-
-    def test_a_block_that_is_gone_again_is_asked_for_again(self, setup, block, monkeypatch):
-        key, array = block
-        real = Leases.take
-
-        def take(leases, key):
-            asked = setup.host.calls.count("p2p_cma_publish")
-            return real(leases, key) if asked == 2 else None
-
-        monkeypatch.setattr(Leases, "take", take)
-        self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.host.calls.count("p2p_cma_publish") == 2
 
     def test_two_readers_that_ask_at_a_time_find_the_same_descriptor(
         self, setup, block, monkeypatch
@@ -183,18 +136,6 @@ class TestCma(Conformance):
         setup.serving.directory.expire(60)
         assert usage(setup.serving) == {"published": 0}
 
-    def test_a_block_is_let_go_of_with_its_last_region(self, setup, block):
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 3), (0, 10)), ((3, 6), (0, 10)))
-        np.testing.assert_array_equal(remote.request().result(), array[:3])
-        setup.drop(key)
-        assert usage(setup.serving) == {"published": 1}
-        np.testing.assert_array_equal(remote.request().result(), array[3:])
-        setup.serving.directory.expire(60)
-        assert usage(setup.serving) == {"published": 0}
-        remote.confirm()
-        remote.close()
-
     @pytest.mark.usefixtures("_no_sweep")
     def test_of_blocks_on_disk_only_the_last_are_kept(self, setup):
         array = np.arange(60.0).reshape(6, 10)
@@ -209,31 +150,6 @@ class TestCma(Conformance):
             wait_until(lambda: usage(setup.serving)["published"] <= 1 + 2)
         assert setup.host.calls.count("p2p_cma_publish") == 5
 
-    @pytest.mark.usefixtures("_no_sweep")
-    def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
-        array = np.arange(60.0).reshape(6, 10)
-        for key in range(4):
-            setup.put(key, array + key)
-        setup.host.on_disk = set(range(4))
-        whole = ((0, 6), (0, 10))
-        opened = [self.open(setup, key, array, whole) for key in range(4)]
-        assert usage(setup.serving) == {"published": 4}
-        for key, remote in enumerate(opened):
-            np.testing.assert_array_equal(remote.request().result(), array + key)
-        setup.serving.directory.expire(60)
-        assert usage(setup.serving) == {"published": 2}
-
-    def test_regions_that_are_empty_come_though_all_else_was_read(self, setup, block):
-        key, array = block
-        whole, empty = ((0, 6), (0, 10)), ((3, 3), (0, 10))
-        remote = self.open(setup, key, array, whole, empty)
-        np.testing.assert_array_equal(remote.request().result(), array)
-        assert remote.request().result().shape == (0, 10)
-        setup.drop(key)
-        setup.serving.directory.expire(60)
-        assert usage(setup.serving) == {"published": 0}
-        remote.close()
-
     def test_what_is_closed_is_not_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
@@ -241,22 +157,6 @@ class TestCma(Conformance):
         remote.close()
         with pytest.raises(TransferError, match="was closed before it was read"):
             pending.result()
-
-    @pytest.mark.parametrize(
-        "view",
-        [
-            lambda a: a[::2, ::-1],
-            lambda a: np.broadcast_to(a[:1], (5, 10)),
-            lambda a: a.T[3:],
-            lambda a: a[:, 4:5],
-        ],
-    )
-    def test_blocks_of_any_memory_layout(self, setup, view):
-        array = view(np.arange(60.0).reshape(6, 10))
-        setup.put("view", array)
-        box = tuple((n // 3, n) for n in array.shape)
-        expected = array[tuple(slice(*ends) for ends in box)]
-        np.testing.assert_array_equal(self.read(setup, "view", array, box), expected)
 
     def test_what_is_left_to_another_is_leased_no_longer(self, setup):
         array = np.zeros((20_000, 20))
@@ -269,44 +169,9 @@ class TestCma(Conformance):
             setup.drop("rows")
             assert usage(setup.serving) == {"published": 0}
 
-    @pytest.mark.parametrize(
-        ("width", "rows", "comes"), [(15, 20_000, False), (16, 20_000, True), (1, 10_000, True)]
-    )
-    def test_short_runs_are_left_to_another(self, setup, width, rows, comes):
-        array = np.arange(rows * 20.0).reshape(rows, 20)
-        setup.put("rows", array)
-        box = ((0, rows), (0, width))
-        if comes:
-            np.testing.assert_array_equal(self.read(setup, "rows", array, box), array[:, :width])
-            return
-        with pytest.raises(UnsuitableError, match="in runs of 120 bytes"):
-            self.read(setup, "rows", array, box)
-        setup.drop("rows")
-        assert usage(setup.serving) == {"published": 0}
-
-    def test_other_blocks_are_not_for_cma(self, setup):
-        obstacle = setup.reader.obstacle("holder", "cupy", F8)
-        assert obstacle.code == "other-kind"
-        assert obstacle.text == "cma moves NumPy blocks, not cupy"
-        assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
-
     def test_systems_without_it(self, setup, monkeypatch):
         monkeypatch.setattr(process_memory, "is_supported", lambda: False)
         assert setup.reader.obstacle("holder", "numpy", F8).code == "unsupported"
-
-    def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
-        def refuse(*args):
-            raise PermissionError(1, "Operation not permitted")
-
-        key, array = block
-        monkeypatch.setattr(process_memory, "read", refuse)
-        said = setup.reader.obstacle("holder", "numpy", F8)
-        assert said.code == "forbidden"
-        assert "its memory may not be read" in said.text
-        assert "not permitted" in said.text
-        assert "SYS_PTRACE" in said.remedy
-        with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
-            self.open(setup, key, array)
 
     @pytest.mark.parametrize(
         ("memory", "words"),
@@ -320,11 +185,6 @@ class TestCma(Conformance):
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
         described(setup, monkeypatch, memory_proof=memory)
         assert words in setup.reader.obstacle("holder", "numpy", F8).text
-
-    def test_another_process_under_the_holders_number(self, setup, monkeypatch):
-        address = np.zeros(16, "u1").ctypes.data
-        described(setup, monkeypatch, memory_proof=f"{address:x} {'ab' * 16}")
-        assert setup.reader.obstacle("holder", "numpy", F8).code == "other-process"
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
         key, array = block
@@ -349,24 +209,6 @@ class TestCma(Conformance):
             remote.confirm()
         remote.close()
 
-    def test_a_block_without_elements_says_nothing_about_the_holder(self, setup, block):
-        """It has no lease: another block that has one must tell whether the holder has ended."""
-        (key, array), empty = block, np.zeros((0, 4))
-        setup.put("empty", empty)
-        of = "holder", empty.shape, empty.dtype, "numpy"
-        rows = [((row, row + 1), (0, 10)) for row in range(6)]
-        wanted = [
-            Request("empty", *of, [((0, 0), (0, 4))]),
-            Request(key, "holder", array.shape, array.dtype, "numpy", rows),
-        ]
-        with closing(setup.reader.read(wanted, options())) as reading:
-            for _, region in zip(range(3), reading, strict=False):
-                region.result()
-            reading.confirm()
-            setup.serving.directory.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
-            with pytest.raises(BlockUnavailableError, match="holder ended"):
-                reading.confirm()
-
     def test_what_is_read_still_when_the_holder_closes_is_let_go_of_later(
         self, setup, block, monkeypatch
     ):
@@ -379,24 +221,3 @@ class TestCma(Conformance):
         np.testing.assert_array_equal(remote.request().result(), array)
         wait_until(lambda: usage(setup.serving) == {"published": 0})
         wait_until(lambda: not os.path.exists(setup.serving.directory.folder))
-
-    def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-
-        def no_more(*args, **kwargs):
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", no_more)
-            with pytest.raises(TransferError, match="Too many open files"):
-                self.open(setup, key, array, ((0, 6), (0, 10)))
-            np.testing.assert_array_equal(remote.request().result(), array)
-            remote.confirm()
-            remote.close()
-
-    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
-        setup.serving.publish(setup.host.blocks)
-        assert usage(setup.serving) == {"published": 1}
-        wait_until(lambda: usage(setup.serving) == {"published": 0})

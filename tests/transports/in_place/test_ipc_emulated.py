@@ -30,9 +30,8 @@ from dask_p2p.interprocess.rpc import ask_and_wait
 from dask_p2p.transports.in_place import ipc, same_host
 from dask_p2p.transports.in_place.ipc import IpcTransport
 from dask_p2p.transports.in_place.leases import OWNER, Leases
-from dask_p2p.transports.in_place.reading import Descriptor, DirectoryOptions
+from dask_p2p.transports.in_place.reading import Descriptor
 from tests.interprocess.test_cuda_ipc import FakeRuntime
-from tests.support import with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import wait_until
 from tests.transports.reading import open_block
@@ -224,31 +223,6 @@ class TestIpcEmulated(Conformance):
         wait_until(lambda: setup.device.runtime.open == {})
         assert usage(setup.reader)["mapped"] == 0
 
-    def test_a_worker_that_left_is_not_known_any_more(self, setup, block, loop):
-        key, array = block
-
-        async def forget():
-            setup.reader.on_worker_left(setup.holder)
-
-        for _ in range(2):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
-            assert usage(setup.reader)["mapped"] == 1
-            loop.run(forget())
-            wait_until(lambda: usage(setup.reader)["mapped"] == 0)
-        assert setup.device.runtime.open == {}
-        assert setup.host.calls.count("p2p_ipc_peer") == 2
-
-    def test_a_reader_that_closes_twice_is_counted_once(self, setup, block):
-        key, array = block
-        remote = self.open(setup, key, array)
-        remote.close()
-        remote.close()
-        remote = self.open(setup, key, array)
-        setup.reader.mappings.retire(None)
-        setup.reader.mappings.close_unused()
-        assert usage(setup.reader)["mapped"] == 1, "it is in use"
-        remote.close()
-
     def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):
         key, array = block
         published = []
@@ -259,12 +233,6 @@ class TestIpcEmulated(Conformance):
         )
         self.read(setup, key, array, ((0, 6), (0, 10)))
         assert published == [0]
-
-    def test_what_nobody_reads_is_not_kept_for_long(self, setup, block):
-        setup.serving.options = with_section(options(), DirectoryOptions, retain_s=0.05)
-        setup.serving.publish(setup.host.blocks)
-        assert usage(setup.serving)["published"] == 1
-        wait_until(lambda: usage(setup.serving)["published"] == 0)
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
     def test_what_cannot_be_published_does_not_keep_a_task_from_its_work(

@@ -10,7 +10,6 @@ import resource
 import signal
 import stat
 import tempfile
-import threading
 import time
 import weakref
 from contextlib import suppress
@@ -25,7 +24,6 @@ from dask_p2p.transports.in_place import leases as module
 from dask_p2p.transports.in_place.leases import (
     DESCRIPTOR_BYTES,
     FILE,
-    OWNER,
     Leases,
     PublishedBlocks,
 )
@@ -66,15 +64,6 @@ def directory(tmp_path):
     directory = PublishedBlocks(str(tmp_path))
     yield directory
     directory.close()
-
-
-def test_a_descriptor_can_be_taken(directory):
-    publish(directory, "key", Block(), b"text")
-    lease = take(directory.folder, "key")
-    assert lease.text == b"text"
-    lease.close()
-    lease.close()
-    assert take(directory.folder, "other") is None
 
 
 @pytest.fixture
@@ -152,37 +141,9 @@ def test_an_entry_is_not_used_again_before_the_last_reader_lets_go(directory):
     assert directory.published["key"].entry == lease.entry
 
 
-def test_entries_are_used_again(directory):
-    """However many come and go, the file takes no more of the disk."""
-    path, sizes = os.path.join(directory.folder, FILE), set()
-    for _ in range(1000):
-        publish(directory, "key", Block(), b"text")
-        directory.withdraw("key")
-        sizes.add((os.stat(path).st_size, os.stat(path).st_blocks))
-    assert len(sizes) == 1
-
-
 def publish_many(directory, count):
     for i in range(count):
         publish(directory, i, Block(), b"%d" % i)
-
-
-def test_many_blocks(directory):
-    """Readers find what was there before and what comes then; the file is sparse."""
-    path = os.path.join(directory.folder, FILE)
-    publish(directory, "first", Block(), b"first")
-    first, size_bytes = take(directory.folder, "first"), os.stat(path).st_size
-    publish_many(directory, 1000)
-    leases = Leases(directory.folder)
-    for i in range(1000):
-        assert leases.take(i)[1] == b"%d" % i
-    leases.close()
-    assert os.stat(path).st_size == size_bytes == OWNER + 1
-    assert os.stat(path).st_blocks * 512 < size_bytes / 10
-    directory.withdraw("first")
-    assert directory.expire(60) == 1001
-    first.close()
-    assert directory.expire(60) == 1000
 
 
 @pytest.mark.usefixtures("one_bucket")
@@ -203,14 +164,6 @@ def test_a_block_for_which_no_entry_is_free(directory):
     lease.close()
 
 
-def test_keys_spread_over_all_entries(directory):
-    used = {module.bucket_of(module.digest_of(("x-0123", i, 0))) for i in range(20_000)}
-    assert len(used) == 1024
-    assert max(used) + 64 * 16 == module.INDEX_BYTES
-    slots = [module.slot_of(entry) for entry in (0, 16, max(used) + 63 * 16)]
-    assert slots == [module.INDEX_BYTES, module.INDEX_BYTES + 2048, OWNER - 2048]
-
-
 def test_a_descriptor_that_is_too_long(directory):
     publish(directory, "key", Block(), b"x" * DESCRIPTOR_BYTES)
     lease = take(directory.folder, "key")
@@ -222,44 +175,6 @@ def test_a_descriptor_that_is_too_long(directory):
         publish(directory, "key", Block(), b"x" * (DESCRIPTOR_BYTES + 1))
     assert take(directory.folder, "key") is None, "that was another block"
     assert len(directory) == 0
-
-
-def test_texts_do_not_touch_each_other(directory):
-    texts = [bytes([i]) * (DESCRIPTOR_BYTES if i % 2 else i) for i in range(100)]
-    for i, text in enumerate(texts):
-        publish(directory, i, Block(), text)
-    for i, text in enumerate(texts):
-        lease = take(directory.folder, i)
-        assert lease.text == text
-        lease.close()
-
-
-@pytest.mark.usefixtures("one_bucket")
-def test_a_digest_across_two_entries_is_not_found(directory, monkeypatch):
-    digests = {"a": b"0123456789abcdef", "b": b"ghijklmnopqrstuv", "c": b"89abcdefghijklmn"}
-    monkeypatch.setattr(module, "digest_of", digests.get)
-    for key in "ab":
-        publish(directory, key, Block(), b"text")
-    assert take(directory.folder, "b").text == b"text"
-    assert take(directory.folder, "c") is None
-
-
-def test_a_descriptor_is_found_when_it_is_whole_and_until_another_replaces_it(
-    directory, monkeypatch
-):
-    looks, real = [], os.pwrite
-
-    def pwrite(*args):
-        done = real(*args)
-        lease = take(directory.folder, "key")
-        looks.append(lease and lease.text)
-        return done
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    publish(directory, "key", Block(), b"old")
-    assert looks == [None, b"old"]
-    publish(directory, "key", Block(), b"new")
-    assert looks[2:] == [b"old", b"old", b"new"], "written, entered, the old one withdrawn"
 
 
 def content(directory):
@@ -280,14 +195,6 @@ def test_publishing_the_same_block_again_leaves_its_descriptor_where_it_is(direc
     assert len(directory) == 1
     assert directory.published["key"].touched_s > old
     lease.close()
-
-
-def test_renewing_is_for_the_same_block(directory):
-    block = Block()
-    assert not directory.touch("key", block)
-    publish(directory, "key", block, b"text")
-    assert directory.touch("key", block)
-    assert not directory.touch("key", Block())
 
 
 @pytest.mark.parametrize("when", ["it is looked for", "it is described"])
@@ -329,45 +236,6 @@ def test_two_threads_that_publish_the_same_block(directory):
     lease = take(directory.folder, "key")
     assert lease.text == b"first"
     lease.close()
-
-
-def test_an_old_block_is_not_freed_under_the_lock(directory):
-    """Freeing a GPU's memory may take long."""
-    was_free = []
-
-    class Old(Block):
-        def __del__(self):
-            thread = threading.Thread(target=directory.touch, args=("other", self), daemon=True)
-            thread.start()
-            thread.join(BOUND_S)
-            was_free.append(not thread.is_alive())
-
-    publish(directory, "key", Old(), b"old")
-    publish(directory, "key", Old(), b"new")
-    directory.withdraw("key")
-    publish(directory, "key", Old(), b"newer")
-    directory.expire(0)
-    assert was_free == [True, True, True]
-
-
-def test_descriptors_expire(directory):
-    publish(directory, "key", Block(), b"text")
-    assert directory.expire(60) == 1
-    assert directory.expire(0) == 0
-    assert take(directory.folder, "key") is None
-
-
-def test_closing(directory):
-    publish(directory, "key", Block(), b"text")
-    lease = take(directory.folder, "key")
-    assert directory.close() == 1
-    assert lease.holder_lives(), "the last reader must not think that the holder was killed"
-    lease.close()
-    assert directory.close() == 0
-    assert not os.path.exists(directory.folder)
-    with pytest.raises(ValueError, match="closed"):
-        publish(directory, "key", Block(), b"text")
-    assert take(directory.folder, "key") is None
 
 
 def test_only_this_user_can_look(directory):
@@ -440,60 +308,6 @@ def fail(patch, function, numbers, error):
     patch.setattr(os, function, failing)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_descriptor_that_cannot_be_written_can_be_later(directory, monkeypatch, number):
-    before = open_files(directory)
-    with monkeypatch.context() as patch:
-        fail(patch, "pwrite", {number}, OSError("no space left on device"))
-        with pytest.raises(OSError, match="no space"):
-            publish(directory, "key", Block(), b"text")
-    assert len(directory) == 0
-    assert open_files(directory) == before
-    publish(directory, "key", Block(), b"text")
-    lease = take(directory.folder, "key")
-    assert lease.text == b"text"
-    lease.close()
-
-
-def test_a_descriptor_that_cannot_be_taken_back_is_kept(directory, monkeypatch):
-    """Readers may find it."""
-    with monkeypatch.context() as patch:
-        real, calls = os.pwrite, itertools.count(1)
-
-        def pwrite(*args):
-            number = next(calls)
-            if number == 3:
-                raise OSError("Input/output error")
-            real(*args)
-            return 0 if number == 2 else len(args[1])  # the entry is there, and said not to be
-
-        patch.setattr(os, "pwrite", pwrite)
-        with pytest.raises(OSError, match="as a whole"):
-            publish(directory, "key", Block(), b"text")
-    assert len(directory) == 1
-    assert directory.expire(60) == 0
-    assert take(directory.folder, "key") is None
-
-
-def test_no_file_descriptor_is_left(directory):
-    before = open_files(directory)
-    publish_many(directory, 50)
-    assert open_files(directory) == before
-    assert take(directory.folder, "nothing") is None
-    leases = Leases(directory.folder)
-    entries = [leases.take(i)[0] for i in range(50)]
-    assert leases.take("nothing") is None
-    assert open_files(directory) == before + 1, "one for all leases"
-    for entry in entries:
-        leases.end(entry)
-    leases.close()
-    leases.close()
-    assert open_files(directory) == before
-    leases = Leases(directory.folder)
-    del leases
-    assert open_files(directory) == before, "nobody refers to it"
-
-
 def test_a_lease_ends_before_the_others_of_its_holder(directory):
     publish_many(directory, 2)
     leases = Leases(directory.folder)
@@ -504,35 +318,6 @@ def test_a_lease_ends_before_the_others_of_its_holder(directory):
     leases.end(first)
     assert directory.expire(60) == 1
     leases.close()
-    assert directory.expire(60) == 0
-
-
-def test_two_leases_of_one_reader_on_a_block_end_with_the_last(directory):
-    """They are one lock."""
-    publish(directory, "key", Block(), b"text")
-    leases = Leases(directory.folder)
-    entry, again = leases.take("key")[0], leases.take("key")[0]
-    directory.withdraw("key")
-    leases.end(entry)
-    assert directory.expire(60) == 1
-    leases.end(again)
-    assert directory.expire(60) == 0
-    leases.close()
-
-
-def test_a_lease_that_cannot_be_ended_ends_with_the_file(directory, monkeypatch):
-    publish(directory, "key", Block(), b"text")
-    lease = take(directory.folder, "key")
-
-    def fail(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", fail)
-        lease.leases.end(lease.entry)
-    directory.withdraw("key")
-    assert directory.expire(60) == 1
-    lease.close()
     assert directory.expire(60) == 0
 
 
@@ -549,43 +334,6 @@ def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, t
                 use()
     finally:
         os.close(other)
-
-
-def test_a_reader_that_may_open_no_more_files(directory):
-    publish(directory, "key", Block(), b"text")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            take(directory.folder, "key")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    take(directory.folder, "key").close()
-    assert open_files(directory) == 1
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**20, 2**20 + 1])
-def test_a_file_that_is_no_table(tmp_path, size_bytes):
-    (tmp_path / FILE).write_bytes(b"\xff" * size_bytes)
-    for _ in range(2):
-        assert take(str(tmp_path), "key") is None
-
-
-@pytest.mark.parametrize("full", ["disk", "limit"])
-def test_a_disk_without_room_is_found_when_the_file_is_made(tmp_path, monkeypatch, full):
-    if full == "disk":
-        fail(monkeypatch, "pwrite", {1}, OSError(errno.ENOSPC, "No space left on device"))
-        assert "No space left" in PublishedBlocks(str(tmp_path)).refusal
-    else:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-        try:
-            assert "File too large" in PublishedBlocks(str(tmp_path)).refusal
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not os.listdir(tmp_path)
 
 
 def _publish_and_lease_many(parent, count, connection):

@@ -95,16 +95,6 @@ def serve(holder, loop, parts=PARTS, wait_s=60.0):
     return loop.run(packed()), target.packed
 
 
-def test_blocks_are_kept_until_they_are_packed_and_are_packed_before_they_are_sent(holder, loop):
-    values = np.arange(36.0).reshape(3, 4, 3)
-    holder.worker.blocks.update({number: values[number].copy() for number in range(3)})
-    answers, packed = serve(holder, loop)
-    assert answers == [{"status": "ok"}] * 6
-    np.testing.assert_array_equal(np.concatenate(packed), values.reshape(12, 3))
-    assert holder.happened == [*["begun", "begun", "packed"] * 3, "sent", "closed"]
-    assert holder.packed.reserved_bytes == 0
-
-
 def test_what_does_not_go_with_the_others_has_no_answer(holder, loop, monkeypatch):
     """So the reader asks again for that, and what follows."""
     holder.worker.blocks.update({number: np.full((4, 3), number) + 0.0 for number in range(3)})

@@ -21,7 +21,7 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host import pinned
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import buffers, segments
 from dask_p2p.interprocess.segments import Segment, Segments
 from dask_p2p.transports.packed import base
@@ -204,29 +204,6 @@ class Pinned(PackedConformance):
 
 
 class TestPinned(Pinned):
-    @pytest.mark.parametrize("limit_bytes", [2**20, 2**13])
-    def test_what_the_last_reading_needed_is_kept(self, setup, limit_bytes):
-        """Whatever the worker's own options say of parts, but no more than may be staged."""
-        array = np.arange(14 * 2**9.0).reshape(14, 2**9)
-        setup.put("block", array)
-        own = replace(setup.reader.options, staging_limit_bytes=limit_bytes)
-        setup.reader.options = with_section(own, PinnedOptions, part_bytes=512)
-        pool = setup.reader.segments["numpy"]
-        kept = []
-        for _ in range(2):
-            pairs = [((i, i + 2), (0, 2**9)) for i in range(0, 14, 2)]
-            remote = self.open(setup, "block", array, *pairs, part_bytes=2**13)
-            for pending in [remote.request() for _ in pairs]:
-                pending.result(BOUND_S)
-            remote.close()
-            del remote, pending
-            gc.collect()
-            kept.append(set(inodes()))
-            assert pool.idle_bytes <= limit_bytes
-        assert len(kept[0]) == (7 if limit_bytes == 2**20 else 1)
-        if limit_bytes == 2**20:
-            assert kept[0] == kept[1], "the same are used again"
-
     def test_no_more_memory_is_lent_than_a_task_may_hold(self, setup):
         """Whatever the sizes of the regions are: answers are counted, and not regions."""
         array = np.arange(100 * 2**10.0).reshape(100, 2**10)
@@ -270,10 +247,6 @@ class TestPinned(Pinned):
 # --- what is in the way ---
 
 
-def test_objects_are_an_obstacle(setup):
-    assert setup.reader.obstacle("holder", "numpy", np.dtype(object)).code == "objects"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -310,19 +283,6 @@ def test_a_holder_that_does_not_answer_is_asked_again(setup):
     assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")) is None
 
 
-def test_memory_that_might_become_shorter_is_not_mapped():
-    segment = Segment.make(4096)
-    name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
-    os.ftruncate(name.fd, 4096)
-    try:
-        with pytest.raises(UnsuitableError, match="does not match its name"):
-            Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
-        with pytest.raises(OSError, match="not permitted"):
-            os.ftruncate(segment.name.fd, 0)
-    finally:
-        os.close(name.fd)
-
-
 def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
     """Said before anything is written there: later it would be a signal."""
 
@@ -348,24 +308,6 @@ GOOD = {
     "item_bytes": 8,
     "wait_s": 20,
 }
-
-
-@pytest.mark.parametrize(
-    ("change", "status"),
-    [
-        ({"item_bytes": 4}, "mismatch"),
-        ({"dtype": "float32 <f4"}, "mismatch"),
-        ({"blocks": [("other", (6, 10))]}, "missing"),
-    ],
-    ids=str,
-)
-def test_regions_that_cannot_be_packed(setup, loop, change, status):
-    setup.put(("x-1", 0, 0), np.ones((6, 10)))
-    segment = Segment.make(4096)
-    request = {**GOOD, "where": tuple(segment.name), **change}
-    reply = loop.run(setup.host.handlers["p2p_pinned_read"](**request))
-    assert [answer["status"] for answer in reply["parts"]] == [status]
-    assert not segment.bytes.any()
 
 
 def test_memory_is_not_mapped_for_what_cannot_be_packed(setup, loop):
@@ -403,24 +345,6 @@ def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
     for segment in (used, last):
         assert setup.serving.segment(segment.name) is not None
     assert opened[13:] == []
-
-
-def test_memory_that_goes_leaves_nothing():
-    before = shared_files()
-    pool = Segments("numpy", 2**20)
-    segment, memory = pool.lend(5000)
-    assert inodes() == [segment.name.inode]
-    other = Segment.open(segment.name)
-    memory[:3] = 1, 2, 3
-    assert other.bytes[:3].tolist() == [1, 2, 3]
-    del memory
-    assert pool.idle_bytes == segment.name.size_bytes
-    pool.clear()
-    del segment
-    assert inodes() == []
-    other.bytes[:3] = 4  # who has it mapped may use it as long as they like
-    del other
-    assert shared_files() <= before
 
 
 # --- made-up GPUs ---
@@ -544,41 +468,6 @@ class TestPinnedOnGpus(Pinned):
     @pytest.mark.skip(reason="a kernel of the queue checks it on real GPUs")
     def test_the_probe(self, setup):
         pass
-
-    def test_blocks_that_are_spilled_to_host_memory(self, setup, block, monkeypatch):
-        """Their holder packs them there, and needs neither its GPU nor pinned memory."""
-        key, array = block
-        monkeypatch.setattr(base, "backend_for", lambda block: NUMPY)
-        monkeypatch.setattr(CUPY, "queue", None)
-        for _ in range(3):
-            self.read(setup, key, array, WHOLE)
-            assert len(setup.cupy.pinned) == 1
-
-    def test_both_pin_memory_once(self, setup, block):
-        key, array = block
-        for _ in range(5):
-            self.read(setup, key, array, WHOLE)
-            assert len(setup.cupy.pinned) == 2
-
-    def test_memory_of_a_copy_under_way_is_not_used_again(self, setup, block, monkeypatch):
-        key, array = block
-        here, go_on = threading.Event(), threading.Event()
-
-        def wait(stream):
-            here.set()
-            assert go_on.wait(BOUND_S)
-
-        monkeypatch.setattr(Stream, "before_copies", wait)
-        remote = self.open(setup, key, array, WHOLE)
-        remote.request()
-        assert here.wait(BOUND_S)
-        remote.close()
-        wait_until(lambda: usage(setup.reader)["requested"] == 0)
-        pool = setup.reader.segments["cupy"]
-        assert pool.idle_bytes == 0
-        go_on.set()
-        del remote
-        wait_until(lambda: (gc.collect() is not None and pool.idle_bytes > 0) or not inodes())
 
     def test_memory_that_cannot_be_pinned(self, setup, block):
         key, array = block

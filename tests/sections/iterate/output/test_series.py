@@ -14,7 +14,7 @@ from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.iterate.output.series import Series, checked_series
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
 from tests.sections.support import nothing_is_left
-from tests.support import die_once, result_of
+from tests.support import die_once, mostly_slow, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -60,7 +60,7 @@ def wanted_series(u, v, steps):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", mostly_slow(RANKS, [1, 4]))
 @pytest.mark.parametrize("steps", [5, 140])  # less and more than a batch
 def test_series(client, steps, ranks, overlap):
     u, v = abs(U) / 4, abs(V) / 4

@@ -157,6 +157,7 @@ print("done", found["u"].sum().hex(), found["mass"].sum().hex(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_killed_processes_lose_no_frame(tmp_path):
     """The whole process is killed at random moments, also in the middle of writes."""
     draw, steps = random.Random(0), 400
