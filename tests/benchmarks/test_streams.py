@@ -5,6 +5,8 @@ from click import ClickException
 
 from benchmarks import streams
 
+pytestmark = pytest.mark.programs
+
 
 def test_ways_of_dask_are_checked(client, monkeypatch):
     measured = streams.mapping(client, 1000, [2], fallback="numpy")
@@ -18,6 +20,3 @@ def test_ways_of_dask_are_checked(client, monkeypatch):
     monkeypatch.setattr(streams.dask_p2p, "map_on_gpu", lambda function, x, **kwargs: x + 0)
     with pytest.raises(ClickException, match="values are wrong"):
         wrong[streams.PAGEABLE]()
-
-
-pytestmark = pytest.mark.programs
