@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _DROP_S = 0.5
 
 _PACKAGE = "dask_p2p"
-# Errors about a user's program: frames of this package say nothing about their causes.
+# Errors about a user's program: their causes are not in frames of this package.
 _ABOUT_USERS = (
     BlockMismatchError,
     ConfigError,

@@ -68,7 +68,7 @@ class Messaging:
         ----------
         value : object
             Any object that can be pickled. Numbers, arrays, and tuples and dicts of these are sent
-            without a pickle, and arrays with CuPy blocks from GPU to GPU.
+            without a pickle.
         dest : int or None
             The rank that receives the value. None sends nothing: beyond the end of a line of ranks.
         tag : int, optional

@@ -138,7 +138,8 @@ def iterate(
     """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
 
     All steps are one layer of the graph. Each worker runs a rank, which has one contiguous local
-    block of the array. A step costs the time of the function and of the halo exchange.
+    block of the array. A step costs the time of the function and of the halo exchange. For a
+    mapping of fields the result is a dict of arrays; compute them by ``dask.compute(result)``.
 
     Parameters
     ----------
