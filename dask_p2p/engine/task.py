@@ -141,6 +141,13 @@ class AssembleTask(ReferenceTask):
     def reads(self) -> Iterable[tuple[Key, int]]:
         return zip(self.blocks.items, self.plan.source_elements(self.index), strict=True)
 
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> AssembleTask:
+        """Return the task with some of its blocks, and perhaps its own key, replaced."""
+        task: AssembleTask = super().substitute(subs, key)
+        if task.key != task.args[0]:  # which the record has
+            task = type(self)(task.key, task.func, task.key, *task.args[1:])
+        return task
+
     @property
     def block_fusion(self) -> bool:
         """True: fusing would rename the task, and hide its class from the plugin."""
@@ -172,6 +179,18 @@ class RankTask(Task):  # type: ignore[misc]
     def block_fusion(self) -> bool:
         """True: fusing would rename the task, and the scheduler finds it by its name."""
         return True
+
+
+def unwrapped(task: Any) -> Any:
+    """Return the task of this package that Dask has wrapped into one of another name, or the task.
+
+    Dask does so for the tasks of arguments of `dask.delayed`, so also for stores that are written
+    later.
+    """
+    is_wrapper = type(task) is Task and getattr(task.func, "__name__", "") == "_identity"
+    if is_wrapper and isinstance(task.args[0], (ReferenceTask, RankTask)):
+        return task.args[0].substitute({}, key=task.key)
+    return task
 
 
 def run_name(key: Any) -> Any:

@@ -20,7 +20,14 @@ from distributed.protocol import deserialize
 from distributed.protocol.pickle import dumps
 
 from dask_p2p import tuning
-from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, is_fusable, run_name
+from dask_p2p.engine.task import (
+    PLUGIN_NAME,
+    RankTask,
+    ReferenceTask,
+    is_fusable,
+    run_name,
+    unwrapped,
+)
 from dask_p2p.errors import RegistrationError
 from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.rpc import answering
@@ -124,7 +131,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             set_up.task.cancel()
 
     def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
-        """Watch the gangs of a graph."""
+        """Watch the gangs of a graph, and recognise all tasks of this package."""
+        for task in map(scheduler.tasks.__getitem__, tasks):
+            task.run_spec = unwrapped(task.run_spec)
         self.gangs.update_graph(client, tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:

@@ -111,6 +111,16 @@ def test_each_computation_is_a_run_and_the_newest_comes_first(client, x):
     assert set(records) == {*runs[0].records, *runs[1].records}
 
 
+def test_an_argument_of_a_delayed_function_moves_as_regions(client, x):
+    """Dask wraps its tasks into others, with other keys."""
+    total = dask.delayed(lambda block: float(block.sum()))(dask_p2p.transpose(x))
+    assert total.compute() == float(indexed((64, 64), float).sum())
+    (run,) = dask_p2p.last_runs(client, n=1)
+    assert (run.operation, run.state, len(run.made)) == ("p2p-transpose", "done", 4)
+    assert 0 < run.moved_bytes == run.least_bytes < x.nbytes
+    assert not set(run.transports) & {"", "local"}
+
+
 def refuse(how_often, dask_worker):
     """Answer the first requests for regions with an error."""
     good = dask_worker.handlers["p2p_comm_read"]

@@ -178,6 +178,7 @@ def test_a_write_is_shown_until_its_end(client, monkeypatch, tmp_path):
     written = client.compute(da.store(y, target, compute=False, lock=False))
     progress(written, file=file)
     lines = file.getvalue().strip().split("\r")
+    assert "p2p-rechunk [################] 4 of 4 blocks, " in lines[-1]
     numbers = [tuple(map(int, re.search(r"(\d+) of (\d+) tasks", line).groups())) for line in lines]
     assert numbers == sorted(numbers)
     assert numbers[0][0] < numbers[-1][0] == numbers[-1][1] > 8
