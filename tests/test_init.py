@@ -129,7 +129,8 @@ import dask_p2p
 from dask_p2p.tools.check import Report
 from dask_p2p.tools.dropin import Installation
 from dask_p2p.monitoring.runs import RunTable
-from dask_p2p.types import AsynchronousClient, Context, HaloArray, Run
+from dask_p2p.results import Context, HaloArray, Run
+from dask_p2p.types import AsynchronousClient
 from distributed import Client, LocalCluster
 
 x = da.ones((8, 6), chunks=(2, 6))
