@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from dask.sizeof import sizeof
 from dask.utils import format_bytes
 
 from dask_p2p.engine.task import current_worker
@@ -15,7 +13,7 @@ from dask_p2p.fusing.planning.program import Program, Superstep
 from dask_p2p.fusing.running.assembling import Assembling, name_task
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
-from dask_p2p.fusing.running.values import LiveValues, memory_bytes
+from dask_p2p.fusing.running.values import LiveValues, memory_bytes, size_of
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
@@ -188,8 +186,7 @@ class RankMemory:
 
         Raises `MemoryLimitError` if they take too much.
         """
-        is_plain = type(value) is np.ndarray and not value.dtype.hasobject
-        self._new_bytes += value.nbytes if is_plain else sizeof(value)
+        self._new_bytes += size_of(value)
         if self._new_bytes >= self._look_bytes:
             self._new_bytes = 0.0
             self._check(values)
