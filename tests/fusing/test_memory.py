@@ -69,13 +69,18 @@ def larger_than_declared(x):
     return y.map_blocks(shrunk, dtype=float)
 
 
-def of_objects(block):
-    return np.array([[value[0] for value in row] for row in block])
+def first_number(block):
+    return np.array([[block[0, 0][0]]])
+
+
+def of_objects(block, number):
+    return np.array([[value[0] for value in row] for row in block]) + number
 
 
 def of_large_objects(x):
     y = exchanged(x).map_blocks(in_objects, dtype=object)
-    return y.map_blocks(of_objects, dtype=float) + largest(y.map_blocks(of_objects, dtype=float))
+    number = y.map_blocks(first_number, dtype=float, chunks=(1, 1)).max()
+    return y.map_blocks(of_objects, number, dtype=float)
 
 
 def larger_inputs(x):

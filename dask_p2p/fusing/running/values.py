@@ -17,7 +17,6 @@ from numpy.lib.array_utils import byte_bounds
 
 from dask_p2p.types import Array, Key, Kind
 
-
 _SAMPLES = 10  # objects of an array whose sizes are looked at
 
 
