@@ -66,8 +66,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     are random arrays. Its graph is shared out between ranks as by `fused`. A later call makes the
     tasks of the gang alone, whatever the number of operations. Numbers that change from call to
     call are arguments, too: `func` gets lazy arrays without dimensions for them. All calls read the
-    same other arrays. Those of `dask.array.random` have the same numbers in each call, with a
-    `P2PWarning` if `func` makes them.
+    same other arrays. Random arrays have the same numbers in each call; if `func` makes them, there
+    is a `P2PWarning`.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class CompiledFunction:
         Parameters
         ----------
         *arguments : dask.array.Array, number or numpy.ndarray
-            Arguments of the first call. Of values only shapes and dtypes matter.
+            Arguments of the first call. Numbers may have any value here.
 
         Returns
         -------

@@ -41,7 +41,7 @@ def in_objects(block):
     """Return a block of Python objects, whose sizes its dtype does not tell."""
     made = np.empty(block.shape, object)
     for at, value in np.ndenumerate(block):
-        made[at] = np.full(2**5, value)
+        made[at] = np.full(2**6, value)
     return made
 
 

@@ -26,9 +26,9 @@ from dask_p2p.types import Key, Kind
 #: Bytes of new values between two looks at all values: parts of the worker's limit, and of the most
 #: bytes that a rank may take.
 _LOOK, _LOOK_OF_MOST, _LEAST_LOOK_BYTES = 1 / 64, 1 / 8, 2**20
-#: Values may take this factor of what is declared: sizes of reductions are guesses.
+#: Values may take this factor of the declared bytes: sizes of reductions are guesses.
 _SLACK = 1.5
-#: Part of a worker's limit at which Dask pauses it. A nanny ends it at 95 %.
+#: Dask pauses a worker at this part of its limit. A nanny ends the worker at 95 %.
 _FULL = 0.8
 
 

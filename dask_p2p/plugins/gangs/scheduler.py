@@ -355,7 +355,7 @@ def replace_tasks(
 ) -> None:
     """Let waiting tasks run other functions, and forget a task that they do not need any more.
 
-    Tasks that the scheduler has already stay as they are.
+    Tasks that the scheduler already has stay unchanged.
     """
     known, needed, stack = scheduler.tasks, dict[Key, Any](), [*outputs]
     while stack:
