@@ -14,7 +14,7 @@ from dask_p2p.config import Options
 from dask_p2p.fusing.arguments import reading_values
 from dask_p2p.fusing.planning.rechunks import tasks_of_layer
 from dask_p2p.fusing.planning.rules import check_annotations, check_tasks
-from dask_p2p.fusing.planning.tasks import ReadGraph, keys_of, name_of, read_graph
+from dask_p2p.fusing.planning.tasks import ReadGraph, is_random, keys_of, name_of, read_graph
 from dask_p2p.graph.arrays import is_expression, optimised_tasks
 from dask_p2p.types import DaskArray, Key
 
@@ -27,6 +27,12 @@ class ArraysGraph:
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
     read: ReadGraph  # all tasks, with those that ranks run set apart
+
+    def random_layers(self) -> dict[Any, Any]:
+        """Return the layers of `dask.array.random`, by name; None for those of expressions."""
+        nodes = {**self.read.tasks.nodes, **self.read.kept}
+        names = {name_of(key) for key, node in nodes.items() if is_random(node)}
+        return {name: self.layers.layers.get(name) for name in names}
 
 
 def graph_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.fusing.arguments import (
     argument,
     array_of_value,
@@ -53,17 +54,23 @@ from dask_p2p.sections.api.graph import gang_arrays
 from dask_p2p.sections.gang.tasks import commit_of, name_of_gang
 from dask_p2p.types import DaskArray
 
+_RANDOM = (
+    "the function makes random arrays, {}, which compile makes once: each call has the same random "
+    "numbers. Pass the noise, or a seed, as an argument of the function."
+)
+
 
 def compile(  # noqa: A001  # called as dask_p2p.compile
     func: Callable[..., Any], *examples: Any, ranks: int | None = None
 ) -> CompiledFunction:
     """Return a function of Dask arrays that is fused once, and runs as one gang in each call.
 
-    `func` is called once, here, with lazy arrays that stand for the arguments. Its graph is shared
-    out between ranks as by `fused`. A later call makes the tasks of the gang alone, whatever the
-    number of operations. Numbers that change from call to call are arguments, too: `func` gets lazy
-    arrays without dimensions for them. All calls read the same other arrays: those of
-    `dask.array.random`, for example, have the same numbers in each call.
+    `func` is called once, here, with lazy arrays that stand for the arguments; once more if there
+    are random arrays. Its graph is shared out between ranks as by `fused`. A later call makes the
+    tasks of the gang alone, whatever the number of operations. Numbers that change from call to
+    call are arguments, too: `func` gets lazy arrays without dimensions for them. All calls read the
+    same other arrays. Random arrays have the same numbers in each call; if `func` makes them, there
+    is a `P2PWarning`.
 
     Parameters
     ----------
@@ -127,7 +134,7 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
         for number, (each, parameter) in enumerate(zip(declared, _parameters(func), strict=False))
     ]
     returned = func(*given)
-    outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    outputs = _outputs_of(returned)
     if not outputs or not all(map(is_dask_array, outputs)):
         raise InputError(
             f"expected a function that returns a Dask array or a tuple of them, got "
@@ -144,6 +151,10 @@ def _parameters(func: Callable[..., Any]) -> Iterator[str]:
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 yield parameter.name
     yield from map("argument {}".format, count())
+
+
+def _outputs_of(returned: Any) -> tuple[Any, ...]:
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 class CompiledFunction:
@@ -195,7 +206,7 @@ class CompiledFunction:
         Parameters
         ----------
         *arguments : dask.array.Array, number or numpy.ndarray
-            Arguments of the first call. Of values only shapes and dtypes matter.
+            Arguments of the first call. Numbers may have any value here.
 
         Returns
         -------
@@ -309,7 +320,14 @@ def _compiled(
     options = checked_options()
     names = tuple(x.name for x in given)
     are_values = [isinstance(each, DeclaredValue) for each in declared]
-    graph = graph_of(outputs, options, [*compress(given, are_values)])
+    of_call = [*compress(given, are_values)]
+    graph = graph_of(outputs, options, of_call)
+    if layers := graph.random_layers():
+        again = graph_of(_outputs_of(func(*given)), options, of_call).random_layers()
+        # Arrays that the function only reads have the same layers in each call.
+        made = [name for name, layer in layers.items() if again.get(name, ()) is not layer]
+        if made:
+            warnings.warn(_RANDOM.format(", ".join(map(str, made))), P2PWarning, stacklevel=3)
     check_reads(graph.read, names)
     kind = kind_of(kinds_of((*given, *outputs)), graph.read)
     values = {

@@ -150,8 +150,10 @@ class AtScheduler:
         if self.is_auto and isinstance(graph, HighLevelGraph):
             check_layers(graph.layers, len(outputs), cluster)
         gangs = scheduler.plugins[PLUGIN_NAME].gangs
-        if self.is_auto and not gangs.left_to_dask.keys().isdisjoint(map(name_of, outputs)):
-            raise FuseError(_LEFT_TO_DASK)
+        if self.is_auto and (left := gangs.left_to_dask.keys()):
+            layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)
+            if not left.isdisjoint(layers):
+                raise FuseError(_LEFT_TO_DASK)
         known = _known(graph, outputs, scheduler)
         choice = choice_of(
             graph, keys, cluster, self.options, self.kinds, known, self.is_auto, declared

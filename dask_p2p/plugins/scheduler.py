@@ -91,8 +91,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
-        self.gangs = Gangs(scheduler, self._is_registered, self._put_back, self._fetch)
+        self._gangs = Gangs(scheduler, self._is_registered, self._put_back, self._fetch)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
+
+    @property
+    def gangs(self) -> Gangs:
+        """The gangs of this scheduler."""
+        return self._gangs
 
     def _overlay(self) -> None:
         overlay_placement(self.scheduler, self._is_registered)
@@ -106,7 +111,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop when the scheduler closes."""
-        self.gangs.close()
+        self._gangs.close()
         self.feed.close()
         prometheus.unregister(self.scheduler)
         self._background.cancel()
@@ -115,7 +120,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Install the plugin on a worker that joins."""
-        self.gangs.add_worker()
+        self._gangs.add_worker()
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
 
@@ -134,15 +139,15 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Watch the gangs of a graph, and recognise all tasks of this package."""
         for task in map(scheduler.tasks.__getitem__, tasks):
             task.run_spec = unwrapped(task.run_spec)
-        self.gangs.update_graph(client, tasks)
+        self._gangs.update_graph(client, tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Record the loss of a worker."""
-        self.gangs.log_event(topic, msg)
+        self._gangs.log_event(topic, msg)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Record starts and ends of runs, and flush the streams that idle workers wait for."""
-        self.gangs.transition(key, start, finish)
+        self._gangs.transition(key, start, finish)
         if finish == "processing":
             task = self.scheduler.tasks[key]
             if _is_ours(task):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import dask
 import dask.array as da
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.errors import ChunksError, FuseError, InputError, UnsupportedArrayError
+from dask_p2p.errors import ChunksError, FuseError, InputError, P2PWarning, UnsupportedArrayError
 from tests.fusing.programs import PROGRAMS, array, same_bits
 from tests.fusing.support import generated, integers, smooth
 from tests.sections.support import nothing_is_left
@@ -260,3 +262,27 @@ def test_values_that_do_not_fit(client):
     ):
         with pytest.raises(InputError, match="builds lazy arrays only"):
             dask_p2p.compile(function, x, 1)
+
+
+def of_state(u):
+    return da.random.RandomState(3).normal(size=u.shape, chunks=u.chunks)
+
+
+def test_random_arrays_that_a_function_makes_are_named():
+    x, rng = array(), da.random.default_rng(5)
+    noise = rng.normal(size=x.shape, chunks=x.chunks)
+    for function in (
+        lambda u: u + rng.normal(size=u.shape, chunks=u.chunks),
+        lambda u: u + da.random.default_rng(5).normal(size=u.shape, chunks=u.chunks),
+        lambda u: (u.T, u * da.random.random(u.shape, chunks=u.chunks).sum()),
+        lambda u: u + of_state(u),
+        lambda u: u + rng.choice([-1.0, 1.0], size=u.shape[1:], chunks=u.chunks[1]),
+        lambda u: u + noise + rng.uniform(size=(1, 1)),
+    ):
+        with pytest.warns(P2PWarning, match=r"Pass the noise, or a seed, as an argument"):
+            dask_p2p.compile(function, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", P2PWarning)
+        dask_p2p.compile(lambda u: u + noise, x)
+        compiled = dask_p2p.compile(np.add, x, noise)
+    assert same_bits(compiled(x, noise).compute(), (x + noise).compute())

@@ -73,7 +73,7 @@ class Declared:
 
     @property
     def takes_values(self) -> bool:
-        """Whether an argument may be a number or a small NumPy array: it has one small block."""
+        """True if an argument may be a number or a small NumPy array: it has one small block."""
         count = prod(map(sum, self.chunks))
         is_one = all(len(sizes) == 1 for sizes in self.chunks) and not isnan(count)
         is_small = is_one and count * self.dtype.itemsize <= MOST_VALUE_BYTES

@@ -244,6 +244,16 @@ def _function(task: Task) -> Any:
     return function
 
 
+def is_random(node: Any) -> bool:
+    """Return whether a task draws random numbers for an array of `dask.array.random`."""
+    if not isinstance(node, Task):
+        return False
+    if parts := parts_of(node):
+        return any(map(is_random, parts.values()))
+    package, *modules = str(getattr(_function(node), "__module__", "")).split(".")
+    return package in ("dask", "dask_array") and "random" in modules
+
+
 def _is_in_memory(value: Any) -> bool:
     """Return whether a value is in memory as a whole: neither an array in a file nor a proxy."""
     return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)

@@ -157,8 +157,8 @@ class ResidentGang:
         Raises
         ------
         InputError, ChunksError
-            If the arguments differ from the examples of `compile` in number, chunks or dtype, or
-            are neither handles of this gang, nor arrays that it has begun with, nor values.
+            If the arguments differ from the examples of `compile` in number, chunks or dtype. Also
+            for handles of other gangs, and for arrays that the gang has not begun with.
         MemoryLimitError
             If the results would not fit into the memory of a worker, next to other handles.
         SectionError
@@ -305,7 +305,7 @@ class ResidentGang:
 
 
 def _computed(x: DaskArray) -> Any:
-    """Return a small Dask array as a NumPy array, and a larger one as it is."""
+    """Return a small Dask array as a NumPy array, and a larger array unchanged."""
     if not x.nbytes <= MOST_VALUE_BYTES:
         return x
     value = as_array(x.compute())

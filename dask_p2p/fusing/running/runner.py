@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from dask.sizeof import sizeof
 from dask.utils import format_bytes
 
 from dask_p2p.engine.task import current_worker
@@ -15,7 +13,7 @@ from dask_p2p.fusing.planning.program import Program, Superstep
 from dask_p2p.fusing.running.assembling import Assembling, name_task
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
-from dask_p2p.fusing.running.values import LiveValues, memory_bytes
+from dask_p2p.fusing.running.values import LiveValues, memory_bytes, size_of
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
@@ -28,9 +26,9 @@ from dask_p2p.types import Key, Kind
 #: Bytes of new values between two looks at all values: parts of the worker's limit, and of the most
 #: bytes that a rank may take.
 _LOOK, _LOOK_OF_MOST, _LEAST_LOOK_BYTES = 1 / 64, 1 / 8, 2**20
-#: Values may take this factor of what is declared: sizes of reductions are guesses.
+#: Values may take this factor of the declared bytes: sizes of reductions are guesses.
 _SLACK = 1.5
-#: Part of a worker's limit at which Dask pauses it. A nanny ends it at 95 %.
+#: Dask pauses a worker at this part of its limit. A nanny ends the worker at 95 %.
 _FULL = 0.8
 
 
@@ -188,8 +186,7 @@ class RankMemory:
 
         Raises `MemoryLimitError` if they take too much.
         """
-        is_plain = type(value) is np.ndarray and not value.dtype.hasobject
-        self._new_bytes += value.nbytes if is_plain else sizeof(value)
+        self._new_bytes += size_of(value)
         if self._new_bytes >= self._look_bytes:
             self._new_bytes = 0.0
             self._check(values)

@@ -17,6 +17,8 @@ from numpy.lib.array_utils import byte_bounds
 
 from dask_p2p.types import Array, Key, Kind
 
+_SAMPLES = 10  # objects of an array whose sizes are looked at
+
 
 class CountedValues(dict[Key, Any]):
     """Values by key, each until its last use."""
@@ -100,8 +102,18 @@ def memory_bytes(values: Iterable[Any], kind: Kind) -> dict[int, int]:
                 base = base.base
             sizes_bytes[_memory(value)] = base.nbytes
         else:
-            sizes_bytes[id(value)] = sizeof(value)
+            sizes_bytes[id(value)] = size_of(value)
     return sizes_bytes
+
+
+def size_of(value: Any) -> int:
+    """Return the size of a value; about that of an array's Python objects."""
+    if type(value) is not np.ndarray:
+        return int(sizeof(value))
+    if not value.dtype.hasobject or not value.size:
+        return int(value.nbytes)
+    sample = value.flat[:: -(-value.size // _SAMPLES)]
+    return int(value.nbytes + value.size * sum(map(sizeof, sample)) / len(sample))
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -211,12 +211,15 @@ class Gangs:
         if substitute is None or commit is None or commit.state != "waiting":
             return False
         outputs = [task.key for task in commit.dependents]
+        tasks = substitute(outputs)
         for key in outputs:
-            self.left_to_dask[key[0] if isinstance(key, tuple) else key] = None
+            # The value of a whole array has a new name in each call.
+            blocks = [key] if isinstance(key, tuple) else tasks[key].dependencies
+            self.left_to_dask |= {block[0]: None for block in blocks if isinstance(block, tuple)}
         while len(self.left_to_dask) > _MOST_NAMES:
             del self.left_to_dask[next(iter(self.left_to_dask))]
         logger.info("Dask's tasks compute %d outputs in place of %s", len(outputs), gang)
-        replace_tasks(self._scheduler, outputs, substitute(outputs), commit.key)
+        replace_tasks(self._scheduler, outputs, tasks, commit.key)
         return True
 
     def _drop_states(self, gang: str) -> None:
@@ -339,7 +342,7 @@ def replace_tasks(
 ) -> None:
     """Let waiting tasks run other functions, and forget a task that they do not need any more.
 
-    Tasks that the scheduler has already stay as they are.
+    Tasks that the scheduler already has stay unchanged.
     """
     known, needed, stack = scheduler.tasks, dict[Key, Any](), [*outputs]
     while stack:
