@@ -107,13 +107,13 @@ def test_programs_without_a_module_that_workers_import(tmp_path):
 
 def test_a_module_as_the_main_program(tmp_path):
     script = written(tmp_path, CONTEXTS)
-    refused(ran("-m", "first", cwd=tmp_path), f"but {script} then", REMEDY)
+    refused(ran("-m", "first", cwd=tmp_path), f"{script} starts a cluster", REMEDY)
 
 
 def test_a_cluster_of_another_module(tmp_path):
     written(tmp_path, UNGUARDED, "helper.py")
     script = written(tmp_path, "import helper\nprint(1)")
-    refused(ran(script), f"but {script} then", REMEDY)
+    refused(ran(script), f"{script} starts a cluster", REMEDY)
 
 
 def test_a_cluster_of_threads(tmp_path):
@@ -146,4 +146,4 @@ def test_another_process_that_imports_the_program(tmp_path):
         "    raise SystemExit(process.exitcode)\n"
     )
     script = written(tmp_path, text)
-    refused(ran(script), f"but {script} then", REMEDY)
+    refused(ran(script), f"{script} starts a cluster", REMEDY)
