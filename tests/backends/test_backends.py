@@ -11,11 +11,11 @@ from dask_p2p.backends import (
     as_array,
     backend_for,
     backend_named,
+    checksum,
     device_of,
     worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
-from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
