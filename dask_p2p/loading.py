@@ -16,8 +16,8 @@ from typing import Any
 def loaded(name: str) -> ModuleType:
     """Return a module, after its first import if it is new in this process.
 
-    An import makes thousands of objects, and all of them stay. So garbage is not collected
-    meanwhile: in a Dask worker a full collection takes 72 ms, twice as long as the import of 100
+    An import makes thousands of objects, and all of them stay. During the import no garbage is
+    collected: in a Dask worker a full collection takes 72 ms, twice as long as the import of 100
     modules. `gc.disable` would last, since `dask.array.slicing` reads it at its import.
     """
     threshold, *_ = gc.get_threshold()

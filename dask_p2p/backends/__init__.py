@@ -104,6 +104,11 @@ def device_of(*blocks: Any) -> AbstractContextManager[Any]:
     return devices.popitem()[1] if len(devices) == 1 else nullcontext()
 
 
+def checksum(array: Array) -> int:
+    """Return a checksum of an array's bytes, which blocks; see `Backend.checksum`."""
+    return backend_for(array).checksum(array)
+
+
 def _backend_of(block: Array) -> Backend:
     """Return the backend of the block's package."""
     kind = type(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -45,7 +45,6 @@ class Backend(ABC):
     #: are copied to the host before they are sent over a network.
     on_device: ClassVar[bool]
     holds_objects: ClassVar[bool]  # true if an array can hold Python objects
-    checksum_algorithm: ClassVar[str]  # best of `checksum.ALGORITHMS` for its memory
     most_probe_bytes: ClassVar[int]  # size of the largest block that measures a link
     #: Modules with its Fourier transforms, under NumPy's names. The first installed one is used.
     fft_modules: ClassVar[tuple[str, ...]]
@@ -141,13 +140,13 @@ class Backend(ABC):
         """Return a block's device, a context with an ``id``; None for host memory."""
         return None
 
-    def checksum_stream(self, array: Array) -> AbstractContextManager[Any]:
-        """Return a context for an array's checksum that does not wait for other work."""
-        return nullcontext()
-
     @abstractmethod
-    def mixed_sum(self, data: Array) -> int:
-        """Return the sum of the words of contiguous bytes, for the checksum ``mixed64``."""
+    def checksum(self, array: Array) -> int:
+        """Return a checksum of an array's bytes in C order. It differs if a word differs.
+
+        All writes to the array must have finished, on any stream. The call blocks: make it from a
+        thread.
+        """
 
 
 class Queue(Protocol):

@@ -6,8 +6,7 @@ Methods import CuPy; the import of this module does not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -34,7 +33,6 @@ class CupyBackend(Backend):
     title = "CuPy"
     on_device = True
     holds_objects = False
-    checksum_algorithm = "mixed64"
     most_probe_bytes = 256 * 2**20
     fft_modules = ("dask_p2p.backends.cufft",)
 
@@ -131,18 +129,14 @@ class CupyBackend(Backend):
     def device_of(self, block: Array) -> Any:
         return block.device
 
-    @contextmanager
-    def checksum_stream(self, array: Array) -> Iterator[None]:
-        """Make the array's device current, and a private stream.
-
-        On the null stream checksums would wait for tasks' work.
-        """
+    def checksum(self, array: Array) -> int:
+        if not array.nbytes:
+            return 0
+        # On the null stream it would wait for tasks' work.
         with array.device, private_stream("checksums"):
-            yield
-
-    def mixed_sum(self, data: Array) -> int:
-        total: int = _kernels("device_checksum").mixed_sum(data)
-        return total
+            data = _cupy().ascontiguousarray(array).reshape(-1).view(np.uint8)
+            total: int = _kernels("device_checksum").mixed_sum(data)
+            return total
 
 
 def _cupy() -> Any:

@@ -1,4 +1,4 @@
-// The checksum `mixed64` of checksum.py: a sum modulo 2**64 of words, each mixed with its position.
+// The checksum of device_checksum.py: a sum modulo 2**64 of words, each mixed with its position.
 //
 // The threads of the grid take words in turn, and each thread adds its sum to the total. The file
 // includes no headers, so that NVRTC, nvcc and (for tests) a C++ compiler accept it.
@@ -7,7 +7,7 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 
 const u64 WORD_BYTES = 8;
-const u64 STEP = 0x9E3779B97F4A7C15;  // as in checksum.py
+const u64 STEP = 0x9E3779B97F4A7C15;
 
 __device__ __forceinline__ u64 mixed(u64 word, u64 position)
 {

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dask_p2p.backends import Backend, backend_for, backend_named
+from dask_p2p.backends import Backend, backend_for, backend_named, checksum
 from dask_p2p.backends.host.allocator import temporaries_kept
-from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.backends.plain import is_plain
 from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.halo_messages import HaloMessages

@@ -21,11 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends import device_of
+from dask_p2p.backends import checksum, device_of
 from dask_p2p.backends.device import device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
 from dask_p2p.backends.driver import MEMCPY_DEFAULT
-from dask_p2p.backends.kernels.checksum import checksum
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gpu.lost_events import NOT_READY
