@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import BlockMismatchError
@@ -75,14 +75,6 @@ class Call:
         for name, new in returned.blocks.items():
             replace_block(self._device, arrays.outs[name], new, arrays.parts[name])
         return returned._replace(blocks={})  # perhaps views of fields
-
-    def by(self, function: Callable[..., Any]) -> Call:
-        """Return the same call of another function."""
-        if function is self.phase.function:
-            return self
-        phase = replace(self.phase, function=function)
-        of_halos = self.halo_arrays, self.exchange, self._device
-        return Call(phase, self.changed, self.reads, *of_halos)
 
     @property
     def is_worth_hiding(self) -> bool:

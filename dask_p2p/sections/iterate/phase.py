@@ -66,6 +66,21 @@ class Phase:
         with explained_writes():
             return self.bound(values, outs)()
 
+    def fill(
+        self,
+        device: Host,
+        values: Mapping[str, Any],
+        outs: Outs,
+        parts: Mapping[str, HaloPart],  # by name: the newest level of the field
+    ) -> Returned:
+        """Call the function, and put new blocks into `outs`; return all that it returns."""
+        if self.fills_out:
+            return self.filled(self.call(values, outs), outs)
+        returned = self.returned(self.call(values, {}))
+        for name, new in returned.blocks.items():
+            replace_block(device, outs[name], new, parts[name])
+        return returned
+
     def returned(self, value: Any) -> Returned:
         """Return the new blocks and numbers of a function without a parameter `out`.
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, Whole, iterate
-from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.sections.iterate.sums import halves, verdict
+from dask_p2p.errors import P2PWarning
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 X = np.random.default_rng(0).normal(size=(24, 18)) + 1
@@ -46,8 +45,8 @@ def warned(recwarn):
         lambda u: (own(u) > 1).any(),
     ],
 )
-def test_means_extremes_and_norms_are_refused(client, function):
-    with pytest.raises(InputError, match=r"record\['m'\]: .* add up, as .* op='max'"):
+def test_means_extremes_and_norms_are_named(client, function):
+    with pytest.warns(P2PWarning, match=r"record\['m'\] .* add up, and .* op='max'"):
         recorded(function)
     assert recorded(function, ranks=1).shape == (2,)
 
@@ -74,13 +73,13 @@ def test_numbers_for_until(client, step):
     wanted = next(n for n in range(9) if (X**2).sum() / 4**n < 50) + 1  # of the field before
     assert steps(lambda u: (u**2).sum()) == wanted
     for number in (lambda u: abs(u).max(), np.mean, lambda u: np.linalg.norm(u)):
-        with pytest.raises(InputError, match=r"until: expected .* add up, .* Return sums"):
+        with pytest.warns(P2PWarning, match=r"until .* add up, .* Return sums"):
             steps(number)
 
 
 @pytest.mark.parametrize("x", [np.ones((24, 18)), np.pad(np.ones((8, 6)), ((0, 16), (0, 12)))])
-def test_means_of_uniform_fields_are_refused(client, x):
-    with pytest.raises(InputError, match="add up"):
+def test_means_of_uniform_fields_are_named(client, x):
+    with pytest.warns(P2PWarning, match="add up"):
         recorded(lambda u: own(u).mean(), x)
 
 
@@ -114,7 +113,7 @@ def test_other_values_are_summed(client, function, wanted):
     ],
 )
 def test_values_that_depend_on_the_number_of_ranks_are_named(client, function, options):
-    with pytest.warns(P2PWarning, match=r"record\['m'\]: the .* depends on the number of ranks"):
+    with pytest.warns(P2PWarning, match=r"record\['m'\] .* depends on the number of ranks"):
         found = recorded(function, **options)
     assert not np.allclose(found, recorded(function, ranks=1, **options))
 
@@ -134,8 +133,8 @@ class Statistics:
         return u[1:-1, 1:-1] * self.scale
 
 
-def test_means_by_methods_are_refused(client):
-    with pytest.raises(InputError, match="add up"):
+def test_means_by_methods_are_named(client):
+    with pytest.warns(P2PWarning, match="add up"):
         recorded(Statistics().rms)
 
 
@@ -176,7 +175,7 @@ def test_methods_that_return_means_to_until_are_named(client):
             return (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2]) / 4
 
     x = da.from_array(X, chunks=(12, 18))
-    with pytest.warns(P2PWarning, match="until: the sum of the values for halves"):
+    with pytest.warns(P2PWarning, match="until returns other values for halves"):
         iterate(Solver().step, x, 1, 3, until=lambda residual: False, ranks=2).compute()
 
 
@@ -187,13 +186,13 @@ def test_comparisons_leave_objects_as_they_are(client):
 def test_halos_of_a_single_pulse_are_named(client):
     rows, columns = np.ogrid[:24, :18]
     x = np.exp(-((rows - 5.0) ** 2 + (columns - 4.0) ** 2) / 2)
-    with pytest.warns(P2PWarning, match="leave it out"):
+    with pytest.warns(P2PWarning, match="without the halo"):
         recorded(lambda u: u.sum(), x, ranks=2)
 
 
-def test_a_halo_of_one_element_is_refused(client):
+def test_a_halo_of_one_element_is_named(client):
     x = np.pad([[1.0]], ((5, 18), (4, 13)))
-    with pytest.raises(InputError, match="a sum over a halo"):
+    with pytest.warns(P2PWarning, match="count twice"):
         recorded(lambda u: u.sum(), x, ranks=2)
 
 
@@ -202,7 +201,7 @@ def test_numbers_for_until_with_halos_are_named(client):
         return u[1:-1] * 0.5, (u**2).sum()
 
     x = da.from_array(X, chunks=(8, 18))
-    with pytest.warns(P2PWarning, match="until: the sum .* depends on the number of ranks"):
+    with pytest.warns(P2PWarning, match="until .* depends on the number of ranks"):
         iterate(step, x, {0: 1}, 4, ranks=3, until=lambda total: total < 0).compute()
 
 
@@ -241,53 +240,3 @@ def test_values_that_all_ranks_have_count_once(client, op):
     constants = {"table": Whole(da.arange(4, chunks=2)), "factor": 3.0}
     found = recorded(lambda table, factor: table.sum() * factor, op=op, constants=constants)
     assert found.tolist() == [18, 18]
-
-
-def test_halves_cover_a_box():
-    assert list(halves(((0, 6), (2, 3)))) == [
-        (((0, 2), (2, 3)), ((2, 6), (2, 3))),
-        (((0, 3), (2, 3)), ((3, 6), (2, 3))),
-    ]
-    assert [first for first, _ in halves(((0, 6), (2, 3)), (4, 0))][-1] == ((0, 4), (2, 3))
-
-
-@pytest.mark.parametrize(
-    ("whole", "parts", "found"),
-    [
-        (3, [(1, 2), (2.5, 0.5)], "combined"),
-        (1.5, [(1, 2), (1.4, 1.6)], "mean"),
-        (5, [(3, 4), (4, 3)], "mean"),
-        (2, [(2, 2), (2, 2)], "mean"),
-        (3, [(1, 2.5), (2.5, 1)], "other"),
-        (3, [(1, 2), (2, 1.1)], "other"),
-        (3, [(1, 2), (1, 1)], "other"),
-        (0, [(0, 0), (0, 0)], None),
-        (1e-12, [(-1e-12, 2e-12), (1e-12, 1e-12)], None),
-        (np.nan, [(1, 2), (1, 2)], None),
-        (2, [(2, 1e-9), (1e-9, 2)], None),
-        (3, [], None),
-    ],
-)
-def test_values_of_parts(whole, parts, found):
-    assert verdict(whole, parts, 1.0) == found
-
-
-def test_rounding_errors_of_parts():
-    parts = [(1, 2.5), (2.5, 1)]
-    assert verdict(3, parts, 1.0, noise=1.0) is None
-    assert verdict(3, parts, 1.0, noise=0.1) == "other"
-
-
-@pytest.mark.parametrize(
-    ("op", "whole", "parts", "found"),
-    [
-        ("max", 2, [(1, 2), (2, 0)], "combined"),
-        ("max", 1.5, [(1, 2), (2, 1)], "other"),
-        ("max", 2, [(2, 2), (2, 2)], None),
-        ("min", 1, [(1, 2), (2, 1)], "combined"),
-        ("prod", 6, [(2, 3), (6, 1)], "combined"),
-        ("prod", 6, [(2, 3), (6, 2)], "other"),
-    ],
-)
-def test_values_of_parts_by_other_operations(op, whole, parts, found):
-    assert verdict(whole, parts, 1.0, 0.0, op) == found

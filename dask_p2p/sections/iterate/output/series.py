@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
+from dask_p2p.sections.checks import OPS
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
@@ -22,8 +24,6 @@ from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
 STEPS = "steps"
-#: Operations that combine the numbers of all ranks.
-OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _BATCH = 64  # values of a rank that one message combines
 
 
@@ -145,16 +145,23 @@ class Series:
         """Return whether any value is recorded after a number of steps."""
         return any(step % spec.record.every == 0 for spec in self._specs)
 
-    def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
-        """Call the functions that are due; `values` returns the arguments of one of them."""
+    def record(self, step: int, call: Callable[[SeriesSpec, Callable[..., Array]], Array]) -> None:
+        """Record the numbers that are due.
+
+        `call` returns the number of a series, by a function that gets the function of the series
+        and its arguments by name.
+        """
         for spec, own, read in zip(self._specs, self._own, self._readers, strict=True):
             if step % spec.record.every == 0:
-                function = spec.binding.bound(spec.record.function, values(spec.binding))
-                own.append(self._counted_once(spec, self._checked(spec, read(function))))
+                number = call(spec, partial(self._number, spec, read))
+                own.append(self._counted_once(spec, number))
         if any(len(own) >= _BATCH for own in self._own):
             self.combine()
 
-    def _checked(self, spec: SeriesSpec, value: Any) -> Array:
+    def _number(
+        self, spec: SeriesSpec, read: Reader, function: Any, values: Mapping[str, Any]
+    ) -> Array:
+        value = read(spec.binding.bound(function, values))
         check_plain(f"record[{spec.name!r}]", value)
         own: Array = np.asarray(self._ctx.device.to_host(value))
         shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
