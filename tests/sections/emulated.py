@@ -72,7 +72,7 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
-        (first_step, "_RECORDED_KINDS", ""),  # emulated arrays have no such views
+        (first_step, "_STRICT_KINDS", ""),  # emulated arrays have no such views
         (checks, "_LIBRARIES", checks._LIBRARIES | {"tests"}),  # copies of functions have this GPU
         (graphs, "_pools", defaultdict(list)),
         *(

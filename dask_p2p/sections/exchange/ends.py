@@ -90,7 +90,7 @@ class At:
     ) -> None:
         self._rank, self.shape, self._box = rank, shape, box
         self._module, self._step = module, step
-        self._reads: list[str] | None = None  # what a function reads of the position
+        self._reads: list[str] | None = None  # names of attributes that a function has read
 
     @property
     def rank(self) -> int:
@@ -128,14 +128,14 @@ class At:
         return own
 
     def watched(self, reads: list[str] | None, shift: Sequence[int]) -> At:
-        """Return the position, moved along each axis, that notes in `reads` what is read of it."""
-        own = copy(self)
-        vars(own).pop("index", None)
-        own._reads = reads
+        """Return the position, moved along each axis; it adds its reads to `reads`."""
+        position = copy(self)
+        vars(position).pop("index", None)
+        position._reads = reads
         if shift:
             pairs = zip(self._box, shift, strict=True)
-            own._box = tuple((start + by, stop + by) for (start, stop), by in pairs)
-        return own
+            position._box = tuple((start + by, stop + by) for (start, stop), by in pairs)
+        return position
 
     def _note(self, name: str) -> None:
         if self._reads is not None:

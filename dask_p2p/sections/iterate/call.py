@@ -10,9 +10,8 @@ from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
-from dask_p2p.sections.iterate.functions.writes import explained_writes
 from dask_p2p.sections.iterate.local_fields import LocalField
-from dask_p2p.sections.iterate.phase import Phase, Returned, replace_block
+from dask_p2p.sections.iterate.phase import Phase, Returned, explained_writes, replace_block
 from dask_p2p.types import Array
 
 

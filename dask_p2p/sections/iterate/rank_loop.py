@@ -19,7 +19,6 @@ from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
-from dask_p2p.sections.iterate.function_state import FunctionState
 from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.number_state import NumberState
@@ -65,7 +64,6 @@ class RankLoop:
         recorded = self._scalars, self._series
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps, of.settings)
         self._limit = Period(of.max_time)
-        self._functions = FunctionState(of, ctx)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
@@ -86,7 +84,6 @@ class RankLoop:
             else:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
-                self._functions.check(step - first)
                 ctx.progress.advance(step)
                 if self._is_done(step, numbers):
                     self._stores.write(step, self._current)
@@ -96,8 +93,7 @@ class RankLoop:
             self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
-            is_due = step < of.steps and ctx.is_due(period, step)
-            if is_due and not self._functions.has_changed():
+            if step < of.steps and ctx.is_due(period, step):
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._numbers.save()
                 ctx.checkpoint(step, *self._state)
@@ -284,9 +280,7 @@ class RankLoop:
         until = self._of.until
         if self._series.is_due(step):
             current = self._current(self._series.names)
-            self._series.record(
-                step, lambda spec, number: self._checks.record(spec, current, number)
-            )
+            self._series.record(step, lambda binding: current(binding, self._whole))
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
@@ -298,10 +292,6 @@ class RankLoop:
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        if self._checks.compares_until:
-            last = self._of.phases[-1]
-            self._updated(self._stale_of(last.binding.names))
-            self._checks.until(last, self._changed[-1], self._at_step)
         return bool(until(*map(self._ctx.allreduce, numbers)))
 
     def _current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:

@@ -16,7 +16,6 @@ from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.checks import Comparison, Watch, watched
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.functions.binding import Binding
-from dask_p2p.sections.iterate.functions.writes import Reader
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
@@ -33,6 +32,7 @@ from dask_p2p.sections.iterate.output.groups import (
 )
 from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
+from dask_p2p.sections.iterate.phase import Reader
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.types import Array
 

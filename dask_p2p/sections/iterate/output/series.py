@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,17 @@ from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
-from dask_p2p.sections.checks import OPS
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
-from dask_p2p.sections.iterate.functions.writes import Reader
+from dask_p2p.sections.iterate.phase import Reader
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
 STEPS = "steps"
+#: Operations that combine the numbers of all ranks.
+OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 _BATCH = 64  # values of a rank that one message combines
 
 
@@ -41,9 +41,8 @@ class Record:
         Number of steps between records, by default 1.
     op : {"sum", "prod", "min", "max"}, optional
         The operation that combines the numbers of all ranks, by default "sum". A value that all
-        ranks have, such as a time, counts once. Means, extremes and norms do not add up: they are
-        refused with "sum", as far as the function's code shows that it has no state. A warning
-        names other functions whose values depend on the number of ranks.
+        ranks have, such as a time, counts once. Means, extremes and norms of local blocks do not
+        add up: record sums, or elements by "min" and "max".
     shape : tuple of int, optional
         Shape of the value, by default that of a number.
     dtype : dtype, optional
@@ -145,23 +144,16 @@ class Series:
         """Return whether any value is recorded after a number of steps."""
         return any(step % spec.record.every == 0 for spec in self._specs)
 
-    def record(self, step: int, call: Callable[[SeriesSpec, Callable[..., Array]], Array]) -> None:
-        """Record the numbers that are due.
-
-        `call` returns the number of a series, by a function that gets the function of the series
-        and its arguments by name.
-        """
+    def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
+        """Call the functions that are due; `values` returns the arguments of one of them."""
         for spec, own, read in zip(self._specs, self._own, self._readers, strict=True):
             if step % spec.record.every == 0:
-                number = call(spec, partial(self._number, spec, read))
-                own.append(self._counted_once(spec, number))
+                function = spec.binding.bound(spec.record.function, values(spec.binding))
+                own.append(self._counted_once(spec, self._checked(spec, read(function))))
         if any(len(own) >= _BATCH for own in self._own):
             self.combine()
 
-    def _number(
-        self, spec: SeriesSpec, read: Reader, function: Any, values: Mapping[str, Any]
-    ) -> Array:
-        value = read(spec.binding.bound(function, values))
+    def _checked(self, spec: SeriesSpec, value: Any) -> Array:
         check_plain(f"record[{spec.name!r}]", value)
         own: Array = np.asarray(self._ctx.device.to_host(value))
         shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
