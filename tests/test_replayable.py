@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import numpy as np
 import pytest
 from numpy import roll, save
 
-from dask_p2p.replayable import is_constant, is_isolated, is_replayable
+from dask_p2p.replayable import is_constant, is_replayable
 
 RATE, SHAPE = 0.1, (3, 4)
 COUNTS, TOTAL = {"steps": 0}, 0
@@ -209,122 +207,3 @@ def test_a_function_that_calls_itself():
 def test_constants():
     assert all(map(is_constant, (1, 2.5, "a", None, (1, (2, "b")), np.float32(1), np.ones(3))))
     assert not any(map(is_constant, ([1], {"n": 1}, (1, [2]), Stepper(), {1}, bytearray(2))))
-
-
-class Model:
-    limits = (0, 1)
-
-    def __init__(self, weights):
-        self.weights, self.seen = weights, []
-
-    @property
-    def scale(self):
-        return self.weights[0]
-
-    def step(self, u):
-        self.seen.append(len(self.seen))
-        return self.scale * self.smoothed(u)
-
-    def smoothed(self, u):
-        return u * self.weights
-
-    def saved(self, u):
-        with open("name", "w") as file:
-            file.write(str(u))
-
-    def drawn(self, u):
-        return u + np.random.normal(size=u.shape)
-
-
-class Logged(Model):
-    log = []  # noqa: RUF012
-
-    def step(self, u):
-        self.log.append(u)
-        return u
-
-
-class OfClass(Model):
-    steps = 0
-
-    def step(self, u):
-        type(self).steps += 1
-        return u
-
-    def saved(self, u):
-        self.__class__.steps += 1
-        return u
-
-
-class Stored(Model):
-    def __setitem__(self, number, u):
-        np.save(f"{number}.npy", u)
-
-
-class Ended(Model):
-    def __del__(self):
-        COUNTS["steps"] += 1
-
-
-@dataclass(frozen=True)
-class Rates:
-    weights: np.ndarray
-    scale: float = 0.5
-
-    def step(self, u):
-        return u * self.weights * self.scale
-
-
-def stored_by(store):
-    def step(u, at):
-        store[at.step] = u
-        return u
-
-    return step
-
-
-class Opened:
-    def __reduce__(self):
-        return Opened, ()
-
-    def step(self, u):
-        return u
-
-
-def weighted_by(weights):
-    return lambda u: u * weights
-
-
-def seeded(u, at):
-    return u + np.random.default_rng(at.step).normal(size=u.shape)
-
-
-MODEL = Model(np.ones(3))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(heat, Stepper(), Stepper().step, counter(), timed, prints, seeded, MODEL.step),
-        *(weighted_by(WEIGHTS), weighted_by({"a": [WEIGHTS, 1]}), weighted_by(GENERATOR)),
-        *(lambda u: u - WEIGHTS, partial(Stepper().step), lambda u: MODEL.step(u)),
-        *(Rates(WEIGHTS).step, stored_by({}), stored_by(np.zeros((9, 3)))),
-    ],
-)
-def test_functions_whose_copies_have_their_own_state(function):
-    assert is_isolated(function)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(counted, counted_in_a_dict, remembers, weighted, noisy, noisy_by_name, with_generator),
-        *(with_python_random, yields, unknown, MODEL.saved, MODEL.drawn, Logged(WEIGHTS).step),
-        *(stored_by(Stored(WEIGHTS)), Ended(WEIGHTS).smoothed),
-        *(weighted_by(np.broadcast_to(1.0, 2**24)), stored_by({0: np.broadcast_to(1.0, 2**24)})),
-        *(OfClass(WEIGHTS).step, OfClass(WEIGHTS).saved, saves, saves_by_name, writes),
-        *(Opened().step, weighted_by(threading.Lock()), weighted_by(np.array([{}]))),
-    ],
-)
-def test_functions_whose_copies_may_change_other_values(function):
-    assert not is_isolated(function)

@@ -18,6 +18,7 @@ from dask_p2p.backends.pipelines.slots import KeptSlots
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.sections import checks
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import graphs, halo_windows, lending, region_windows, windows
 from dask_p2p.sections.gpu import streams as gpu_streams
@@ -71,7 +72,8 @@ def emulated_gpu(monkeypatch):
         (DeviceQueue, "_kept_slots", KeptSlots()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
-        (first_step, "_RECORDED_KINDS", ""),  # emulated arrays have no such views
+        (first_step, "_STRICT_KINDS", ""),  # emulated arrays have no such views
+        (checks, "_LIBRARIES", checks._LIBRARIES | {"tests"}),  # copies of functions have this GPU
         (graphs, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))

@@ -36,6 +36,7 @@ HOST = "host"
 _MEMORY_BYTES = 2**22
 _ALIGNMENT_BYTES = 512
 _WORD_BYTES = 8
+_DEVICES = weakref.WeakValueDictionary()  # by id
 
 
 class RaceError(AssertionError):
@@ -48,6 +49,10 @@ def of_thread(name):
         lambda recorder: getattr(recorder._per_thread, name, None),
         lambda recorder, value: setattr(recorder._per_thread, name, value),
     )
+
+
+def _device(number):
+    return _DEVICES[number]
 
 
 class Recorder:
@@ -72,6 +77,11 @@ class Recorder:
         self.pageable_copies = 0
         self.barriers = {}  # clocks by the address of a counter, and its value
         self.cupy = _cupy(self)
+
+    def __reduce__(self):
+        """Copies of functions have the same device."""
+        _DEVICES[id(self)] = self
+        return _device, (id(self),)
 
     @property
     def current(self):

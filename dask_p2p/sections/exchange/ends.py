@@ -24,8 +24,8 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_shape, box_size, box_slices, whole_box
 from dask_p2p.plans.halo import ODD, both_ends
 from dask_p2p.plans.rank_halo import RankHalo
+from dask_p2p.sections.checks import Comparison, Watch
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.divided import Comparison
 from dask_p2p.types import Array, DType
 
 
@@ -76,12 +76,8 @@ class At:
 
     Attributes
     ----------
-    rank : int
-        The rank that calls the function.
     shape : tuple of int
         Shape of the whole array.
-    box : tuple of tuple of int
-        Position of the block in the whole array: (start, stop) of each axis.
     """
 
     def __init__(
@@ -92,8 +88,21 @@ class At:
         module: Any,  # of the indices: NumPy or CuPy
         step: Callable[[str], int],  # returns the number of the step, for a name in errors
     ) -> None:
-        self.rank, self.shape, self.box = rank, shape, box
+        self._rank, self.shape, self._box = rank, shape, box
         self._module, self._step = module, step
+        self._reads: list[str] | None = None  # names of attributes that a function has read
+
+    @property
+    def rank(self) -> int:
+        """The rank that calls the function."""
+        self._note("rank")
+        return self._rank
+
+    @property
+    def box(self) -> Box:
+        """Position of the block in the whole array: (start, stop) of each axis."""
+        self._note("at")
+        return self._box
 
     @property
     def step(self) -> int:
@@ -110,13 +119,27 @@ class At:
             self._placed(axis, self._module.arange(start, stop))
             for axis, (start, stop) in enumerate(self.box)
         )
-        return tuple(map(_read_only, open_grid(along, len(self.box))))
+        return tuple(map(_read_only, open_grid(along, len(self._box))))
 
     def with_indices(self, convert: Callable[[Array], Any]) -> At:
         """Return the same position, with indices that `convert` makes of each array."""
         own = copy(self)
         vars(own)["index"] = tuple(map(convert, self.index))
         return own
+
+    def watched(self, reads: list[str] | None, shift: Sequence[int]) -> At:
+        """Return the position, moved along each axis; it adds its reads to `reads`."""
+        position = copy(self)
+        vars(position).pop("index", None)
+        position._reads = reads
+        if shift:
+            pairs = zip(self._box, shift, strict=True)
+            position._box = tuple((start + by, stop + by) for (start, stop), by in pairs)
+        return position
+
+    def _note(self, name: str) -> None:
+        if self._reads is not None:
+            self._reads.append(name)
 
     def _placed(self, axis: int, positions: Array) -> Array:
         """Return the indices of positions along an axis."""
@@ -138,7 +161,7 @@ class _RimAt(At):
     """
 
     def __init__(self, at: At, box: Box, axis: int, boundary: Sequence[Any]) -> None:
-        super().__init__(at.rank, at.shape, box, at._module, at._step)
+        super().__init__(at._rank, at.shape, box, at._module, at._step)
         self._axis, self._boundary = axis, boundary
 
     def _placed(self, axis: int, positions: Array) -> Array:
@@ -221,8 +244,7 @@ def _check_filled(made: Any) -> None:
 class _HostEnd:
     """A user's function that fills a part beyond an end, in host memory.
 
-    It receives new arrays in each call, which it may keep. Its first calls are compared with those
-    for halves of the part, if its code shows that another call changes nothing.
+    It receives new arrays in each call, which it may keep.
     """
 
     def __init__(
@@ -240,26 +262,34 @@ class _HostEnd:
         pairs = zip(at.box, at.shape, strict=True)
         self._comparison = Comparison(
             f"boundary: {funcname(function)}",
-            function,
-            whole_box(box_shape(part)),
-            [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)],
             "the part beyond an end",
             "It must compute each element by itself. Compute means and sums of the whole array "
             "before, as another field or by spmd and ctx.allreduce.",
+            whole_box(box_shape(part)),
+            [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)],
+            [function],
         )
 
     def __call__(self, data: Array) -> None:
         rim = data[self._where]
+        call = partial(_filled, self._function, rim, self._at)
         if self._comparison:
-            self._comparison(np, partial(self._of_box, rim), rim)
-        rim[...] = _filled(self._function, rim, self._at)
+            rim[...] = self._comparison(
+                partial(self._of_box, rim), call, lambda values: [values], [rim]
+            )
+        else:
+            rim[...] = call()
 
-    def _of_box(self, mirrored: Array, function: Callable[..., Any], box: Box) -> Array:
+    def _of_box(
+        self, mirrored: Array, copies: tuple[Any, ...], box: Box, watch: Watch
+    ) -> list[Array]:
         """Return the values of a box of the part, made from the mirror image of the part."""
         at, part, axis, boundary = self._position
         starts = zip((low for low, _ in part), box, strict=True)
         placed = tuple((low + start, low + stop) for low, (start, stop) in starts)
-        return _filled(function, mirrored[box_slices(box)], _RimAt(at, placed, axis, boundary))
+        position = watch(_RimAt(at, placed, axis, boundary))
+        (function,) = copies
+        return [_filled(function, mirrored[box_slices(box)], position)]
 
 
 def _filled(function: Callable[..., Any], mirrored: Array, at: At) -> Array:

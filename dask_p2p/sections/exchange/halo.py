@@ -66,11 +66,6 @@ class HaloArray:
             self.data[box_slices(box)] = value
 
     @property
-    def views(self) -> list[Array]:
-        """The memory, the local block, and the data of all parts so far."""
-        return [self.data, self.inner, *(part.data for part in self._parts.values())]
-
-    @property
     def interior(self) -> HaloPart:
         """The part that can be computed without halos of other ranks; it may be empty.
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
-from dask_p2p.sections.iterate.functions.writes import explained_writes
 from dask_p2p.sections.iterate.local_fields import LocalField
-from dask_p2p.sections.iterate.phase import Phase, Returned, replace_block
+from dask_p2p.sections.iterate.phase import Phase, Returned, explained_writes, replace_block
 from dask_p2p.types import Array
 
 
@@ -75,14 +74,6 @@ class Call:
         for name, new in returned.blocks.items():
             replace_block(self._device, arrays.outs[name], new, arrays.parts[name])
         return returned._replace(blocks={})  # perhaps views of fields
-
-    def by(self, function: Callable[..., Any]) -> Call:
-        """Return the same call of another function."""
-        if function is self.phase.function:
-            return self
-        phase = replace(self.phase, function=function)
-        of_halos = self.halo_arrays, self.exchange, self._device
-        return Call(phase, self.changed, self.reads, *of_halos)
 
     @property
     def is_worth_hiding(self) -> bool:

@@ -7,6 +7,8 @@ elements unset, writes into its fields, loses fractions, or reads corners that a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,17 +17,23 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
-from dask_p2p.sections.exchange.recorder import recorder_of
 from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED
-from dask_p2p.sections.iterate.functions.writes import arrays_in, can_refuse, written_fields
-from dask_p2p.sections.iterate.phase import Outs, Phase, Returned, replace_block
+from dask_p2p.sections.iterate.phase import (
+    Outs,
+    Phase,
+    Returned,
+    arrays_in,
+    can_refuse,
+    check_kept,
+    written_fields,
+)
 from dask_p2p.types import Array, DType
 
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
 _SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
-#: Kinds of dtypes whose writes are recorded. Complex dtypes hold all numbers.
-_RECORDED_KINDS = "biuf"
+#: Kinds of dtypes whose writes are checked. Complex dtypes hold all numbers.
+_STRICT_KINDS = "biuf"
 _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 
 
@@ -82,12 +90,9 @@ class FirstStep:
 
     def _made(self) -> Returned:
         """Call the function and keep the new blocks; return all that it returns."""
-        if self._phase.fills_out:
-            return self._phase.filled(self._phase.call(self._values, self._outs), self._outs)
-        returned = self._phase.returned(self._phase.call(self._values, {}))
-        self._names = [*returned.blocks]
-        for name, new in returned.blocks.items():
-            replace_block(self._device, self._spare(name).inner, new, self._parts[name])
+        outs = self._outs if self._phase.fills_out else _Outs(self._spare)
+        returned = self._phase.fill(self._device, self._values, outs, self._parts)
+        self._names = [*outs]
         return returned
 
     def _sums(self) -> list[int]:
@@ -119,23 +124,23 @@ class FirstStep:
 
     def _recorded(self, outs: Outs) -> Any:
         """Call the function, if possible with views of `outs` that refuse lossy writes."""
-        recorders = {
-            name: recorder_of(out)
+        views = {
+            name: strict_view(out, self._device.module)
             for name, out in outs.items()
-            if out.dtype.kind in _RECORDED_KINDS
+            if out.dtype.kind in _STRICT_KINDS
         }
-        returned, is_recorded = None, bool(recorders)
-        if is_recorded:
+        returned, is_strict = None, bool(views)
+        if is_strict:
             try:
-                returned = self._phase.call(self._values, {**outs, **recorders})
+                returned = self._phase.call(self._values, {**outs, **views})
             except (BlockMismatchError, InputError):
                 raise
             except Exception:  # a compiled function takes plain arrays only
-                is_recorded = False
+                is_strict = False
         for name in outs:
-            if not (is_recorded and name in recorders and recorders[name].was_written):
+            if not (is_strict and name in views and views[name].memory.is_written):
                 self._check_wider(name, outs)
-        return returned if is_recorded else self._phase.call(self._values, outs)
+        return returned if is_strict else self._phase.call(self._values, outs)
 
     def _check_wider(self, name: str, outs: Outs) -> None:
         """Refuse a function that fills fractions into an array that cannot hold them."""
@@ -190,6 +195,71 @@ class FirstStep:
 
     def _results(self) -> list[int]:
         return [self._device.checksum(self._spare(name).data) for name in self._names]
+
+
+class _Outs(dict[str, Array]):
+    """The memory of those fields that a function returns."""
+
+    def __init__(self, spare: Callable[[str], HaloArray]) -> None:
+        super().__init__()
+        self._spare = spare
+
+    def __missing__(self, name: str) -> Array:
+        self[name] = self._spare(name).inner
+        return self[name]
+
+
+@dataclass
+class _Memory:
+    array: Array
+    is_written: bool = False  # by an assignment to a strict view
+
+
+class _Strict:
+    """Mixin of array classes: views that refuse lossy assignments to their memory."""
+
+    module: Any  # array module: numpy or cupy
+    memory: Any
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.memory = getattr(obj, "memory", None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        view: Any = self
+        memory = self.memory
+        if memory is not None and self.module.may_share_memory(view, memory.array):  # no copy
+            check_kept(value, view.dtype, "assign")
+            memory.is_written = True
+        super().__setitem__(key, value)  # type: ignore[misc]
+
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kwargs: Any
+    ) -> Any:
+        """Call a ufunc, which refuses lossy casts itself, with plain arrays."""
+        if out:
+            kwargs["out"] = tuple(map(_plain, out))
+            for target in out:
+                if isinstance(target, _Strict):
+                    target.memory.is_written = True
+        values = getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
+        return out[0] if len(out) == 1 else values
+
+
+def _plain(value: Any) -> Any:
+    array: Any = value
+    return array.view(type=value.module.ndarray) if isinstance(value, _Strict) else value
+
+
+def strict_view(array: Array, module: Any) -> Any:
+    """Return a view of an array that refuses fractions and imaginary parts that it cannot hold."""
+    view = array.view(type=_strict_class(module))
+    view.memory = _Memory(array)
+    return view
+
+
+@cache
+def _strict_class(module: Any) -> type:
+    return type("Strict", (_Strict, module.ndarray), {"module": module})
 
 
 def out_name(name: str) -> str:

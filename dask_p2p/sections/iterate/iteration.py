@@ -92,10 +92,6 @@ class Iteration:
         """True if a field is longer than the first one."""
         return any(spec.extra for spec in self.fields)
 
-    def compares_parts(self, ctx: Context) -> bool:
-        """Return whether ranks compare results for parts of their local blocks with the whole."""
-        return ctx.size > 1 and not self.is_staggered
-
     @property
     def outputs(self) -> Outputs:
         """The outputs of the section: all levels of the fields, and then the numbers."""

@@ -76,14 +76,6 @@ class LocalField:
         box, of_levels = self._extended(box), zip(self.levels, self.spec.depths, strict=True)
         return [level.part(box, depth) for level, depth in of_levels]
 
-    def views(self, box: Box) -> Iterator[Array]:
-        """Yield all views of the memory so far, and of a box as functions will receive it."""
-        box = self._extended(box)
-        for level in (*self.levels, self.spare):
-            for depth in self.spec.depths:
-                level.part(box, depth)  # each memory takes the place of each level in turn
-            yield from level.views
-
     def _extended(self, box: Box) -> Box:
         if not any(self._extra):
             return box
@@ -120,8 +112,11 @@ class LocalFields:
         constants: Sequence[ConstantSpec],
         exchange: str,  # order of the messages of halo updates
         last: Mapping[str, Any],  # the newest records of all ranks
+        keywords: Mapping[str, Any],
     ) -> None:
         self._last = last
+        #: Arguments that calls may change: keywords, and constants that are no arrays.
+        self.keywords = {**keywords}
         self._ctx, self.shape = ctx, shape
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
@@ -132,6 +127,8 @@ class LocalFields:
             value = self._constant(constant, local_blocks)
             if isinstance(value, ctx.device.module.ndarray):
                 value = ctx.device.read_only(value)
+            elif not isinstance(value, Points):
+                self.keywords[constant.name] = value
             self._constants[constant.name] = value, constant.ndim
 
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
@@ -165,13 +162,6 @@ class LocalFields:
         """All levels of all fields."""
         return [level for field in self.fields.values() for level in field.levels]
 
-    def overwritten(self) -> Iterator[Any]:
-        """Yield the arrays whose values later steps overwrite, and views that functions receive."""
-        whole = next(iter(self.fields.values())).layout.whole
-        for field in self.fields.values():
-            if not field.spec.is_constant:
-                yield from field.views(whole)
-
     def restoring(self) -> Callable[[], None]:
         """Return a function that restores the present order of the memory of all fields."""
         of_fields = [field.restoring() for field in self.fields.values()]
@@ -204,6 +194,8 @@ class LocalFields:
                 found[name] = self._of_box(*self._constants[name], box)
             elif name == VALUES[AT]:
                 found[name] = at
+            elif name in self.keywords:
+                found[name] = self.keywords[name]
         return found
 
     def _points(self, xy: Array, box: Box) -> LocalPoints:

@@ -4,31 +4,24 @@ With overlap, a function is called for the interior while its halos are in fligh
 parts of the boundary. A function that keeps a state, or reads sizes or sums of its block, would
 return other values than for the whole block. So before calls overlap, one call compares the results
 of both.
-
-The results of such a function also depend on the number of ranks. So without overlap, too, the
-second step compares the results for two halves with those for the whole block, and warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-from dask.utils import funcname
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.replayable import is_replayable
+from dask_p2p.sections.checks import is_close
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.divided import are_close, copies_of, halves, warn_of_division
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.context.context import Context
     from dask_p2p.sections.iterate.iteration import Iteration
 
 #: Computes a box of the next local blocks by a call.
@@ -49,21 +42,20 @@ class Parts:
         self._plain: dict[int, bool] = {}  # by id of the phase
 
     def compare(
-        self, again: Callable[[], Call], apply: Apply, parts: Sequence[Box]
+        self, call: Call, apply: Apply, parts: Sequence[Box]
     ) -> Literal["same", "close", "other"]:
         """Compute parts of the block, whose whole results are there, and compare both.
 
-        `again` returns the call for each further computation. "same": all bits are equal; "close":
-        values differ by rounding errors. The results for the whole block are there afterwards.
+        "same": all bits are equal; "close": values differ by rounding errors. The results for the
+        whole block are there afterwards.
         """
-        call = again()
         before = self._sums(call)
         for box in parts:
-            apply(again(), box)
+            apply(call, box)
         if self._sums(call) == before:
             return "same"
         found = self._results(call)
-        apply(again(), self.whole)
+        apply(call, self.whole)
         return "close" if self._are_close(call, found) else "other"
 
     def is_plain(self, call: Call) -> bool:
@@ -73,20 +65,6 @@ class Parts:
             is_plain = self._of.has_constant_arguments and is_replayable(phase.function)
             self._plain[id(phase)] = is_plain
         return self._plain[id(phase)]
-
-    def copies(self, call: Call) -> Callable[[], Callable[..., Any]] | None:
-        """Return a function that returns copies of the call's function, for further calls."""
-        return copies_of(call.phase.function) if self._of.has_constant_arguments else None
-
-    @contextmanager
-    def kept(self, call: Call) -> Iterator[None]:
-        """Keep the results of a call: put them back at the end of a context."""
-        kept = self._results(call)
-        try:
-            yield
-        finally:
-            for name, found in zip(call.changed, kept, strict=True):
-                self._fields[name].spare.inner[...] = found
 
     def _results(self, call: Call) -> list[Array]:
         """Return copies of the results of a call."""
@@ -100,7 +78,7 @@ class Parts:
         """Return whether the results of a call differ from others by rounding errors only."""
         module = self._device.module
         own = (self._fields[name].spare.inner for name in call.changed)
-        return all(are_close(module, *pair) for pair in zip(others, own, strict=True))
+        return all(is_close(module, *pair) for pair in zip(others, own, strict=True))
 
 
 class Overlap:
@@ -157,65 +135,14 @@ class Overlap:
         """
         assert call.exchange is not None, "calls without halos do not overlap"
         parts = [*filter(box_size, call.exchange.boxes)]
-        found = self._parts.compare(lambda: call, apply, parts)
+        found = self._parts.compare(call, apply, parts)
         if self._is_promised and found == "other":
             raise InputError(
                 "overlap=True: expected a function that computes parts of a block as it computes "
                 "the whole block, got one with other values for parts. Leave out overlap=True, or "
                 "remove counters, random numbers and sums over the block."
             )
-        if found == "other":
-            _warn(call)
         self._found[id(call.phase)] = found == "same" or self._is_promised
-
-
-class Divisions:
-    """The calls of one rank whose results must not depend on the division into local blocks.
-
-    Functions are compared once, if their code shows that calls of a copy change nothing else.
-    """
-
-    def __init__(self, of: Iteration, ctx: Context, parts: Parts, whole: Box) -> None:
-        is_divided = [count > 1 and of.compares_parts(ctx) for count in ctx.grid]
-        self._halves = halves(whole, is_divided)
-        self._parts = parts
-        self._seen: set[int] = set()  # ids of phases
-
-    def is_due(self, call: Call) -> bool:
-        """Return whether a call is compared, once its results for the whole block are there."""
-        if not self._halves or id(call.phase) in self._seen:
-            return False
-        self._seen.add(id(call.phase))
-        return True
-
-    def check(self, call: Call, apply: Apply) -> None:
-        """Warn if the results for halves of the local block are others than for the whole."""
-        is_same = True
-        if self._parts.is_plain(call):
-            try:
-                is_same = self._are_same(lambda: call, apply)
-            except Exception:  # of a function for blocks of this size alone
-                apply(call, self._parts.whole)
-        elif (copies := self._parts.copies(call)) is not None:
-            with suppress(Exception), self._parts.kept(call):
-                apply(call.by(copies()), self._parts.whole)  # perhaps with other random numbers
-                is_same = self._are_same(lambda: call.by(copies()), apply)
-        if not is_same:
-            _warn(call)
-
-    def _are_same(self, again: Callable[[], Call], apply: Apply) -> bool:
-        found = (self._parts.compare(again, apply, parts) for parts in self._halves)
-        return "other" not in found
-
-
-def _warn(call: Call) -> None:
-    warn_of_division(
-        f"iterate: {funcname(call.phase.function)}",
-        "a local block",
-        "Means, norms and sums over its argument are those of one local block: compute them of the "
-        "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads "
-        "more neighbours than depth= gives it returns such values, too.",
-    )
 
 
 def _has_parts(call: Call) -> bool:

@@ -1,21 +1,28 @@
-"""The functions of `iterate`: calls them, and checks the values that they return."""
+"""The functions of `iterate`: calls them, and checks the values that they return.
+
+Arrays in host memory refuse writes of functions that should only read them. On a GPU, and in
+another library's arrays over the same memory, checksums before and after the first call find them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from dask_p2p.errors import BlockMismatchError
+import numpy as np
+
+from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.backends.plain import check_plain
+from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.api.returned import shape_of
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloPart
-from dask_p2p.sections.exchange.recorder import check_kept
 from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED, VALUES, Binding
-from dask_p2p.sections.iterate.functions.writes import explained_writes
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values
 
@@ -65,6 +72,21 @@ class Phase:
         """
         with explained_writes():
             return self.bound(values, outs)()
+
+    def fill(
+        self,
+        device: Host,
+        values: Mapping[str, Any],
+        outs: Outs,
+        parts: Mapping[str, HaloPart],  # by name: the newest level of the field
+    ) -> Returned:
+        """Call the function, and put new blocks into `outs`; return all that it returns."""
+        if self.fills_out:
+            return self.filled(self.call(values, outs), outs)
+        returned = self.returned(self.call(values, {}))
+        for name, new in returned.blocks.items():
+            replace_block(device, outs[name], new, parts[name])
+        return returned
 
     def returned(self, value: Any) -> Returned:
         """Return the new blocks and numbers of a function without a parameter `out`.
@@ -174,3 +196,104 @@ def replace_block(
         )
     check_kept(new, out.dtype, "return")
     device.assign(out, new)
+
+
+def check_kept(value: Any, dtype: DType, verb: str) -> None:
+    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
+
+    Raises `UnsupportedArrayError` if they are more than their elements.
+    """
+    check_plain("the value of the function", value)
+    if not is_kept(value, dtype):
+        raise BlockMismatchError(
+            f"expected an array from the function that can be converted to {dtype} without loss, "
+            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
+            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
+        )
+
+
+def is_kept(value: Any, dtype: DType) -> bool:
+    """Return whether values keep their kind of number when they are converted to a dtype.
+
+    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
+    to keep its value: 0 has any dtype.
+    """
+    kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
+    if np.can_cast(kind, dtype, "same_kind"):
+        return True
+    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
+        with np.errstate(all="ignore"):
+            given = np.asarray(value) if is_plain else value
+            return bool((given.astype(dtype) == given).all())
+    return False
+
+
+@contextmanager
+def explained_writes() -> Iterator[None]:
+    """Explain errors of writes into read-only fields and constants, with the remedy."""
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        text = str(exc)
+        if "read-only" not in text and "readonly" not in text:
+            raise
+        raise InputError(
+            f"expected a function that only reads its fields and constants, got one that writes "
+            f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
+            f"Declare arrays read-only where a compiled function declares types."
+        ) from exc
+
+
+def written_fields() -> InputError:
+    """Return the error for a function that has written into its fields."""
+    return InputError(
+        "expected a function that only reads its fields and constants, got one that writes "
+        "into them. Write into a copy, u = u.copy(), or into the parameter out."
+    )
+
+
+def can_refuse(device: Host, function: Callable[..., Any]) -> bool:
+    """Return whether the arrays that a function receives refuse writes."""
+    return device.has_read_only and not isinstance(function, LibraryFunction)
+
+
+def arrays_in(values: Iterable[Any], kind: Any) -> Iterator[Any]:
+    """Yield the arrays among values, and among the time levels of fields."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, tuple):
+            yield from arrays_in(value, kind)
+
+
+class Reader:
+    """A function of fields that is called after steps: it must not change them.
+
+    Parameters
+    ----------
+    device : Host
+        Device of the fields.
+    function : callable
+        The user's function.
+    """
+
+    def __init__(self, device: Host, function: Callable[..., Any]) -> None:
+        self._device, self._is_checked = device, can_refuse(device, function)
+
+    def __call__(self, bound: partial[Any]) -> Any:
+        """Call the function with its arguments; return its value.
+
+        Raises `InputError` if the function writes into its fields or constants.
+        """
+        arrays: list[Any] = []
+        if not self._is_checked:
+            arguments = (*bound.args, *bound.keywords.values())
+            arrays += arrays_in(arguments, self._device.module.ndarray)
+        before = [self._device.checksum(array) for array in arrays]
+        with explained_writes():
+            value = bound()
+        if before != [self._device.checksum(array) for array in arrays]:
+            raise written_fields()
+        self._is_checked = True
+        return value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.checks import Checks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
@@ -17,17 +19,14 @@ from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
 from dask_p2p.sections.iterate.first_step import FirstStep
-from dask_p2p.sections.iterate.function_state import FunctionState
 from dask_p2p.sections.iterate.functions.binding import Binding
-from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.number_state import NumberState
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.store_writer import Stores
-from dask_p2p.sections.iterate.overlap import Divisions, Overlap, Parts
+from dask_p2p.sections.iterate.overlap import Overlap, Parts
 from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
-from dask_p2p.sections.iterate.sums import SumChecks
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -51,13 +50,13 @@ class RankLoop:
         self._series = Series(of.series, of.steps, ctx)
         self._scalars = Scalars(of.scalars, ctx)
         self._numbers = NumberState(ctx.device, self._scalars, self._series)
-        self._local = LocalFields(ctx, *given, self._series.last)
+        self._local = LocalFields(ctx, *given, self._series.last, of.kwargs)
         self._fields = self._local.fields
         self._whole = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         parts = Parts(of, ctx.device, self._fields, self._whole)
         self._overlap = Overlap(of, parts)
-        self._divisions = Divisions(of, ctx, parts, self._whole)
+        self._checks = Checks(of, ctx, self._local)
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
@@ -65,9 +64,6 @@ class RankLoop:
         recorded = self._scalars, self._series
         self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps, of.settings)
         self._limit = Period(of.max_time)
-        self._sums = SumChecks(of, ctx)
-        self._functions = FunctionState(of, ctx)
-        self._kept_views = KeptViews(self._local, self._functions.may_keep)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
@@ -88,7 +84,6 @@ class RankLoop:
             else:
                 numbers = self._first_step() if step == first else self._step(step)
                 step += 1
-                self._functions.check(step - first)
                 ctx.progress.advance(step)
                 if self._is_done(step, numbers):
                     self._stores.write(step, self._current)
@@ -98,8 +93,7 @@ class RankLoop:
             self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
-            is_due = step < of.steps and ctx.is_due(period, step)
-            if is_due and not self._functions.has_changed():
+            if step < of.steps and ctx.is_due(period, step):
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._numbers.save()
                 ctx.checkpoint(step, *self._state)
@@ -170,8 +164,7 @@ class RankLoop:
             return self._fields[name].spare
 
         step = FirstStep(phase, self._ctx.device, read, values, parts, spare)
-        with self._kept_views:
-            return step()
+        return step()
 
     # --- later steps
 
@@ -184,14 +177,17 @@ class RankLoop:
             is_wanted = may_overlap and self._overlap.is_wanted(call)
             is_overlapped = is_wanted and self._overlap.is_checked(call)
             for box in self._boxes(call, is_overlapped):
-                returned = self._apply(call, box)
+                if self._checks.are_due and box == self._whole:
+                    returned = self._checks.step(
+                        call, self._at_step, partial(self._apply, call, box)
+                    )
+                else:
+                    returned = self._apply(call, box)
             is_due = (
                 may_overlap and self._overlap.is_due(call) and self._replays.is_worthwhile(step)
             )
             if is_due or (is_wanted and not is_overlapped):
                 self._overlap.check(call, self._apply)
-            elif not is_overlapped and self._divisions.is_due(call):
-                self._divisions.check(call, self._apply)
             self._turn(call.changed)
             if returned.scalars:
                 self._scalars.update(returned.scalars)
@@ -248,16 +244,16 @@ class RankLoop:
     def _apply(self, call: Call, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the values of the function."""
         if box not in call.arrays:
-            values = self._values(call.phase.binding, box, self._local.at(box, self._ctx.step_for))
+            values = self._at_step(call.phase.binding, box)
             scalars = self._scalars.values.keys()
             call.arrays[box] = call.arrays_for(box, values, self._fields, scalars)
-        with self._kept_views:
-            return call.apply(box, self._scalars.values)
+        return call.apply(box, self._scalars.values)
+
+    def _at_step(self, binding: Binding, box: Box) -> dict[str, Any]:
+        return self._values(binding, box, self._local.at(box, self._ctx.step_for))
 
     def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
-        self._kept_views.renew()
-        own = self._local.values(binding.names, box, at)
-        return {**own, **self._scalars.values, **self._of.kwargs}
+        return {**self._local.values(binding.names, box, at), **self._scalars.values}
 
     def _stale_of(self, names: Collection[str]) -> list[HaloArray]:
         """Return the newest levels of these names whose halos are out of date; they are updated."""
@@ -283,10 +279,8 @@ class RankLoop:
         """Record numbers after a step; return whether `until` ends the loop."""
         until = self._of.until
         if self._series.is_due(step):
-            self._check_sums()  # before the first call of functions with a state
             current = self._current(self._series.names)
-            with self._kept_views:
-                self._series.record(step, lambda binding: current(binding, self._whole))
+            self._series.record(step, lambda binding: current(binding, self._whole))
             if until is not None or self._of.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
@@ -298,14 +292,7 @@ class RankLoop:
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        self._check_sums()
         return bool(until(*map(self._ctx.allreduce, numbers)))
-
-    def _check_sums(self) -> None:
-        if self._sums:
-            self._updated(self._stale_of(self._of.phases[0].binding.names))
-            at = self._local.at(self._whole, self._ctx.step_for)
-            self._sums(self._whole, lambda binding, box: self._values(binding, box, at))
 
     def _current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""

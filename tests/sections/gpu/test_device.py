@@ -28,7 +28,6 @@ from dask_p2p.errors import (
 )
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.exchange import divided
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu, device_for
@@ -128,17 +127,15 @@ def test_what_is_no_array_of_the_device(gpu, returned):
 
 def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
     """But not for small local blocks: the function is called three times in a step."""
-    # The emulated kernel records its calls. The second step computes the whole block, too, or the
-    # halves of a block that is too small.
-    for module in (overlap, divided):
-        monkeypatch.setattr(module, "is_replayable", lambda function: True)
+    # The emulated kernel records its calls. The second step computes the whole block, too.
+    monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
     calls = []
 
     def counted(u, out):
         calls.append(out.shape)
         out[:] = u[1:-1, 1:-1]
 
-    counts = (1, 0, 3), (2, LARGE.nbytes, 2 * (3 + 2)), (2, 0, 2 * (1 + 1 + 2 * 3))
+    counts = (1, 0, 3), (2, LARGE.nbytes, 2 * 3), (2, 0, 2 * (1 + 1 + 2 * 3))
     for ranks, least_bytes, count in counts:
         tune(monkeypatch, gpu_overlap_bytes=least_bytes)
         calls.clear()

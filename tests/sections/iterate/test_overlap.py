@@ -13,7 +13,6 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_shape
-from dask_p2p.sections.iterate.overlap import Divisions, Parts
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.wire.connections import Connections
 from tests.support import tune
@@ -130,7 +129,7 @@ def test_by_default_large_blocks_are_done_in_parts_where_halos_come_from_other_h
     monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: is_far)
     tune(monkeypatch, overlap_elements=least)
     assert np.array_equal(in_ranks(smooth, 4), expected)
-    assert len(boxes) == 2 * (1 + 3 + 3 + 3 if overlaps else 3 + 2)
+    assert len(boxes) == 2 * (1 + 3 + 3 + 3 if overlaps else 3)
 
 
 def test_the_interior_comes_first(boxes):
@@ -192,113 +191,3 @@ def test_other_functions_compute_parts_if_asked(boxes, make):
     expected = whole(make(), 4)
     np.testing.assert_allclose(in_ranks(make(), 4, overlap=True), expected, rtol=1e-14)
     assert (10, 5) in boxes[-12:]
-
-
-def without_mean(u):
-    return (u - u.mean())[1:-1]
-
-
-def normalized(u):
-    return (u / np.linalg.norm(u))[1:-1]
-
-
-def reads_two(u):  # neighbours on each side, and gets one
-    return (np.roll(u, 2, 0) + np.roll(u, -2, 0))[1:-1]
-
-
-def added_up(u):
-    return np.cumsum(u, axis=0)[1:-1]
-
-
-@pytest.mark.parametrize("function", [without_mean, normalized, reads_two, added_up])
-def test_results_that_depend_on_the_number_of_ranks_are_named(monkeypatch, function):
-    with pytest.warns(P2PWarning, match=f"{function.__name__} returns other values for halves"):
-        made = in_ranks(function, 4)
-    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
-    assert np.array_equal(made, in_ranks(function, 4))
-    assert not np.allclose(made, in_ranks(function, 4, ranks=1))
-
-
-def spectral(u):
-    return np.fft.ifft(np.fft.fft(u, axis=1) * 0.5, axis=1).real[1:-1]
-
-
-def of_its_size(u, out):
-    out[:] = 0
-    out += np.reshape(u, (14, 5))[1:-1] / 2
-
-
-def by_place(u, at):
-    return u[1:-1] * (at.index[0] % 3)
-
-
-def without_values(u):
-    return np.where(np.shape(u)[0] > 8, np.nan, -np.inf) * np.ones_like(u[1:-1])
-
-
-@pytest.mark.parametrize("function", [smooth, spectral, of_its_size, by_place])
-def test_other_results_are_compared_without_a_word(monkeypatch, boxes, function):
-    made = in_ranks(function, 4)
-    assert (6, 5) in boxes
-    boxes.clear()
-    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
-    assert np.array_equal(made, in_ranks(function, 4))
-    assert {*boxes} == {(12, 5)}
-
-
-def test_results_that_are_no_numbers_are_named():
-    with pytest.warns(P2PWarning, match="without_values returns other values for halves"):
-        in_ranks(without_values, 4)
-
-
-def test_functions_are_compared_once(boxes):
-    in_ranks(smooth, 10)
-    assert Counter(boxes) == {(12, 5): 18, (6, 5): 4}
-
-
-@pytest.mark.parametrize(("function", "is_copied"), [(smooth, False), (rounds_otherwise, True)])
-def test_results_with_the_same_bits_are_compared_without_copies(monkeypatch, function, is_copied):
-    """Copies of the fields of a large simulation may not fit into memory."""
-    copied, results = [], Parts._results
-
-    def noted(parts, call):
-        copied.append(call)
-        return results(parts, call)
-
-    monkeypatch.setattr(Parts, "_results", noted)
-    in_ranks(function, 4)
-    assert bool(copied) == is_copied
-
-
-class Solver:
-    """A solver as one first writes it: it has parameters, and counts its steps."""
-
-    def __init__(self, weights):
-        self.weights, self.steps, self.generator = weights, 0, np.random.default_rng(0)
-
-    def without_mean(self, u):
-        self.steps += 1
-        return (u - self.weights * u.mean())[1:-1]
-
-    def noisy(self, u):
-        return u[1:-1] + self.generator.normal(size=u[1:-1].shape)
-
-    def counted(self, u):
-        self.steps += 1
-        return u[1:-1] * self.weights + self.steps
-
-
-@pytest.mark.parametrize("name", ["without_mean", "noisy"])
-def test_methods_whose_results_depend_on_the_number_of_ranks_are_named(name):
-    with pytest.warns(P2PWarning, match=f"{name} returns other values for halves"):
-        found = in_ranks(getattr(Solver(np.ones(5)), name), 4)
-    assert not np.allclose(found, in_ranks(getattr(Solver(np.ones(5)), name), 4, ranks=1))
-
-
-def test_copies_of_methods_are_compared_without_a_word(monkeypatch, recwarn):
-    """The counter of the solver itself counts its steps alone."""
-    made = in_ranks(Solver(np.ones(5)).counted, 4)
-    assert np.array_equal(made, in_ranks(Solver(np.ones(5)).counted, 4, ranks=1))
-    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
-    monkeypatch.setattr(Divisions, "is_due", lambda divisions, call: False)
-    assert np.array_equal(made, in_ranks(Solver(np.ones(5)).counted, 4))

@@ -13,11 +13,9 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.returned import shape_of
+from dask_p2p.sections.checks import Comparison, Watch, watched
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.divided import Comparison
 from dask_p2p.sections.iterate.functions.binding import Binding
-from dask_p2p.sections.iterate.functions.writes import Reader, can_refuse
-from dask_p2p.sections.iterate.kept_views import KeptViews
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.groups import (
@@ -34,6 +32,7 @@ from dask_p2p.sections.iterate.output.groups import (
 )
 from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
+from dask_p2p.sections.iterate.phase import Reader
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.types import Array
 
@@ -55,8 +54,6 @@ class Frames:
         self._fields |= {each.name: self._first for each in spec.computed}
         #: By computed field.
         self._readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
-        may_keep = all(can_refuse(ctx.device, each.function) for each in spec.computed)
-        self._kept_views = KeptViews(local, may_keep)
         self._comparisons = {each.name: self._comparison(each, local) for each in spec.computed}
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
@@ -89,8 +86,7 @@ class Frames:
                 field = self._fields[name]
                 yield name, (self._shape(field), field.spec.dtype)
         for each in self.spec.computed:
-            with self._kept_views:
-                dtype = self._computed(each, values).dtype
+            dtype = self._computed(each, values).dtype
             yield each.name, (self._shape(self._first), dtype)
 
     def _shape(self, field: LocalField) -> tuple[int, ...]:
@@ -176,10 +172,14 @@ class Frames:
             else:
                 self._put(name, self._fields[name].newest.inner)
         for each in self.spec.computed:
+            call = partial(self._computed, each, values)
             if comparison := self._comparisons[each.name]:
-                comparison(self._ctx.device.module, partial(self._by, each, values))
-            with self._kept_views:
-                self._put(each.name, self._computed(each, values))
+                self._put(
+                    each.name,
+                    comparison(partial(self._by, each, values), call, lambda block: [block]),
+                )
+            else:
+                self._put(each.name, call())
 
     def _put(self, name: str, block: Array) -> None:
         copy, device = self._copies[name], self._ctx.device
@@ -193,14 +193,22 @@ class Frames:
 
     def _computed(self, field: ComputedField, values: Values) -> Array:
         """Call the function of a computed field; return its local block without halo."""
-        return self._by(field, values, field.function, self._first.layout.whole)
+        (block,) = self._by(field, values, (field.function, {}), self._first.layout.whole)
+        return block
 
     def _by(
-        self, field: ComputedField, values: Values, function: Callable[..., Any], box: Box
-    ) -> Array:
+        self,
+        field: ComputedField,
+        values: Values,
+        copies: tuple[Any, ...],  # of its function and keywords
+        box: Box,
+        watch: Watch | None = None,
+    ) -> list[Array]:
         """Call a function, of a computed field or its copy, for a box of the local block."""
         assert values is not None
-        bound = field.binding.bound(function, values(field.binding, box))
+        function, keywords = copies
+        arguments = {**values(field.binding, box), **keywords}
+        bound = field.binding.bound(function, watched(arguments, watch))
         value: Any = self._readers[field.name](bound)
         part, own = self._first.parts(box)[0], box_shape(box)
         shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
@@ -210,18 +218,18 @@ class Frames:
                 f"function of the computed field {field.name!r}, got {shape}. Return such an "
                 f"array, or record a number, record={{...}}."
             )
-        block: Array = value if shape == own else value[part.inner]
-        return block
+        return [value if shape == own else value[part.inner]]
 
     def _comparison(self, field: ComputedField, local: LocalFields) -> Comparison:
         is_staggered = any(any(each.spec.extra) for each in local.fields.values())
         return Comparison(
             f"compute[{field.name!r}]",
-            field.function,
-            self._first.layout.whole,
-            [count > 1 and not is_staggered for count in self._ctx.grid],
             "a local block",
             "Record means and sums of the whole array, record={...}, and read them by at.last.",
+            self._first.layout.whole,
+            [count > 1 and not is_staggered for count in self._ctx.grid],
+            [field.function, local.keywords],
+            self._ctx.device.module,
         )
 
     def write(self) -> None:

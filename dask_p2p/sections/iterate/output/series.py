@@ -17,7 +17,7 @@ from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
-from dask_p2p.sections.iterate.functions.writes import Reader
+from dask_p2p.sections.iterate.phase import Reader
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
@@ -41,9 +41,8 @@ class Record:
         Number of steps between records, by default 1.
     op : {"sum", "prod", "min", "max"}, optional
         The operation that combines the numbers of all ranks, by default "sum". A value that all
-        ranks have, such as a time, counts once. Means, extremes and norms do not add up: they are
-        refused with "sum", as far as the function's code shows that it has no state. A warning
-        names other functions whose values depend on the number of ranks.
+        ranks have, such as a time, counts once. Means, extremes and norms of local blocks do not
+        add up: record sums, or elements by "min" and "max".
     shape : tuple of int, optional
         Shape of the value, by default that of a number.
     dtype : dtype, optional

@@ -1,0 +1,350 @@
+"""Warnings of users' functions whose results depend on the number of ranks.
+
+The first calls of a function for a block are compared with calls of copies for a part of the block.
+A mean of the block, noise with one seed on all ranks, and a read of too far a neighbour then show.
+
+A copy is a pickle of the function and its arguments, made before their first call. So state that a
+function keeps shows nothing. Neither do random numbers that differ in each call or on each rank.
+`dask_p2p.sections.iterate.first_step` has the checks of the first call itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import PurePath
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import cloudpickle
+import numpy as np
+from dask.utils import funcname
+from distributed import warn
+
+from dask_p2p.errors import P2PWarning
+from dask_p2p.geometry import Box, box_shape
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.context.context import Context
+    from dask_p2p.sections.exchange.ends import At
+    from dask_p2p.sections.iterate.call import Call
+    from dask_p2p.sections.iterate.functions.binding import Binding
+    from dask_p2p.sections.iterate.iteration import Iteration
+    from dask_p2p.sections.iterate.local_fields import LocalFields
+    from dask_p2p.sections.iterate.phase import Returned
+
+T = TypeVar("T")
+#: Arguments of a function by name, for a box of the local block.
+Values: TypeAlias = "Callable[[Binding, Box], Mapping[str, Any]]"
+
+#: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
+_MOST_CALLS = 8
+_ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
+_MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
+#: Modules that are not the user's, wherever they lie.
+_LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
+_REMEDY = (
+    "Means, norms and sums over its argument are those of one local block: compute them of the "
+    "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads more "
+    "neighbours than depth= gives it returns such values, too. So does one that draws random "
+    "numbers, the same on each rank: seed them by np.random.default_rng((seed, at.step, at.rank))."
+)
+_REGISTRY = Lock()  # cloudpickle has one registry in a process
+
+
+class Watch(NamedTuple):
+    """Notes reads of a function's position, or moves the position."""
+
+    reads: list[str] | None = None  # gets "rank", and "at" for any other position
+    shift: Sequence[int] = ()  # by axis
+
+    def __call__(self, at: At) -> At:
+        """Return the position for a copy of a function."""
+        return at.watched(self.reads, self.shift)
+
+
+#: Computes arrays for a box by copies of values, at a position that a watch returns.
+Compute: TypeAlias = Callable[[tuple[Any, ...], Box, Watch], Any]
+
+
+class Copies:
+    """Returns copies of some values in their present state; None if they have no pickle.
+
+    Functions and classes of the user's modules are copied with their global variables.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._buffers: list[Any] = []
+        self._pickled: bytes | None = None
+        buffers: list[pickle.PickleBuffer] = []
+        with suppress(Exception), _modules_by_value():
+            pickled = cloudpickle.dumps(values, buffer_callback=buffers.append)
+            self._buffers = [_lent(buffer.raw()) for buffer in buffers]
+            self._pickled = pickled
+
+    def __bool__(self) -> bool:
+        return self._pickled is not None
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Return the next copies."""
+        buffers = (b if isinstance(b, memoryview) else bytearray(b) for b in self._buffers)
+        copies: tuple[Any, ...] = _Unpickler(
+            io.BytesIO(self._pickled or b""), buffers=buffers
+        ).load()
+        return copies
+
+
+def _lent(memory: memoryview) -> Any:
+    return bytes(memory) if memory.nbytes <= _MOST_COPIED_BYTES else memory.toreadonly()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes new classes: cloudpickle would change those of this process."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        value = super().find_class(module, name)
+        if module.startswith("cloudpickle") and name.startswith("_make_skeleton_"):
+            return lambda *args: value(*args[:-2], None, args[-1])  # without the id of the class
+        return value
+
+
+@contextmanager
+def _modules_by_value() -> Iterator[None]:
+    """Pickle the functions and classes of the user's modules by value."""
+    with _REGISTRY:
+        registered = cloudpickle.list_registry_pickle_by_value()
+        modules = [
+            m for name, m in [*sys.modules.items()] if name not in registered and _is_of_user(m)
+        ]
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_of_user(module: Any) -> bool:
+    """Return whether a module is neither installed nor part of a module."""
+    name = getattr(module, "__name__", "")
+    if "." in name or name in _LIBRARIES or sys.modules.get(name) is not module:
+        return False
+    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return bool(path) and not {"site-packages", "dist-packages"} & {*PurePath(path).parts}
+
+
+def is_close(module: Any, array: Array, expected: Array) -> bool:
+    """Return whether arrays of a module differ by rounding errors only."""
+    if expected.dtype.kind not in "fc":
+        return bool((expected == array).all())
+    tolerance = _ROUNDING * float(np.finfo(expected.dtype).eps)
+    largest = float(module.nan_to_num(abs(expected)).max())
+    limits = tolerance, tolerance * largest  # relative, absolute
+    return bool(module.allclose(array, expected, *limits, equal_nan=True))
+
+
+class Comparison:
+    """Compares calls of a function for a block with calls of copies for a part of the block.
+
+    Parameters
+    ----------
+    name
+        Name of the function in warnings.
+    block, remedy
+        Name of the block, and sentences with another way, for warnings.
+    box
+        Bounds of the block.
+    is_divided
+        By axis, whether its elements are divided between ranks.
+    values
+        The function and its arguments that a call may change.
+    module
+        Module of the arrays.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: str,
+        remedy: str,
+        box: Box,
+        is_divided: Sequence[bool],
+        values: Sequence[Any],
+        module: Any = np,
+    ) -> None:
+        self._name, self._block, self._remedy, self._module = name, block, remedy, module
+        lengths = zip(box_shape(box), is_divided, strict=True)
+        #: By axis: length of the block if it is divided, else 0.
+        self._lengths = [n if is_cut and n > 1 else 0 for n, is_cut in lengths]
+        pairs = zip(box, self._lengths, strict=True)
+        self._box, self._part = box, tuple(_part(along, n) for along, n in pairs)
+        self._copies = Copies(*values if any(self._lengths) else ())
+        self._left = _MOST_CALLS if any(self._lengths) and self._copies else 0
+
+    def __bool__(self) -> bool:
+        """Return whether the next call is compared."""
+        return self._left > 0
+
+    def __call__(
+        self,
+        compute: Compute,
+        call: Callable[[], T],
+        arrays: Callable[[T], Any],
+        read: Sequence[Array] | None = None,
+    ) -> T:
+        """Return the value of a call for the whole block; warn if it depends on the block.
+
+        Parameters
+        ----------
+        compute
+            Returns the arrays that copies of the values compute for a box.
+        call
+            Calls the function for the whole block.
+        arrays
+            Returns the arrays for the whole block, from the value of `call`.
+        read
+            Arrays that the function reads, by default its values. If they are uniform, the next
+            call is compared, too.
+        """
+        part = None
+        with suppress(Exception):  # of a function for blocks of this size alone
+            part = self._of_parts(compute)  # before the call: files that both write have its values
+        value = call()
+        left, self._left = self._left - 1, 0
+        if part is not None:
+            with suppress(Exception):
+                if self._depends(compute, part, self._cut(arrays(value))):
+                    self._warn()
+                elif not self._shows(arrays(value) if read is None else read):
+                    self._left = left
+        return value
+
+    def _warn(self) -> None:
+        """Warn in the client and in this worker."""
+        warn(
+            f"{self._name} returns other values for halves of {self._block} than for the whole, so "
+            f"its result depends on the number of ranks. {self._remedy}",
+            P2PWarning,
+        )
+
+    def _shows(self, arrays: Sequence[Array]) -> bool:
+        """Return whether a mean differs from some elements."""
+        return not all(a.size == 0 or bool((a == a[(0,) * a.ndim]).all()) for a in arrays)
+
+    def _depends(self, compute: Compute, part: Sequence[Array], cut: Sequence[Array]) -> bool:
+        """Return whether values depend on the division of the array into blocks."""
+        if self._is_same(part, cut):
+            return False
+        reads: list[str] = []
+        again = self._of_parts(compute, reads)
+        cut = self._of_whole(compute)
+        if "rank" in reads or not self._is_same(again, part) or self._is_same(part, cut):
+            return False  # random numbers of each rank, or of each call; a state
+        if "at" not in reads:
+            return True
+        # Random numbers by the position differ elsewhere; those of a mean differ alike.
+        away = self._of_parts(compute, reads, self._lengths), self._of_whole(compute, self._lengths)
+        changes = (_minus(*pair) for pair in zip(*away, strict=True))
+        arrays = zip(cut, part, changes, strict=True)
+        return self._is_same(cut, [c + change - _minus(p, c) for c, p, change in arrays])
+
+    def _of_parts(
+        self, compute: Compute, reads: list[str] | None = None, shift: Sequence[int] = ()
+    ) -> list[Array]:
+        return [*compute(self._copies(), self._part, Watch(reads, shift))]
+
+    def _of_whole(self, compute: Compute, shift: Sequence[int] = ()) -> list[Array]:
+        return self._cut(compute(self._copies(), self._box, Watch(None, shift)))
+
+    def _cut(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the part of arrays for the whole block."""
+        lows = zip(self._part, self._box, strict=True)
+        slices = tuple(slice(a - low, b - low) for (a, b), (low, _) in lows)
+        return [array[slices] for array in arrays]
+
+    def _is_same(self, parts: Sequence[Array], cut: Sequence[Array]) -> bool:
+        return all(is_close(self._module, *pair) for pair in zip(parts, cut, strict=True))
+
+
+def _part(along: tuple[int, int], length: int) -> tuple[int, int]:
+    """Return a part with two cuts; it lies off the centre, where waves have other means."""
+    start, stop = along
+    if not length:
+        return start, stop
+    start += max(1, length // 7)
+    return start, start + max(1, length * 10 // 21)
+
+
+def _minus(a: Array, b: Array) -> Array:
+    return a.astype(np.result_type(a.dtype, np.float64)) - b
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function; that of its class for other objects, without an address."""
+    name = funcname(function)
+    return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
+
+
+def watched(values: Mapping[str, Any], watch: Watch | None) -> dict[str, Any]:
+    """Return the arguments of a copy, whose reads of its position a watch notes."""
+    if watch is None:
+        return {**values}
+    positions = {name for name, value in values.items() if hasattr(value, "watched")}
+    return {name: watch(value) if name in positions else value for name, value in values.items()}
+
+
+class Checks:
+    """The checks of one rank of `iterate`.
+
+    Attributes
+    ----------
+    are_due : bool
+        Whether the next call of a function in a step is compared.
+    """
+
+    def __init__(self, iteration: Iteration, ctx: Context, local: LocalFields) -> None:
+        self._device, self._local = ctx.device, local
+        is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
+        box = next(iter(local.fields.values())).layout.whole
+        self._comparisons = {
+            id(phase): Comparison(
+                f"iterate: {_name(phase.function)}",
+                "a local block",
+                _REMEDY,
+                box,
+                is_divided,
+                [phase.function, local.keywords],
+                ctx.device.module,
+            )
+            for phase in iteration.phases
+        }
+        self.are_due = any(map(bool, self._comparisons.values()))
+
+    def step(self, call: Call, values: Values, apply: Callable[[], Returned]) -> Returned:
+        """Make a call of a step for the whole local block, and compare it."""
+        comparison, fields = self._comparisons[id(call.phase)], self._local.fields
+
+        def compute(copies: tuple[Any, ...], box: Box, watch: Watch) -> list[Array]:
+            function, keywords = copies
+            parts = {name: fields[name].parts(box)[0] for name in call.changed}
+            outs = {
+                name: self._device.empty(part.data[part.inner].shape, part.data.dtype)
+                for name, part in parts.items()
+            }
+            arguments = watched({**values(call.phase.binding, box), **keywords}, watch)
+            replace(call.phase, function=function).fill(self._device, arguments, outs, parts)
+            return [*outs.values()]
+
+        def blocks(_: Returned) -> list[Array]:
+            return [fields[name].spare.inner for name in call.changed]
+
+        read = [field.newest.inner for field in fields.values()]
+        returned = comparison(compute, apply, blocks, read) if comparison else apply()
+        self.are_due = any(map(bool, self._comparisons.values()))
+        return returned

@@ -1,0 +1,353 @@
+"""Functions whose results depend on the number of ranks are named, and no others."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.stats
+
+from dask_p2p import iterate
+from dask_p2p.errors import P2PWarning
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+X = np.random.default_rng(0).normal(size=(24, 5))
+COUNT = 0
+
+
+@pytest.fixture(autouse=True)
+def cluster_of_workers(client):
+    pass
+
+
+def in_ranks(function, steps=4, ranks=2, x=X, **options):
+    u = da.from_array(x, chunks=(24 // ranks, 5))
+    return iterate(function, u, {0: 1}, steps, ranks=ranks, **options).compute()
+
+
+def warnings_of(recwarn):
+    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
+
+
+# --- means, norms, and neighbours that are too far away
+
+
+def without_mean(u):
+    return (u - u.mean())[1:-1]
+
+
+def normalized(u):
+    return (u / np.linalg.norm(u))[1:-1]
+
+
+def reads_two(u):  # neighbours on each side, and gets one
+    return (np.roll(u, 2, 0) + np.roll(u, -2, 0))[1:-1]
+
+
+def added_up(u):
+    return np.cumsum(u, axis=0)[1:-1]
+
+
+def added_up_from_below(u):
+    return np.cumsum(u[::-1], axis=0)[::-1][1:-1]
+
+
+def without_values(u):
+    return np.where(np.shape(u)[0] > 8, np.nan, -np.inf) * np.ones_like(u[1:-1])
+
+
+def logging_its_step(u):
+    logging.getLogger("model").debug("step")
+    return without_mean(u)
+
+
+def printing(u):
+    print(end="")  # noqa: T201
+    return without_mean(u)
+
+
+def by_scipy(u):
+    return (u - scipy.stats.tmean(u))[1:-1]
+
+
+def raising(u):
+    if not np.isfinite(u).all():
+        raise FloatingPointError("no finite values")
+    return without_mean(u)
+
+
+def by_position(u, at):
+    return without_mean(u) + np.sin(at.index[0]) + at.box[0][0] * 0.1
+
+
+class Solver:
+    """A solver as one first writes it: it has parameters, and counts its steps."""
+
+    def __init__(self, weights=1.0):
+        self.weights, self.steps = weights, 0
+        self.parameters = SimpleNamespace(rate=0.5)
+        self.generator = np.random.default_rng(0)
+
+    def without_mean(self, u):
+        self.steps += 1
+        return (u - self.weights * self.parameters.rate * u.mean())[1:-1]
+
+    def noisy(self, u):
+        return u[1:-1] + self.generator.normal(size=u[1:-1].shape)
+
+    def counted(self, u):
+        self.steps += 1
+        return u[1:-1] * self.weights + self.steps
+
+    __call__ = without_mean
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(without_mean, normalized, reads_two, added_up, added_up_from_below, without_values),
+        *(logging_its_step, printing, by_scipy, raising, by_position, Solver().without_mean),
+        *(Solver(np.ones(5)).without_mean, partial(without_mean), Solver()),
+    ],
+)
+def test_results_that_depend_on_the_number_of_ranks_are_named(function):
+    name = getattr(getattr(function, "func", function), "__name__", "Solver")
+    with pytest.warns(
+        P2PWarning, match=f"iterate: {name} returns .* on the number of ranks"
+    ) as seen:
+        in_ranks(function)
+    assert len({str(each.message) for each in seen}) == 1
+
+
+@dataclass
+class Parameters:
+    rate: float = 0.5
+
+
+Pair = namedtuple("Pair", "rate other")
+KEYWORDS = {
+    "number": 0.5,
+    "dict": {"rate": 0.5},
+    "list": [0.5],
+    "tuple": (0.5,),
+    "dataclass": Parameters(),
+    "namespace": SimpleNamespace(rate=0.5),
+    "named tuple": Pair(0.5, 1),
+}
+
+
+@pytest.mark.parametrize("kind", KEYWORDS)
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_keywords_of_all_kinds(recwarn, kind, is_wrong):
+    def relaxed(u, p):
+        rate = p["rate"] if isinstance(p, dict) else getattr(p, "rate", None)
+        rate = rate or (p[0] if isinstance(p, (list, tuple)) else p)
+        return (u - rate * (u.mean() if is_wrong else u))[1:-1]
+
+    in_ranks(relaxed, p=KEYWORDS[kind])
+    assert bool(warnings_of(recwarn)) == is_wrong
+
+
+def test_fields_that_are_uniform_at_first_show_a_mean_later():
+    def filled(u, at):
+        return (u - u.mean())[1:-1] + (at.step > 2) * at.index[0]
+
+    with pytest.warns(P2PWarning, match="filled returns other values"):
+        in_ranks(filled, 8, x=np.zeros((24, 5)))
+
+
+# --- random numbers
+
+
+def drawing(draw):
+    rng = np.random.default_rng(1)
+    return lambda u: u[1:-1] + draw(rng, u[1:-1].shape)
+
+
+def by_keyword(u, rng):
+    return u[1:-1] + rng.normal(size=u[1:-1].shape)
+
+
+def seeded(u):
+    np.random.seed(0)
+    return u[1:-1] + np.random.normal(size=u[1:-1].shape)
+
+
+def seeded_by_step(u, at):
+    return u[1:-1] + np.random.default_rng((5, at.step)).random(u[1:-1].shape)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (drawing(lambda rng, shape: rng.random(shape)), {}),
+        (drawing(lambda rng, shape: rng.integers(0, 99, shape)), {}),
+        (Solver().noisy, {}),
+        (by_keyword, {"rng": np.random.default_rng(3)}),
+        (seeded, {}),
+        (seeded_by_step, {}),
+        (lambda u: u[1:-1] + np.random.default_rng(0).normal(size=u[1:-1].shape), {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a function drew NumPy's global")
+def test_the_same_random_numbers_on_each_rank_are_named(function, options):
+    with pytest.warns(P2PWarning, match=r"the same on each rank: seed them by .* at\.rank"):
+        in_ranks(function, **options)
+
+
+def seeded_by_rank(u, at):
+    return u[1:-1] + np.random.default_rng((5, at.step, at.rank)).random(u[1:-1].shape)
+
+
+def seeded_by_box(u, at):
+    return u[1:-1] + np.random.default_rng((5, at.step, at.box[0][0])).random(u[1:-1].shape)
+
+
+def of_the_whole_array(u, at):
+    noise = np.random.default_rng((5, at.step)).random(at.shape)
+    return u[1:-1] + noise[slice(*at.box[0])]
+
+
+def unseeded(u):
+    return u[1:-1] + np.random.default_rng().normal(size=u[1:-1].shape)
+
+
+def by_hash(u, at):
+    return u[1:-1] + np.sin(12.9898 * at.index[0] + 78.233 * at.index[1] + at.step) * 43758.5 % 1
+
+
+class OwnGenerator:
+    """Its generator begins with the rank."""
+
+    rng = None
+
+    def __call__(self, u, at):
+        if self.rng is None:
+            self.rng = np.random.default_rng((5, at.rank))
+        return u[1:-1] + self.rng.random(u[1:-1].shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        drawing(lambda rng, shape: rng.normal()),  # one number for all elements
+        seeded_by_rank,
+        seeded_by_box,
+        of_the_whole_array,
+        unseeded,
+        by_hash,
+        OwnGenerator(),
+    ],
+)
+def test_other_random_numbers_are_right(recwarn, function):
+    in_ranks(function)
+    assert not warnings_of(recwarn)
+
+
+# --- right programs
+
+
+def smooth(u, out):
+    out[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:])
+
+
+def rounds_otherwise(u, out):
+    smooth(u, out)
+    out *= 1 + np.finfo(float).eps * (len(out) < 12)
+
+
+def spectral(u):
+    return np.fft.ifft(np.fft.fft(u, axis=1) * 0.5, axis=1).real[1:-1]
+
+
+def of_its_size(u, out):
+    out[:] = 0
+    out += np.reshape(u, (14, 5))[1:-1] / 2
+
+
+def by_place(u, at):
+    return u[1:-1] * (at.index[0] % 3)
+
+
+class Opened:
+    """It has a pickle in the client alone, as objects with files that they open later."""
+
+    is_open = False
+
+    def __getstate__(self):
+        if self.is_open:
+            raise TypeError
+        return {}
+
+    def __setstate__(self, state):
+        self.is_open = True
+
+    def step(self, u):
+        return u[1:-1]
+
+
+def counting(u):
+    global COUNT
+    COUNT += 1
+    return u[1:-1] + COUNT
+
+
+@pytest.mark.parametrize(
+    "function",
+    [smooth, rounds_otherwise, spectral, of_its_size, by_place, Solver(np.ones(5)).counted],
+)
+def test_right_functions_are_compared_without_a_word(recwarn, function):
+    found = in_ranks(function)
+    assert not warnings_of(recwarn)
+    if function is not of_its_size:
+        np.testing.assert_allclose(found, in_ranks(function, ranks=1), rtol=1e-14)
+
+
+class Classwide:
+    steps = 0
+
+    def step(self, u):
+        type(self).steps += 1
+        return u[1:-1] + self.steps
+
+
+def test_copies_leave_global_variables_and_classes_as_they_are():
+    """Both ranks are threads of this process, which share them."""
+    global COUNT
+    COUNT = Classwide.steps = 0
+    in_ranks(counting, 5)
+    in_ranks(Classwide().step, 5)
+    assert COUNT == 2 * 5
+    assert Classwide.steps == 2 * 5
+
+
+def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):
+    """So files that both write have the values of the whole block."""
+
+    def saving(u, at, folder):
+        np.save(f"{folder}/{at.rank}-{at.step}.npy", u)
+        with open(f"{folder}/{at.rank}.txt", "a") as lines:
+            print(at.step, len(u), file=lines)
+        return u[1:-1] * 0.5
+
+    in_ranks(saving, 3, folder=str(tmp_path))
+    assert not warnings_of(recwarn)
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text().splitlines() == [
+            "0 14",
+            "1 7",
+            "1 14",
+            "2 14",
+        ]
+        assert all(np.load(tmp_path / f"{rank}-{step}.npy").shape == (14, 5) for step in range(3))
+
+
+def test_functions_without_a_pickle_run_without_a_word(recwarn):
+    np.testing.assert_array_equal(in_ranks(Opened().step), X)
+    assert not warnings_of(recwarn)
