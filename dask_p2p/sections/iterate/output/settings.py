@@ -32,6 +32,8 @@ _GENERATORS = (
     np.random.SeedSequence,
     random.Random,
 )
+#: Methods that name all attributes, and that steps do not call.
+_MAKE_OR_COMPARE = {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__", "__replace__"}
 _READS_GLOBAL = "LOAD_GLOBAL", "LOAD_NAME"
 
 
@@ -95,7 +97,7 @@ class Descriptions:
             if not _is_library(value.__module__):
                 yield from map(self, value.__bases__)
                 for name, method in sorted(vars(value).items()):
-                    if isinstance(method, FunctionType):
+                    if isinstance(method, FunctionType) and name not in _MAKE_OR_COMPARE:
                         yield f"{name} {self(method)}"
         elif (function := _compiled_from(value)) is not None:
             yield self(function)

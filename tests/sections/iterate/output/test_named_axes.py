@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 
 import dask
 import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate, spmd
-from dask_p2p.errors import InputError
+from dask_p2p.errors import InputError, P2PWarning
 from tests.sections.iterate.output.test_stores import A, B, array
 
 xr = pytest.importorskip("xarray")
@@ -144,7 +145,8 @@ def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
     assert opened(tmp_path / "ended" / "frames").sizes["frame"] == 6  # the last one is not recorded
     assert zarr.open(tmp_path / "killed" / "frames", mode="r")["u"].shape[0] == 50
     for folder in ("ended", "killed"):
-        run(folder, 17)
+        with warnings.catch_warnings(action="ignore", category=P2PWarning):  # of its functions
+            run(folder, 17)
         found = opened(tmp_path / folder / "frames")
         assert found.step.values.tolist() == [*range(2, 17, 2)]
         assert found.attrs["frames"] == 8
