@@ -31,3 +31,14 @@ def fast_compressor(version: int) -> Any:
     from zarr.codecs import BloscCodec
 
     return BloscCodec(cname="lz4", clevel=1, shuffle="shuffle")
+
+
+def checksum(version: int, compressor: Any) -> dict[str, Any]:
+    """Return the keywords of an array whose chunks have checksums, which each reader compares."""
+    if version == 2:
+        from numcodecs import CRC32C
+
+        return {"filters": [CRC32C()]}
+    from zarr.codecs import Crc32cCodec
+
+    return {"compressors": [compressor, Crc32cCodec()]}

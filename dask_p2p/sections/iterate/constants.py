@@ -30,6 +30,7 @@ class ConstantSpec:
     value: Any = None  # unless it is divided
     #: Number of dimensions of a divided array. It has the last axes of the fields.
     ndim: int | None = None
+    shape: tuple[int, ...] = ()  # of a divided array
     is_whole: bool = False  # whether each rank receives all blocks of an array
 
 
@@ -96,7 +97,7 @@ def named_constants(
             with_halo.append(replace(spec, is_constant=True))
             halo_arrays += levels
         else:
-            specs.append(ConstantSpec(name, ndim=array.ndim))
+            specs.append(ConstantSpec(name, ndim=array.ndim, shape=array.shape))
             arrays.append(array[(None,) * (field.ndim - array.ndim)])
     return specs, arrays, with_halo, halo_arrays
 

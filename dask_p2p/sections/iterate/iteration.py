@@ -9,9 +9,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-from dask.utils import funcname
-
 from dask_p2p.plans.rank_halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.replayable import is_constant
@@ -28,12 +25,11 @@ from dask_p2p.sections.iterate.constants import ConstantSpec
 from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
 from dask_p2p.sections.iterate.functions.binding import AT, VALUES
 from dask_p2p.sections.iterate.output.series import SeriesSpec
+from dask_p2p.sections.iterate.output.settings import Descriptions
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase
 from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec
-
-_PLAIN = bool, int, float, complex, str, np.generic
 
 
 @dataclass(frozen=True)
@@ -69,13 +65,20 @@ class Iteration:
         bindings += [each.binding for each in self.series]
         return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
 
-    @property
     def settings(self) -> dict[str, str]:
-        """The names of the functions, and numbers and words among their arguments, as texts."""
+        """Return texts of the functions and their arguments, by name, which later runs compare.
+
+        Values of divided arrays are not among them.
+        """
         values = {spec.name: spec.value for spec in self.constants} | {**self.kwargs}
-        plain = {name: repr(each) for name, each in values.items() if isinstance(each, _PLAIN)}
-        functions = ", ".join(funcname(phase.function) for phase in self.phases)
-        return {"the functions": functions, **plain}
+        values["the names of arguments"] = sorted(values)
+        values |= {f"the record {spec.name}": spec.record.function for spec in self.series}
+        values["the functions"] = [(phase.function, phase.fields) for phase in self.phases]
+        for field in self.fields:
+            values[f"the boundary of {field.name}"] = field.boundary
+            values[f"the depth of {field.name}"] = field.depths
+        described = Descriptions(values.values())
+        return {name: described(value) for name, value in values.items()}
 
     @property
     def fixed_arguments(self) -> list[Any]:

@@ -123,6 +123,7 @@ class LocalFields:
         for spec in specs:
             self.fields[spec.name] = self._field(spec, local_blocks, exchange)
         self._constants: dict[str, tuple[Any, int | None]] = {}
+        self._specs = constants
         for constant in constants:
             value = self._constant(constant, local_blocks)
             if isinstance(value, ctx.device.module.ndarray):
@@ -156,6 +157,23 @@ class LocalFields:
         """The local blocks of all levels, of the fields that are no constants."""
         own = [each for each in self.fields.values() if not each.spec.is_constant]
         return tuple(level.inner for each in own for level in each.levels)
+
+    def constant_arrays(self) -> Iterator[tuple[str, Array, Box, bool]]:
+        """Yield name, block and box of each array, and whether the block counts on this rank."""
+        for name, field in self.fields.items():
+            if field.spec.is_constant:
+                yield name, field.newest.inner, field.box, True
+        for spec in self._specs:
+            block, ndim = self._constants[spec.name]
+            if spec.is_whole:
+                yield spec.name, block, tuple((0, n) for n in block.shape), self._ctx.rank == 0
+            elif ndim is not None:
+                bounds = self._ctx.box
+                lengths = *(1 for _ in bounds[ndim:]), *spec.shape  # 1: all ranks have it
+                pairs = [*zip(lengths, bounds, strict=True)]
+                box = [(0, 1) if length == 1 else own for length, own in pairs]
+                counts = not any(length == 1 and start for length, (start, _) in pairs)
+                yield spec.name, block, tuple(box[len(box) - ndim :]), counts
 
     @property
     def levels(self) -> list[HaloArray]:

@@ -9,12 +9,15 @@ the whole array::
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.geometry import Box, box_slices, split_box
-from dask_p2p.sections.exchange.device import Host
+from dask_p2p.ops.zarr_arrays import CONFIG
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.iterate.output.groups import stored
 from dask_p2p.types import Array
 
 _COPIED_ELEMENTS = 2**21  # of one copy from a GPU
@@ -53,6 +56,44 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
 def fingerprint_of_same(device: Host, value: Array, rank: int) -> np.uint64:
     """Return a rank's part of the fingerprint of a number that all ranks have: it counts once."""
     return np.uint64(0) if rank else fingerprint(device, value, ())
+
+
+class Parts:
+    """Reads or writes one rank's parts of the arrays of a group, and sums their fingerprints.
+
+    The sum over all ranks is the same for any division of the arrays between ranks. It changes with
+    each element, and with the name, dtype and shape of each array.
+    """
+
+    def __init__(self) -> None:
+        self.fingerprint = np.uint64(0)
+
+    def write(self, group: Any, name: str, block: Array, box: Box) -> None:
+        """Write a part of an array."""
+        array = stored(group, name)
+        if block.size:
+            array[box_slices(box)] = block
+        self._add(array, name, block, box)
+
+    def create(self, group: Any, name: str, values: Array) -> None:
+        """Create an array with some values."""
+        self._add(group.create_array(name, data=values, config=CONFIG), name, values)
+
+    def read(self, group: Any, name: str, box: Box | None = None, counts: bool = True) -> Array:
+        """Return a part of an array, by default all of it; it may be one that counts elsewhere."""
+        array = group[name]
+        block = np.asarray(array[... if box is None else box_slices(box)])
+        if counts:
+            self._add(array, name, block, box)
+        return block
+
+    def _add(self, array: Any, name: str, block: Array, box: Box | None = None) -> None:
+        box = tuple((0, length) for length in array.shape) if box is None else box
+        text = f"{name} {array.dtype.str} {array.shape}".encode()
+        weight = np.uint64(int.from_bytes(blake2b(text, digest_size=8).digest()) | 1)
+        part = fingerprint(HOST, block, box) if block.size else np.uint64(0)
+        with np.errstate(over="ignore"):
+            self.fingerprint += weight * part
 
 
 def _of_piece(block: Any, box: Box) -> np.uint64:

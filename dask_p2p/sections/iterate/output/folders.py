@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from dask_p2p.errors import FileError, InputError, MissingPackageError, needs
+from dask_p2p.errors import FileError, InputError, MissingPackageError, P2PError, needs
 
 
 class Folder:
@@ -20,6 +21,8 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        if "\0" in path:
+            raise InputError(f"expected a path without null characters, got {path!r}. Rename it.")
         with needs("fsspec", "zarr"):
             from fsspec.core import url_to_fs
         try:
@@ -46,16 +49,25 @@ class Folder:
         """The last part of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """The folder as Zarr takes it."""
-        from fsspec.implementations.local import LocalFileSystem
-
-        if isinstance(self._files, LocalFileSystem):
-            return Path(self._root)  # each write of a file is atomic there
+        if self._is_local:
+            return _local_store()(self._root)
         from zarr.storage import FsspecStore
 
         return FsspecStore.from_url(self.path)
+
+    @property
+    def _is_local(self) -> bool:
+        from fsspec.implementations.local import LocalFileSystem
+
+        return isinstance(self._files, LocalFileSystem)
+
+    def sync(self) -> None:
+        """Wait until all that this process has written to the store is on the disk."""
+        if self._is_local:
+            self.store.sync()
 
     def exists(self) -> bool:
         """Return whether there is such a folder or file."""
@@ -85,6 +97,18 @@ class Folder:
         found: bytes = self._files.cat_file(self._root)
         return found
 
+    def write(self, contents: bytes) -> None:
+        """Create the file, with its contents on the disk; it is never there without them."""
+        if not self._is_local:
+            self._files.pipe_file(self._root, contents)
+            return
+        partial = f"{self._root}.partial"
+        with open(partial, "wb") as file:
+            file.write(contents)
+        _sync_path(partial)
+        os.replace(partial, self._root)
+        _sync_path(os.path.dirname(self._root))
+
     def touch(self) -> None:
         """Create an empty file of this name."""
         self._files.touch(self._root)
@@ -93,6 +117,48 @@ class Folder:
         """Remove the folder or file, as far as possible."""
         with suppress(OSError):
             self._files.rm(self._root, recursive=True)
+
+
+@cache
+def _local_store() -> Any:
+    """Return a class of Zarr's stores in local folders that records the files it has written."""
+    from zarr.storage import LocalStore
+
+    class RecordingStore(LocalStore):  # type: ignore[misc]
+        """Each write of a file is atomic, and is on the disk after `sync`."""
+
+        def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
+            super().__init__(root, read_only=read_only)
+            self._written = set[Path]()
+
+        async def set(self, key: str, value: Any) -> None:
+            self._written.add(self.root / key)
+            await super().set(key, value)
+
+        def set_sync(self, key: str, value: Any) -> None:  # of newer versions of Zarr
+            self._written.add(self.root / key)
+            super().set_sync(key, value)
+
+        def sync(self) -> None:
+            """Wait until the files are on the disk."""
+            files, self._written = self._written, set()
+            for file in files:
+                _sync_path(file)
+            depth = len(self.root.parent.parts)
+            for folder in {parent for file in files for parent in file.parents}:
+                if len(folder.parts) >= depth:
+                    with suppress(OSError):  # some file systems have no such call for folders
+                        _sync_path(folder)
+
+    return RecordingStore
+
+
+def _sync_path(path: str | Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def absolute(path: Any) -> str:
@@ -109,13 +175,14 @@ def absolute(path: Any) -> str:
 
 @contextmanager
 def explained(folder: Folder) -> Iterator[None]:
-    """Name the store in errors of the file system."""
+    """Name the store in errors of the file system, and of Zarr. Only for calls of these."""
     try:
         yield
-    except OSError as exc:
-        if isinstance(exc, FileError):
-            raise
+    except (P2PError, MemoryError):
+        raise
+    except Exception as exc:
+        cause = exc if isinstance(exc, OSError) else f"{type(exc).__name__}: {exc}"
         raise FileError(
-            f"expected a folder that can be written at {folder}, got {exc}. Make room, or give "
+            f"expected a folder that can be written at {folder}, got {cause}. Make room, or give "
             f"another path."
         ) from exc

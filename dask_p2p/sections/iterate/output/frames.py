@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,13 @@ from dask_p2p.sections.iterate.output.groups import (
     difference,
     opened,
     plain,
+    remove_frames,
+    resize,
     seen_by_all,
     stored,
     together,
 )
-from dask_p2p.sections.iterate.output.named_axes import FRAME, named_axes
+from dask_p2p.sections.iterate.output.named_axes import FRAME, TIMES, Coordinate, named_axes
 from dask_p2p.sections.iterate.output.specs import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.phase import Reader
 from dask_p2p.sections.iterate.scalars import Scalars
@@ -50,6 +53,8 @@ class Frames:
         self.spec, self._ctx, self._scalars = spec, ctx, scalars
         self._folder, self._count = Folder(spec.path), steps // spec.every
         self._first = next(iter(local.fields.values()))  # computed fields have its shape
+        times = [name for name in TIMES if name in scalars.values and name not in spec.fields]
+        self._names = (*spec.fields, *times)  # of fields and numbers
         self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}
         self._fields |= {each.name: self._first for each in spec.computed}
         #: By computed field.
@@ -79,9 +84,10 @@ class Frames:
 
     def _shapes(self, values: Values) -> Iterator[tuple[str, tuple[tuple[int, ...], Any]]]:
         """Yield the name, shape and dtype of each array."""
-        for name in self.spec.fields:
-            if name in self._scalars.values:
-                yield name, ((), self._scalars.values[name].dtype)
+        numbers = self._scalars.values
+        for name in self._names:
+            if name in numbers:
+                yield name, ((), numbers[name].dtype)
             else:
                 field = self._fields[name]
                 yield name, (self._shape(field), field.spec.dtype)
@@ -116,35 +122,54 @@ class Frames:
                 f"{difference(group.attrs.get('program'), program)}. Give another path, or remove "
                 f"the folder."
             )
-        done = min(first // every, int(group.attrs["frames"]))
-        if done < first // every:
+        count = min(first // every, int(group.attrs["frames"]))
+        if count < first // every:
             raise InputError(
                 f"expected {first // every} frames at {folder}, as the run resumes at step "
-                f"{first}, got {done}. Give the folder of the earlier run, or another checkpoint."
+                f"{first}, got {count}. Give the folder of the earlier run, or another checkpoint."
             )
+        group.attrs.update({"frames": count, "steps": count * every, "run": self._run})
         missing = {name: each for name, each in shapes.items() if name not in group}
         dims = {name: (FRAME, *self._dims(name, shape)) for name, (shape, _) in shapes.items()}
         create_arrays(group, missing, self.spec.chunks, self._count, dims)
-        self._write_coordinates(group)
-        for name in shapes:
-            if group[name].shape[0] < self._count:
-                group[name].resize((self._count, *group[name].shape[1:]))
-        group.attrs.update({"frames": done, "steps": done * every, "run": self._run})
+        for name in shapes.keys() - missing.keys():
+            remove_frames(group[name], folder.child(name), count)
+            resize(group[name], self._count)
+        coordinates = [name for name in TIMES if name in shapes and shapes[name][0] == ()]
+        for name, coordinate in self._coordinates(shapes).items():
+            self._write_coordinate(group, name, coordinate)
+            coordinates += [name] if coordinate.dim != name else []
+        group.attrs["coordinates"] = " ".join(coordinates)
+
+    def _coordinates(self, names: Collection[str]) -> dict[str, Coordinate]:
+        """Return the coordinates by name; those along the frames have as many values."""
+        numbers = np.arange(self._count)
+        coordinates = {
+            FRAME: Coordinate(numbers, {}, FRAME),
+            "step": Coordinate(self.spec.every * (numbers + 1), {}, FRAME),
+        }
+        for name in {*coordinates}.intersection([*names, *self.spec.dims]):
+            del coordinates[name]  # a field or an axis has the name
+        return coordinates | dict(self.spec.coords)
 
     def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
         """Return the names of a field's axes; a field on faces has another length along some."""
         usual = zip(self.spec.dims, self._shape(self._first), shape, strict=False)
         return [dim if wanted == length else f"{dim}_{name}" for dim, wanted, length in usual]
 
-    def _write_coordinates(self, group: Any) -> None:
+    def _write_coordinate(self, group: Any, name: str, coordinate: Coordinate) -> None:
         slices = dict(zip(self.spec.dims, self.spec.slices(len(self.spec.dims)), strict=True))
-        for name, coordinate in self.spec.coords.items():
-            values = coordinate.values[slices.get(name, slice(self._count))]
-            if name in group and group[name].shape == values.shape:
-                continue
-            options = named_axes(group.metadata.zarr_format, [name])
-            made = group.create_array(name, data=values, overwrite=True, **options)
-            made.attrs.update(coordinate.attributes)
+        values = coordinate.values[slices.get(name, slice(self._count))]
+        if coordinate.dim == FRAME and len(values) < self._count:
+            raise InputError(
+                f"coords: expected a value for each of {self._count} frames, got {len(values)} in "
+                f"{name!r}. Give more values."
+            )
+        if name in group and group[name].shape == values.shape:
+            return
+        options = named_axes(group.metadata.zarr_format, [coordinate.dim])
+        array = group.create_array(name, data=values, overwrite=True, **options)
+        array.attrs.update(coordinate.attributes)
 
     def _shares_chunks(self) -> bool:
         """Return whether this rank has a part of a chunk whose rest another rank has."""
@@ -166,9 +191,10 @@ class Frames:
     def copy(self, step: int, values: Values) -> None:
         """Copy this rank's part of a frame, which `write` writes."""
         self._number = step // self.spec.every - 1
-        for name in self.spec.fields:
-            if name in self._scalars.values:
-                self._copies[name] = np.asarray(self._scalars.values[name])
+        numbers = self._scalars.values
+        for name in self._names:
+            if name in numbers:
+                self._copies[name] = np.asarray(numbers[name])
             else:
                 self._put(name, self._fields[name].newest.inner)
         for each in self.spec.computed:
@@ -245,9 +271,27 @@ class Frames:
     def record(self, step: int) -> None:
         """Record in the store that all ranks have written the frame of a step. On rank 0."""
         with explained(self._folder):
-            if self._run.encode() not in attributes_of(self._group, self._folder):
+            if not self._is_newest_run():
                 raise another_run("frames", self._folder)
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
+
+    def sync(self) -> None:
+        """Wait until all that this rank has written is on the disk."""
+        with explained(self._folder):
+            self._folder.sync()
+
+    def close(self) -> None:
+        """Let the arrays end with the last recorded frame, as far as possible. On rank 0."""
+        if self._ctx.rank or not self._arrays:
+            return
+        with suppress(Exception):
+            if self._is_newest_run() and (count := int(self._group.attrs["frames"])) < self._count:
+                for _, array in self._group.arrays():
+                    if _is_along_frames(array):
+                        resize(array, count)
+
+    def _is_newest_run(self) -> bool:
+        return self._run.encode() in attributes_of(self._group, self._folder)
 
 
 class BackgroundFrames:
@@ -292,12 +336,17 @@ class BackgroundFrames:
                 self._ctx.barrier()
 
     def flush(self) -> None:
-        """Wait until all ranks have written all frames; rank 0 records them."""
-        _call(self._awaited())
+        """Wait until all ranks have written all frames to the disk; rank 0 records them."""
+        self._wait()
+        syncs = [frames.sync for frames in self._frames]
+        _call(syncs)
+        _call([*self._awaited(), *syncs])
 
     def close(self) -> None:
-        """End the thread, after its frame."""
+        """End the thread, after its frame, and all groups, after their last recorded frame."""
         self._thread.shutdown()
+        for frames in self._frames:
+            frames.close()
 
     def _awaited(self) -> list[Callable[[], None]]:
         """Wait until all ranks have written their frames; return the records for rank 0 to make."""
@@ -317,3 +366,8 @@ class BackgroundFrames:
 def _call(functions: Sequence[Callable[[], None]]) -> None:
     for function in functions:
         function()
+
+
+def _is_along_frames(array: Any) -> bool:
+    names = array.attrs.get("_ARRAY_DIMENSIONS") or array.metadata.dimension_names
+    return names is not None and names[0] == FRAME

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.errors import FileError, InputError
-from dask_p2p.ops.zarr_arrays import CONFIG, fast_compressor, zarr_format
+from dask_p2p.ops.zarr_arrays import CONFIG, checksum, fast_compressor, zarr_format
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.output.folders import Folder, explained
 from dask_p2p.sections.iterate.output.named_axes import named_axes
@@ -101,6 +101,9 @@ def create_arrays(
         own = (*(1 for _ in along), *chunks) if shape else along
         options = {"chunks": own, "config": CONFIG, "compressors": fast_compressor(version)}
         options |= named_axes(version, dims[name]) if dims else {}
+        options |= {} if frames is None else checksum(version, options["compressors"])
+        if frames is not None and dtype.kind in "fc":
+            options["fill_value"] = np.nan  # of frames that are not written
         try:
             group.create_array(name, shape=(*along, *shape), dtype=dtype, **options)
         except ValueError as exc:
@@ -118,6 +121,24 @@ def stored(group: Any, name: str) -> Any:
 
     found = group[name]  # an array that is opened has Zarr's default configuration
     return zarr.Array(zarr.AsyncArray(found.metadata, found.store_path, CONFIG))
+
+
+def resize(array: Any, frames: int) -> None:
+    """Change the number of frames of an array; chunks of frames that it has no more stay."""
+    from zarr.core.sync import sync
+
+    if array.shape[0] != frames:
+        sync(array.async_array.resize((frames, *array.shape[1:]), delete_outside_chunks=False))
+
+
+def remove_frames(array: Any, folder: Folder, count: int) -> None:
+    """Remove the chunks of all frames of an array but the first ones."""
+    if array.metadata.zarr_format == 3:
+        folder = folder.child("c")
+    for name in folder.names():
+        number = name.partition(".")[0]  # version 2 has files 3.0.0, version 3 folders 3/0
+        if number.isdigit() and int(number) >= count:
+            folder.child(name).remove()
 
 
 def plain(shapes: Shapes) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from dask_p2p.errors import InputError
 
 #: Name of the axis of frames.
 FRAME = "frame"
+#: Names of numbers that are coordinates of the frames.
+TIMES = "t", "time"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Coordinate:
 
     values: Any
     attributes: Mapping[str, Any]
+    dim: str
 
 
 def checked_dims(given: Any, ndim: int) -> tuple[str, ...]:
@@ -58,7 +61,7 @@ def checked_coords(
                 f"{[*lengths]}, got {name!r} with {array.dtype} of shape {array.shape}. Leave it "
                 f"out, or convert it."
             )
-        found[name] = Coordinate(array, dict(getattr(values, "attrs", {})))
+        found[name] = Coordinate(array, dict(getattr(values, "attrs", {})), name)
     return found
 
 

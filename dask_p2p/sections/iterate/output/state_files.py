@@ -8,20 +8,19 @@ once if they are the same on all ranks. If they differ, as many ranks must resum
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import box_slices
-from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import Leaf, State
-from dask_p2p.sections.iterate.output.checkpoint_folder import CheckpointFolder
-from dask_p2p.sections.iterate.output.fingerprints import fingerprint, fingerprint_of_same
+from dask_p2p.sections.iterate.output.checkpoint_folder import ATTRIBUTES, CheckpointFolder
+from dask_p2p.sections.iterate.output.fingerprints import Parts, fingerprint, fingerprint_of_same
 from dask_p2p.sections.iterate.output.folders import Folder
-from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain, stored
+from dask_p2p.sections.iterate.output.groups import create_arrays, created, plain
 from dask_p2p.sections.iterate.output.specs import store_chunks
 
 if TYPE_CHECKING:
@@ -108,22 +107,29 @@ class StateFiles(CheckpointFolder):
     def _program(self) -> dict[str, Any]:
         shapes, kinds = self._shapes(), self._kinds
         divided = {name: each for name, each in shapes.items() if kinds[name] == DIVIDED}
-        return {"format": "dask_p2p state 1", "values": kinds, "arrays": plain(divided)}
+        return {"format": ATTRIBUTES["format"], "values": kinds, "arrays": plain(divided)}
 
-    def _load(self, group: Any) -> None:
-        """Read this rank's part. Raises `InputError` if another number of ranks must resume."""
-        ranks, values = group.attrs.get("ranks"), []
-        if ranks not in (None, self.ctx.size):
+    def _details(self) -> dict[str, Any]:
+        return {"ranks": self.ctx.size if self._differing else None, "own": [*self._differing]}
+
+    def _check(self, record: Mapping[str, Any]) -> None:
+        if record["ranks"] not in (None, self.ctx.size):
             raise InputError(
-                f"ranks: expected {ranks} ranks, as the checkpoint at {self} has values that "
-                f"differ between ranks, got {self.ctx.size}. Give ranks={ranks}."
+                f"ranks: expected {record['ranks']} ranks, as the checkpoint at {self} has values "
+                f"that differ between ranks, got {self.ctx.size}. Give ranks={record['ranks']}."
             )
+
+    def _load(self, group: Any, record: Mapping[str, Any]) -> np.uint64:
+        parts, values = Parts(), []
         for name, kind in self._kinds.items():
-            is_own = kind == OWN and self._own(name) in group
-            array = group[self._own(name) if is_own else name]
-            where = box_slices(self.ctx.box) if kind == DIVIDED else ...
-            values.append(np.asarray(array[where]))
+            if kind == DIVIDED:
+                values.append(parts.read(group, name, self.ctx.box))
+            elif name in record["own"]:
+                values.append(parts.read(group, self._own(name)))
+            else:
+                values.append(parts.read(group, name, counts=self.ctx.rank == 0))
         self._state.fill(values)
+        return parts.fingerprint
 
     def _prepare(self) -> None:
         """Copy the values. Raises `InputError` for numbers that differ between ranks."""
@@ -154,26 +160,22 @@ class StateFiles(CheckpointFolder):
         is_same = (every == every[0]).all(axis=(0, 2)).tolist()
         return {name for name, same in zip(values, is_same, strict=True) if not same}
 
-    def _create(self, folder: Folder, step: int) -> None:
-        shapes, kinds = self._shapes(), self._kinds
-        attributes = self._attributes(step)
-        attributes["ranks"] = self.ctx.size if self._differing else None
-        group = created(folder, shapes, attributes)
-        of_all = {name: each for name, each in shapes.items() if kinds[name] != OWN}
-        create_arrays(group, of_all, self._chunks)
-        for name, (shape, _) in of_all.items():
-            if shape == ():
-                stored(group, name)[()] = self._arrays[name]
-        for name in kinds.keys() - of_all.keys() - self._differing:
-            group.create_array(name, data=self._arrays[name], config=CONFIG)
+    def _create(self, folder: Folder) -> None:
+        shapes = self._shapes()
+        divided = {name: of for name, of in shapes.items() if self._kinds[name] == DIVIDED}
+        create_arrays(created(folder, shapes, ATTRIBUTES), divided, self._chunks)
 
-    def _fill(self, group: Any) -> None:
-        while self._arrays:
-            name, array = self._arrays.popitem()
-            if self._kinds[name] == DIVIDED and array.size:
-                stored(group, name)[box_slices(self.ctx.box)] = array
+    def _fill(self, group: Any) -> np.uint64:
+        parts = Parts()
+        for name, array in self._arrays.items():
+            if self._kinds[name] == DIVIDED:
+                parts.write(group, name, array, self.ctx.box)
             elif name in self._differing:
-                group.create_array(self._own(name), data=array, config=CONFIG)
+                parts.create(group, self._own(name), array)
+            elif self.ctx.rank == 0:
+                parts.create(group, name, array)
+        self._arrays = {}
+        return parts.fingerprint
 
     def _own(self, name: str) -> str:
         return f"{name}.rank-{self.ctx.rank}"

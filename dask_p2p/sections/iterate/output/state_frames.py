@@ -26,7 +26,8 @@ class _StateReader:
     """Values of a state, read by `Frames` as fields and numbers."""
 
     def __init__(self, ctx: Context, values: StateValues) -> None:
-        self._state, kinds = values, dict(zip(values.names, values.kinds, strict=True))
+        self._device, self._state = ctx.device, values
+        kinds = dict(zip(values.names, values.kinds, strict=True))
         self._numbers = [name for name, kind in kinds.items() if kind == NUMBER]
         self.fields = {
             name: _StateArray(ctx, values, name) for name in kinds if kinds[name] == DIVIDED
@@ -35,8 +36,8 @@ class _StateReader:
     @property
     def values(self) -> dict[str, Any]:
         """The numbers."""
-        arrays = self._state.arrays()
-        return {name: arrays[name][()] for name in self._numbers}
+        leaves = self._state.leaves()
+        return {name: self._device.to_host(leaves[name].array)[()] for name in self._numbers}
 
 
 class _StateArray:

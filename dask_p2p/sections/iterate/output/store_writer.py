@@ -6,7 +6,8 @@ after all ranks it records in the store that a frame or a checkpoint is complete
     frames.zarr/            checkpoints/
       zarr.json  frames: 3    step-000000000400/  u  v
       u  (frame, y, x)        step-000000000400.complete
-      v  (frame, y, x)        step-000000000600/  u  v           without `.complete`: not used
+      v  (frame, y, x)        step-000000000600/  u  v
+      step  frame             step-000000000600.incomplete       not used
 
 A thread writes a copy of a frame while the next steps are made. The next frame that is due waits
 for all ranks, and then the thread of rank 0 records the previous one::
@@ -44,7 +45,7 @@ class Stores:
         scalars: Scalars,
         series: Series,
         steps: int,  # of the run
-        settings: Mapping[str, str],  # which checkpoints in files record
+        settings: Callable[[], Mapping[str, str]],  # which checkpoints in files record
     ) -> None:
         self._steps, self._names = steps, specs.names
         self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]

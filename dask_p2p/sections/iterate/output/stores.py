@@ -26,11 +26,13 @@ from dask_p2p.sections.iterate.output.state_frames import StateFrames
 class Save:
     """Frames of fields, which `iterate` or `Context.steps` writes to a Zarr group.
 
-    The group has an array (frame, ...) for each field, for all frames of the run. Its attribute
-    `frames` is the number of frames that all ranks have written, and `steps` the step of the last
-    one. A thread of each rank writes a copy of its local blocks while steps go on. The next frame
-    waits for the end of that write. A run that begins to write the same group ends an earlier one
-    that is under way.
+    The group has an array (frame, ...) for each field, for all frames of the run. When the run
+    ends, the arrays end with the last frame. Their coordinates are `frame` and `step`, and numbers
+    `t` and `time` of the program. Its attribute `frames` is the number of frames that all ranks
+    have written, and `steps` the step of the last one. Each chunk has a checksum, which readers
+    compare; a missing one is NaN, or 0 for integers. A thread of each rank writes a copy of its
+    local blocks while steps go on. The next frame waits for the end of that write. A run that
+    begins to write the same group ends an earlier one that is under way.
 
     Parameters
     ----------
@@ -78,10 +80,11 @@ class Checkpoint:
     """Checkpoints in files, which `iterate` or `Context.steps` writes, and resumes from.
 
     A run begins at the newest complete checkpoint, with any number of ranks and any chunks. Then it
-    does not use the initial values that it gets. A warning names those that differ from the initial
-    values of the first run, and numbers and words among the arguments, and functions of another
-    name. Checkpoints that another run writes to the same folder at the same time end the run that
-    began first.
+    does not use the initial values that it gets. A warning names initial values, constants,
+    keywords, boundaries, depths and functions that differ from those of the first run. A
+    fingerprint shows damaged checkpoints: then a warning names the newest one, and the run begins
+    at an older one. Checkpoints that another run writes to the same folder at the same time end the
+    run that began first.
 
     Parameters
     ----------
@@ -90,7 +93,8 @@ class Checkpoint:
     every : int or str, optional
         Number of steps, or time, between checkpoints; by default "10 minutes".
     keep : int, optional
-        Number of complete checkpoints that are kept, by default 2.
+        Number of complete checkpoints that are kept, by default 2. A run removes others when it
+        begins, and after each new one.
     resume : bool, optional
         If False, a folder that has checkpoints is refused.
     """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+
 import dask
 import numpy as np
 import pytest
 
-from dask_p2p import Field, Save, iterate
-from dask_p2p.errors import InputError
+from dask_p2p import Checkpoint, Field, Record, Save, iterate, spmd
+from dask_p2p.errors import InputError, P2PWarning
 from tests.sections.iterate.output.test_stores import A, B, array
 
 xr = pytest.importorskip("xarray")
-pytest.importorskip("zarr")
+zarr = pytest.importorskip("zarr")
 
 
 def saved(save, given=None, steps=2):
@@ -67,3 +70,102 @@ def test_other_fields_and_numbers_have_the_axis_of_frames(tmp_path):
 def test_wrong_names_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         saved(Save("frames", 1, **options))
+
+
+def test_frames_have_their_steps_and_times(tmp_path):
+    def step(u, t):
+        return {"u": u + 1, "t": t + 0.5}
+
+    given = {"u": array(A, (12, 10)), "t": 0.0}
+    made = iterate(step, given, 0, 50, save=Save(tmp_path, 5, fields=["u"]), ranks=1)
+    dask.compute(made, scheduler="sync")
+    found = opened(tmp_path)
+    assert {*found.data_vars} == {"u"}
+    assert {*found.coords} == {"frame", "step", "t"}
+    assert found.step.values.tolist() == [*range(5, 51, 5)]
+    assert found.t.values.tolist() == [step / 2 for step in range(5, 51, 5)]
+    some = found.u.isel(frame=[0, 5, 9])
+    assert some.frame.values.tolist() == [0, 5, 9]
+    assert some.swap_dims(frame="step").sel(step=30).t == 15
+    np.testing.assert_allclose(some.swap_dims(frame="t").sel(t=15), A + 30)
+
+
+def test_numbers_of_a_loop_of_steps_are_times(tmp_path):
+    def loop(ctx, u, count):
+        s = ctx.state(u=u, time=0.0)
+        for step in ctx.steps(20, s, save=Save(str(tmp_path), 2)):
+            if step == count:
+                break
+            s.u, s.time = s.u + 1, s.time + 0.25
+        return s.u
+
+    spmd(loop, array(A, (12, 10)), count=7, ranks=1).compute(scheduler="sync")
+    found = opened(tmp_path)
+    assert (found.step.values.tolist(), found.time.values.tolist()) == ([2, 4, 6], [0.5, 1, 1.5])
+    assert found.u.shape == (3, *A.shape)
+
+
+def test_names_of_fields_and_axes_are_not_those_of_coordinates(tmp_path):
+    given = {"u": array(A, (12, 10)), "step": 0, "t": array(B, (12, 10))}
+    save = Save(tmp_path, 1, dims=["y", "time"])
+    made = iterate(lambda u, step, t: {"step": step + 2}, given, 0, 3, save=save, ranks=1)
+    dask.compute(made, scheduler="sync")
+    found = opened(tmp_path)
+    assert {*found.coords} == {"frame"}
+    assert found["step"].values.tolist() == [2, 4, 6]
+    with pytest.raises(InputError, match="a value for each of 6 frames, got 3 in 'frame'"):
+        saved(Save(tmp_path / "few", 1, coords={"frame": [0.0, 1.0, 2.0]}), steps=6)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8"])  # big-endian: Zarr's version 2
+def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
+    given = {"u": array(A.astype(dtype), (12, 10))}
+
+    def run(folder, steps, stop=-1, copy=None):
+        def step(u, at):
+            if at.step == stop:
+                raise InputError("stopped")
+            return {"u": (u + 1).astype(dtype)}
+
+        def record(at):
+            if copy is not None and at.step == 12:
+                shutil.copytree(tmp_path / folder, copy)  # as if the job were killed then
+            return 0.0
+
+        options = {
+            "save": Save(tmp_path / folder / "frames", 2),
+            "checkpoint": Checkpoint(tmp_path / folder / "states", every=4),
+            "record": {"none": Record(record)},
+        }
+        made = iterate(step, given, 0, steps, ranks=1, **options)
+        dask.compute(made, scheduler="sync")
+
+    with pytest.raises(InputError, match="stopped"):
+        run("ended", 100, stop=15, copy=tmp_path / "killed")
+    assert opened(tmp_path / "ended" / "frames").sizes["frame"] == 6  # the last one is not recorded
+    assert zarr.open(tmp_path / "killed" / "frames", mode="r")["u"].shape[0] == 50
+    for folder in ("ended", "killed"):
+        with warnings.catch_warnings(action="ignore", category=P2PWarning):  # of its functions
+            run(folder, 17)
+        found = opened(tmp_path / folder / "frames")
+        assert found.step.values.tolist() == [*range(2, 17, 2)]
+        assert found.attrs["frames"] == 8
+        np.testing.assert_allclose(found.u[:, 0, 0], A[0, 0] + found.step)
+        names = {path.name.partition(".")[0] for path in (tmp_path / folder / "frames/u").iterdir()}
+        if dtype == ">f8":
+            assert {name for name in names if name.isdigit()} == {*map(str, range(8))}
+
+
+def test_a_run_that_ends_early_has_as_many_frames(tmp_path):
+    def run(last):
+        record = {"size": lambda u: u.size}
+        options = {"record": record, "until": lambda numbers: numbers["size"] > 0 and last}
+        made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 6, save=Save(tmp_path, 1), **options)
+        dask.compute(made, scheduler="sync")
+
+    run(last=False)
+    assert opened(tmp_path).u.shape == (6, *A.shape)
+    run(last=True)
+    found = opened(tmp_path)
+    assert found.step.values.tolist() == [1]
+    assert found.u.shape == (1, *A.shape)

@@ -109,9 +109,6 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
     assert not values(8), "the first values are those of the first run"
     (text,) = values(10, u=U + 2, t=0.25)
     assert "first run there in u, t:" in text
-    old = zarr.open(tmp_path / f"step-{10:012}", mode="r+")
-    del old.attrs["initial"]
-    assert not values(12, t=0.25), "a checkpoint of an earlier version has none"
 
 
 @pytest.mark.parametrize("stop", [3, 5])  # before its second checkpoint, or the third
@@ -225,16 +222,28 @@ def test_a_folder_that_ranks_do_not_share_is_refused_at_the_start(tmp_path):
     assert not [*tmp_path.glob("*/*")]
 
 
-def test_files_of_a_user_stay_and_those_of_killed_jobs_do_not(tmp_path):
-    users = ["run-1", "run-final", "step-1", "step-000100", "step-final2", "step-2.complete"]
-    killed = ["run-0123456789abcdef", f"step-{3:012}"]
-    for name in (*users, *killed):
+def test_only_what_this_package_has_written_is_removed(tmp_path):
+    users = ["run-1", "run-0123456789abcdef", "step-1", "step-final2", f"step-{3:012}"]
+    for name in users:
         (tmp_path / name).mkdir()
-    for _ in range(2):
-        run_gang(grid(2), program(tmp_path, 8))
-        found = {path.name for path in tmp_path.iterdir()}
-        assert found.issuperset(users)
-        assert found.isdisjoint(killed)
+        (tmp_path / name / "notes.txt").touch()
+    zarr.create_group(tmp_path / f"step-{5:012}")
+    with pytest.raises(StoppedError):
+        run_gang(grid(2), program(tmp_path, 20, stop=10))
+    (tmp_path / f"step-{8:012}.complete").unlink()  # it was never written
+    (tmp_path / "dask_p2p-run-0123456789abcdef").touch()
+    (tmp_path / f"step-{6:012}.incomplete").touch()
+    (tmp_path / f"step-{6:012}").mkdir()
+    for steps in (7, 9):
+        run_gang(grid(2), program(tmp_path, steps, keep=1))
+        names = {path.name for path in tmp_path.iterdir()}
+        last = f"step-{steps // 4 * 4:012}"
+        own = {last, f"{last}.complete"}
+        assert own == names - {*users, f"step-{5:012}", f"step-{6:012}.incomplete"}
+        assert all((tmp_path / name / "notes.txt").exists() for name in users)
+    (tmp_path / f"step-{12:012}").mkdir()
+    with pytest.raises(FileError, match=r"no folder at .*step-000000000012, got one that dask_p2p"):
+        run_gang(grid(2), program(tmp_path, 13))
 
 
 def test_of_two_runs_that_begin_at_the_same_time_one_ends(tmp_path, monkeypatch):

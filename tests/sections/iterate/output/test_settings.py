@@ -1,0 +1,262 @@
+"""A run that resumes with other functions or arguments than those of the first run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+import types
+import warnings
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, Field, Record, Whole, iterate
+from tests.support import import_path
+
+pytest.importorskip("zarr")
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
+U = np.random.default_rng(0).normal(size=(12, 8))
+RATE = 0.25
+NUMBERS = {"rate": 0.5, "steps": 10}
+
+
+def helper(u):
+    return RATE * (u[2:] - 2 * u[1:-1] + u[:-2])
+
+
+def heat(u):
+    """Return the next field."""
+    return {"u": u[1:-1] + helper(u) * NUMBERS["rate"]}
+
+
+def ready(u):
+    return {"u": u}
+
+
+def differences(path, steps=5, function=heat, chunks=6, scheduler="sync", **options):
+    """Run some steps; return the names in the warnings."""
+    given = {"u": da.from_array(U, chunks=(chunks, 8))}
+    given = {"boundary": "nearest", "checkpoint": Checkpoint(path, every=5), "ranks": 1} | {
+        "fields": given,
+        "depth": {0: 1},
+        **options,
+    }
+    fields, depth = given.pop("fields"), given.pop("depth")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dask.compute(iterate(function, fields, depth, steps, **given), scheduler=scheduler)
+    texts = [str(warning.message) for warning in caught]
+    return [re.search(r"first run there in (.*): the steps before", text)[1] for text in texts]
+
+
+def test_boundaries_and_depths(tmp_path):
+    assert differences(tmp_path) == []
+    for boundary in ("periodic", 1.5, {0: ("nearest", 0.0)}, lambda rim, inside, at: None):
+        assert differences(tmp_path, 9, boundary=boundary) == ["the boundary of u"]
+    wide = {"depth": {0: 2}, "function": lambda u: heat(u[1:-1])}
+    assert differences(tmp_path, 9, **wide) == ["the functions, the depth of u"]
+
+
+def test_functions_of_the_same_name(tmp_path):
+    def scaled(rate):
+        def step(u):
+            """Return a field."""
+            return {"u": rate * u[1:-1]}
+
+        return step
+
+    assert differences(tmp_path / "closure", function=scaled(1.0)) == []
+    assert differences(tmp_path / "closure", 9, scaled(1.0)) == []
+    assert differences(tmp_path / "closure", 9, scaled(2.0)) == ["the functions"]
+
+    def step(u):
+        """Return a field."""
+        return {"u": repeated(u, 2)}
+
+    def repeated(u, count):
+        return repeated(u, count - 1) if count else 1.0 * u[1:-1]
+
+    path, copied = tmp_path / "code", cloudpickle.loads(cloudpickle.dumps(step))
+    assert differences(path, function=step) == []
+    assert differences(path, 9, copied) == []
+
+    def step(u):
+        """Return the same field, with another text."""
+
+        # and other lines
+        return {"u": repeated(u, 2)}
+
+    assert differences(path, 9, step) == []
+
+    def step(u):
+        return {"u": 1.5 * u[1:-1]}
+
+    assert differences(path, 9, step) == ["the functions"]
+    phases = [(heat, ("u",)), (ready, ("u",))]
+    assert differences(tmp_path / "phases", function=phases, fields={"u": da.from_array(U)}) == []
+    again = {"fields": {"u": da.from_array(U)}}
+    assert differences(tmp_path / "phases", 9, phases[::-1], **again) == ["the functions"]
+
+
+def test_variables_of_the_module(tmp_path, monkeypatch):
+    assert differences(tmp_path) == []
+    monkeypatch.setitem(NUMBERS, "steps", 9)
+    assert differences(tmp_path, 9) == [], "no function reads it"
+    monkeypatch.setitem(NUMBERS, "rate", 0.25)
+    assert differences(tmp_path, 9) == ["the functions"]
+    monkeypatch.setitem(NUMBERS, "rate", 0.5)
+    monkeypatch.setattr(sys.modules[__name__], "RATE", 0.125)
+    assert differences(tmp_path, 9) == ["the functions"]
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.modules[__name__], "helper", lambda u: 0)
+    assert differences(tmp_path, 9) == ["the functions"]
+
+
+@dataclasses.dataclass
+class Numbers:
+    rate: float = 1.0
+    steps: int = 5
+
+    def double(self):
+        return 2 * self.rate
+
+
+PAIRS = [
+    (1, 2),
+    ("a", "b"),
+    (None, 1),
+    ([1, 2], [1, 3]),
+    ({"a": 1}, {"a": 2}),
+    ({"x", "y", "z"}, {"x", "y"}),
+    (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    (Numbers(1.0), Numbers(2.0)),
+    (Numbers(1.0).double, Numbers(2.0).double),
+    (np.arange(3), np.arange(3) + 1),
+    (np.float32(1), np.float64(1)),
+    (functools.partial(max, 1), functools.partial(max, 2)),
+    (lambda x: x + 1, lambda x: x + 2),
+    (slice(1), slice(2)),
+    (np.array([1, "a"], object), np.array([1, "b"], object)),
+]
+
+
+@pytest.mark.parametrize(("value", "changed"), PAIRS)
+def test_keywords(tmp_path, value, changed):
+    def keyword(u, p):
+        return {"u": u[1:-1]}
+
+    assert differences(tmp_path, function=keyword, p=value) == []
+    copied = cloudpickle.loads(cloudpickle.dumps(value))
+    assert differences(tmp_path, 9, keyword, p=copied) == []
+    assert differences(tmp_path, 9, keyword, p=changed) == ["p"]
+
+
+def test_keywords_that_are_left_out(tmp_path):
+    def keyword(u, p=1):
+        return {"u": p * u[1:-1]}
+
+    assert differences(tmp_path, function=keyword, p=2) == []
+    assert differences(tmp_path, 9, keyword) == ["the names of arguments"]
+
+
+def test_keywords_without_a_pickle(tmp_path):
+    def keyword(u, p):
+        return {"u": u[1:-1] * p[0].rate}
+
+    values = [Numbers(), threading.Lock(), np.random.default_rng()]
+    assert differences(tmp_path, function=keyword, p=values) == []
+    values = [Numbers(steps=9), threading.Lock(), np.random.default_rng()]
+    assert differences(tmp_path, 9, keyword, p=values) == [], "it does not read `steps`"
+
+
+def test_constants(client, tmp_path):
+    """Arrays of all kinds, divided and whole, by any number of ranks."""
+
+    def step(u, a, row, column, wide, whole, lazy):
+        return {"u": u[1:-1] + 0 * (a + row + column)}
+
+    line = np.arange(8.0)
+    constants = {
+        "a": da.from_array(U, chunks=4),
+        "row": line,
+        "column": U[:, :1],
+        "wide": Field(U, depth={0: 1}, boundary="nearest"),
+        "whole": Whole(np.arange(5.0)),
+        "lazy": Whole(da.arange(6.0, chunks=2)),
+    }
+    options = {"function": step, "scheduler": None}
+    assert differences(tmp_path, constants=constants, **options, ranks=1) == []
+    for ranks, chunks in ((2, 6), (4, 3), (3, 4)):
+        given = {"constants": constants, "ranks": ranks, "chunks": chunks}
+        assert differences(tmp_path, 9, **options, **given) == []
+    others = {
+        "a": da.from_array(U + 1, chunks=4),
+        "row": line[::-1],
+        "column": 2 * U[:, :1],
+        "wide": Field(U + 1, depth={0: 1}, boundary="nearest"),
+        "whole": Whole(np.arange(5.0) + 1),
+        "lazy": Whole(da.arange(1.0, 7.0, chunks=2)),
+    }
+    for name, value in others.items():
+        given = {"constants": constants | {name: value}, "ranks": 2}
+        assert differences(tmp_path, 9, **options, **given) == [name]
+
+
+def test_records(tmp_path):
+    def recorded(scale):
+        return {"record": {"mass": Record(lambda u: scale * u[1:-1].sum())}}
+
+    assert differences(tmp_path, **recorded(1.0)) == []
+    assert differences(tmp_path, 9, **recorded(1.0)) == []
+    assert differences(tmp_path, 9, **recorded(2.0)) == ["the record mass"]
+
+
+PROGRAM = """
+import sys, warnings
+import dask, dask.array as da, numpy as np
+from dask_p2p import Checkpoint, iterate
+
+KINDS = {"x", "y", "zz"}
+OPTIONS = {"rate": 0.5, "names": {"a", "b", "c"}}
+
+class Model:
+    def __init__(self):
+        self.rate = 0.25
+        self.names = {"p", "q", "r"}
+    def __call__(self, u):
+        return {"u": u[1:-1] + self.rate * len(self.names & KINDS) * OPTIONS["rate"]}
+
+def step(u, options, key):
+    if key in {"one", "two", "three"}:
+        return Model()(u)
+    return {"u": u[1:-1] * np.float32(options["rate"])}
+
+if __name__ == "__main__":
+    path, steps, chunks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    warnings.simplefilter("error")
+    for name, function in (("step", step), ("model", Model())):
+        more = {"options": OPTIONS, "key": "one"} if name == "step" else {}
+        u = da.from_array(np.arange(24.0), chunks=chunks)
+        made = iterate(function, {"u": u}, 1, steps, ranks=1,
+                       checkpoint=Checkpoint(path + "/" + name, every=2), **more)
+        dask.compute(made, scheduler="sync")
+"""
+
+
+def test_the_same_program_in_another_process_has_no_warning(tmp_path):
+    """With another hash seed, another file, other lines and other chunks."""
+    for number, steps in enumerate((2, 4, 6)):
+        file = tmp_path / f"program-{number}.py"
+        file.write_text("# a line\n" * number + PROGRAM)
+        env = {**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": import_path()}
+        command = [sys.executable, str(file), str(tmp_path / "states"), str(steps), str(4 + number)]
+        subprocess.run(command, check=True, env=env)
