@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+
 import numpy as np
 import pytest
 
@@ -23,6 +26,35 @@ class TestComm(PackedConformance):
         key, array = block
         with pytest.raises(TransferError, match="does not lie in a block"):
             self.read(setup, key, array, box)
+
+    def test_errors_that_nobody_waits_for_are_not_logged(self, setup, loop, block, monkeypatch):
+        """A killed holder ends all requests at once; the reader gives up with the first."""
+        key, array = block
+        asked, logged = [], []
+
+        async def call(address, op, **kwargs):
+            asked.append(asyncio.current_task())
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                raise ConnectionAbortedError("it has left the cluster") from None
+
+        monkeypatch.setattr(setup.reader.worker, "call", call)
+        loop.loop.set_exception_handler(lambda loop, context: logged.append(context))
+        try:
+            remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+            remote.request()
+            wait_until(lambda: asked)
+            remote.close()
+            wait_until(lambda: all(task.done() for task in asked))
+            del remote
+            asked.clear()
+            for _ in range(3):
+                loop.run(asyncio.sleep(0.01))
+                gc.collect()
+        finally:
+            loop.loop.set_exception_handler(None)
+        assert logged == []
 
     def test_room_is_given_back_where_packing_fails(self, setup, block, monkeypatch):
         def fail(*args, **kwargs):
