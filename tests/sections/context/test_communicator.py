@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError, MissingPackageError, SectionError
+from dask_p2p.errors import AxesError, InputError, MissingPackageError, SectionError
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 
@@ -51,6 +51,17 @@ def test_lines_of_the_grid():
     assert run_gang(GRID, along) == [(n % 3, n // 3) for n in range(6)]
 
 
+def test_only_the_ranks_of_a_communicator_make_its_calls():
+    def some(ctx):
+        comm = ctx.split(ctx.rank < 2)
+        if ctx.rank < 2:
+            assert comm.sendrecv(ctx.rank, 1 - comm.rank, 1 - comm.rank) == 1 - ctx.rank
+            return comm.allreduce(1)
+        return 0
+
+    assert run_gang(RankGrid(((1,) * 3,), (3,)), some) == [2, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -75,6 +86,15 @@ def test_colors_are_integers(color, key):
             ctx.split(color, key)
 
     run_gang(RankGrid(((1,),), (1,)), split)
+
+
+@pytest.mark.parametrize("axis", [1, -2, "a", 0.5])
+def test_lines_are_along_axes_of_the_grid(axis):
+    def along(ctx):
+        with pytest.raises(AxesError, match="axis: expected an axis of 1 dimensions"):
+            ctx.along(axis)
+
+    run_gang(RankGrid(((1,),), (1,)), along)
 
 
 def nccl_ids(ctx):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
+from tests.sections.context.resuming import first_step_again
 
 STEPS = 12
 
@@ -265,3 +266,29 @@ def copy_worked_on(ctx, x):
     for _ in ctx.steps(STEPS, save=[x], every=1):
         y += 1
     return y
+
+
+def another_name(ctx, x):
+    y = x
+    for _ in ctx.steps(STEPS, save=[y], every=1):
+        y = y + 1
+    return y
+
+
+def rows(ctx, x):
+    for _ in ctx.steps(STEPS, save=[x[:2], x[2:]], every=1):
+        x = x + 1
+    return x
+
+
+def deep_inside(ctx, x):
+    of = SimpleNamespace(deep=SimpleNamespace(u=x.copy()))
+    for _ in ctx.steps(STEPS, save=[of.deep.u], every=1):
+        of.deep.u = of.deep.u + 1
+    return of.deep.u
+
+
+@pytest.mark.parametrize("function", [*RIGHT, copy_worked_on, another_name, rows, deep_inside])
+def test_ranks_that_begin_again_make_the_same(function):
+    """An unchanged state is no reason to leave out steps, whichever state was kept."""
+    first_step_again(function)

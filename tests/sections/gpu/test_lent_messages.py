@@ -89,6 +89,13 @@ def check_around(found):
             np.testing.assert_array_equal(array, values_of((rank - 1) % 3, turn))
 
 
+@pytest.mark.parametrize("has_out", [False, True])
+def test_arrays_go_from_gpu_to_gpu(gpu, downloads, has_out):
+    """The sender writes into its array as soon as the call has returned."""
+    check_around(run(gpu, lambda ctx: around(gpu, ctx, has_out=has_out)))
+    assert not downloads
+
+
 def test_the_host_waits_for_the_first_message_only(gpu, monkeypatch):
     waits, original = [], Gpu.wait
 
@@ -147,6 +154,14 @@ def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
     )
     with pytest.raises(RaceError):
         run(gpu, lambda ctx: around(gpu, ctx))
+
+
+@pytest.mark.usefixtures("_unopened")
+def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
+    """The receiver's host waits for its copies then, in each message."""
+    for turn, array in enumerate(run(gpu, partial(to_the_right, gpu))[1]):
+        np.testing.assert_array_equal(array, values_of(0, turn))
+    assert not downloads
 
 
 @pytest.mark.usefixtures("_unopened")
@@ -223,6 +238,24 @@ def test_unreadable_arrays_are_sent(gpu, monkeypatch, downloads, refuses, has_ou
     assert len(downloads) == 6
 
 
+def test_a_rank_in_another_call_receives(gpu):
+    """A send does not wait until its receiver gets there."""
+
+    def program(ctx):
+        if ctx.rank == 0:
+            ctx.send(gpu.written(values_of(0)), 1)
+            ctx.send(gpu.written(values_of(0, 1)), 1)
+        ctx.barrier()
+        if ctx.rank == 1:
+            found = ctx.recv(0), ctx.recv(0)
+            ctx.device.wait()
+            return [*map(gpu.read, found)]
+        return []
+
+    for turn, array in enumerate(run(gpu, program)[1]):
+        np.testing.assert_array_equal(array, values_of(0, turn))
+
+
 def test_a_sender_that_has_returned(gpu, monkeypatch, downloads):
     """It does not wait for its message, which is received later. Its memory stays until then.
 
@@ -258,6 +291,23 @@ def test_a_sender_that_has_returned(gpu, monkeypatch, downloads):
     assert not downloads
 
 
+def test_a_receiver_that_has_returned_opens_nothing(gpu, monkeypatch):
+    """Its streams and its closing functions are gone. The message is named as not received."""
+    opened, returned = [], threading.Event()
+    monkeypatch.setattr(module, "PeerMemory", lambda *args: opened.append(args))
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            if ctx.rank == 0:
+                assert returned.wait(BOUND_S)
+                ctx.isend(gpu.written(values_of(0)), 1)
+        returned.set()
+
+    with pytest.raises(SectionError, match="expected rank 1 to receive all messages"):
+        run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)
+    assert not opened
+
+
 def test_messages_of_communicators_and_collective_calls(gpu, downloads):
     def program(ctx):
         other = ctx.split(ctx.rank % 2, key=-ctx.rank)
@@ -276,6 +326,45 @@ def test_messages_of_communicators_and_collective_calls(gpu, downloads):
             np.testing.assert_array_equal(gpu.read(swapped), values_of(2 - ctx.rank))
 
     run(gpu, program)
+    assert not downloads
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_sums_of_some_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
+    tune(monkeypatch, lent_message_bytes=64, parted_reduction_bytes=256)
+
+    def program(ctx):
+        some = ctx.split(ctx.rank > 0)
+        own = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
+        found = some.allreduce(own, op)
+        ctx.device.stream.synchronize()
+        return gpu.read(found), gpu.read(own)
+
+    (alone, _), *both = run(gpu, program)
+    np.testing.assert_array_equal(alone, values_of(0))
+    first, second = -values_of(1), values_of(2)
+    for found, own in both:
+        wanted = first + second if op == "sum" else np.maximum(first, second)
+        np.testing.assert_array_equal(found, wanted)
+        assert (own == first).all() or (own == second).all()
+    assert downloads == [48 * 8]  # of the rank that is alone
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_sums_of_all_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
+    tune(monkeypatch, lent_message_bytes=64, parted_reduction_bytes=256)
+
+    def program(ctx):
+        own = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
+        found = [ctx.allreduce(own, op) for _ in range(3)]
+        ctx.device.stream.synchronize()
+        return [gpu.read(each) for each in found], gpu.read(own)
+
+    each = [values_of(0), -values_of(1), values_of(2)]
+    wanted = each[0] + each[1] + each[2] if op == "sum" else np.maximum.reduce(each)
+    for rank, (found, own) in enumerate(run(gpu, program)):
+        np.testing.assert_array_equal(found, [wanted] * 3)
+        np.testing.assert_array_equal(own, each[rank])
     assert not downloads
 
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 import gc
 from functools import partial
 
+import numpy as np
 import pytest
 
+from dask_p2p.geometry import box_slices
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu import windows
+from dask_p2p.sections.gpu import region_windows, windows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
+from tests.sections.gangs import connections_of
 from tests.sections.gpu.test_regions import (
     PAIR,
     SLABS,
     fail_on_rank,
     filled,
     in_pieces,
+    overwritten,
     run,
 )
 from tests.sections.gpu.test_regions import there_and_back as both_ways
 from tests.simulation.streams import RaceError
-from tests.support import pairwise
+from tests.support import pairwise, tune
 
 
 @pytest.fixture
@@ -49,6 +53,11 @@ def test_values(gpu, in_place, ranks, exchange):
     assert not in_place
 
 
+def test_one_rank_has_no_window(gpu, in_place):
+    run(gpu, RankGrid(((48,), (40,)), (1, 1)), partial(both_ways, gpu))
+    assert in_place
+
+
 def test_an_exchange_takes_one_message(gpu, calls):
     def twice(ctx, own):
         a = filled(gpu, own)
@@ -66,12 +75,65 @@ def test_pieces(gpu, in_place, axis):
     assert not in_place
 
 
+def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
+    monkeypatch.setattr(region_windows, "_LEAST_SLOT_BYTES", 1)
+    sizes_bytes, original = [], PeerWindow.__init__
+
+    def noted(own, gpu, descriptor, size_bytes):
+        sizes_bytes.append(size_bytes)
+        original(own, gpu, descriptor, size_bytes)
+
+    def columns(ctx, side):
+        whole = np.arange(side * side, dtype="f8").reshape(side, side)
+        given = filled(gpu, whole[box_slices(ctx.box_of((0,), whole.shape))])
+        b = ctx.redistribute(given, (1,), (0,), shape=whole.shape)
+        overwritten(gpu, given, -1)
+        assert np.array_equal(b.get(), whole[box_slices(ctx.box_of((1,), whole.shape))])
+
+    def several(ctx, own):
+        for side in (4, 8, 4, 6, 16, 16, 4):
+            columns(ctx, side)
+
+    monkeypatch.setattr(PeerWindow, "__init__", noted)
+    run(gpu, PAIR, several)
+    assert sorted({*sizes_bytes}) == [32, 128, 512]
+    assert len(sizes_bytes) == 6
+
+
+def test_larger_blocks_are_read_in_place(gpu, in_place, monkeypatch):
+    tune(monkeypatch, window_bytes=40 * 28 * 8)  # of the second rank
+    run(gpu, PAIR, lambda ctx, own: ctx.redistribute(filled(gpu, own), (1,)))
+    assert not in_place
+    tune(monkeypatch, window_bytes=40 * 28 * 8 - 1)
+    run(gpu, PAIR, lambda ctx, own: ctx.redistribute(filled(gpu, own), (1,)))
+    assert len(in_place) == 2
+
+
 @pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
 def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, what):
     """No rank uses windows then: all of them agree."""
     fail_on_rank(monkeypatch, what, "__init__", 2)
     run(gpu, SLABS, partial(both_ways, gpu))
     assert len({*in_place}) == 4
+
+
+def test_ranks_of_several_hosts(gpu, in_place, monkeypatch):
+    monkeypatch.setattr(
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+    )
+    run(gpu, SLABS, partial(both_ways, gpu))
+    assert len({*in_place}) == 4
+
+
+def test_bytes_are_counted(gpu):
+    def counted(ctx, own):
+        ctx.redistribute(filled(gpu, own), (1,))
+        ((_, before, _),) = connections_of(ctx).received
+        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
+        ((_, after, _),) = connections_of(ctx).received
+        assert after - before == (48 - len(own)) * shape[1] * 8
+
+    run(gpu, PAIR, counted)
 
 
 def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -26,10 +27,11 @@ from dask_p2p.plans.exchange import Exchange
 from dask_p2p.plans.orders import ORDERS
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.movers import ExchangeCall
-from dask_p2p.sections.exchange.pieces import Pieces
+from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
 from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.regions import RegionExchange
 from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
@@ -37,7 +39,7 @@ from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
-from tests.support import pairwise, tune
+from tests.support import BOUND_S, pairwise, tune
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
@@ -137,6 +139,24 @@ def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
     assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "count", "has_windows", "axis", "part_bytes"),
+    pairwise(
+        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
+        [1, 3, MOST_PIECES],
+        [True, False],
+        [0, 1],
+        [0, PART_BYTES],
+    ),
+)
+def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
+    turned = partial(in_pieces, gpu, ranks, axis=axis, count=count)
+    run(gpu, ranks, turned, part_bytes, has_windows=has_windows)
+    calls = 0 if has_windows or ranks.size == 1 else ranks.size
+    assert len(through_host) == calls
+    assert all(sends and receives for _, sends, receives in through_host)
+
+
 def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
     """The reader of a piece waits for its own event, and for no later one."""
     waited, wait = set(), PeerMemory.wait
@@ -155,6 +175,26 @@ def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
 def test_orders(gpu, through_host, exchange):
     run(gpu, SLABS, partial(there_and_back, gpu, exchange=exchange))
     assert not through_host
+
+
+def test_a_read_takes_two_messages(gpu, monkeypatch):
+    """The positions of the regions, and the acknowledgement of the reads."""
+    calls, begin = defaultdict(list), Connections.begin
+
+    def noted(connections, call, *args):
+        calls[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
+        return begin(connections, call, *args)
+
+    monkeypatch.setattr(Connections, "begin", noted)
+
+    def twice(ctx, own):
+        a = filled(gpu, own)
+        b = ctx.redistribute(a, (1,))
+        calls[ctx.rank].clear()
+        ctx.redistribute(a, (1,), out=b)
+
+    run(gpu, PAIR, twice)
+    assert [each[:2] for each in calls.values()] == [["descriptors", "read"]] * 2
 
 
 @pytest.mark.parametrize("window_bytes", [0, 2**26])
@@ -186,6 +226,53 @@ def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dt
         run_gang(ranks, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
+
+
+@pytest.mark.parametrize("window_bytes", [0, 2**26])
+def test_views_of_any_strides_are_read(gpu, through_host, in_place, monkeypatch, window_bytes):
+    tune(monkeypatch, window_bytes=window_bytes)
+
+    def reversed_and_spread(ctx, own):
+        a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
+        b = ctx.redistribute(a, (1,))
+        wanted = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
+        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
+
+    run(gpu, PAIR, reversed_and_spread)
+    assert not through_host
+    assert len(in_place) == (0 if window_bytes else 2)
+
+
+def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
+    done, barrier = [], []
+    runtime = gpu.cupy.cuda.runtime
+    names = (
+        (runtime, "ipcOpenMemHandle"),
+        (runtime, "ipcOpenEventHandle"),
+        (runtime, "ipcGetEventHandle"),
+        (gpu, "_empty"),
+    )
+    for where, name in names:
+
+        def noted(original, name, *args):
+            done.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(where, name, partial(noted, getattr(where, name), name))
+
+    def again_and_again(ctx, own):
+        a = filled(gpu, own)
+        out = ctx.redistribute(a, (1,))
+        for _ in range(3):
+            ctx.barrier()
+            if not ctx.rank:
+                barrier.append([*done])
+            ctx.redistribute(a, (1,), out=out)
+            ctx.barrier()
+
+    run(gpu, PAIR, again_and_again)
+    assert {name for _, name in names} == {*done}
+    assert barrier[0] == barrier[1] == barrier[2]
 
 
 def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
@@ -223,6 +310,18 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
     assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
 
 
+@pytest.mark.parametrize(
+    ("lies", "axes", "shape"),
+    [
+        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # the output has whole rows along the first axis
+        ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
+        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # divided along the first axis in memory
+    ],
+)
+def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
+    assert shapes_of_parts(gpu, monkeypatch, (24, 8, 10), lies, axes, 4 * 4 * 10) == {shape}
+
+
 def test_parts_of_rows_with_gaps_suit_copy_engines(gpu, monkeypatch):
     """Parts hold rows of one plane: rows of several planes have no constant distance."""
     tune(monkeypatch, gpu_row_bytes=128)
@@ -255,6 +354,16 @@ def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
     return shapes
 
 
+def test_bytes_are_counted(gpu):
+    def counted(ctx, own):
+        ctx.redistribute(filled(gpu, own), (1,))
+        (_, count, _), *_ = connections_of(ctx).received
+        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
+        assert count >= (48 - len(own)) * shape[1] * 8
+
+    run(gpu, PAIR, counted)
+
+
 # --- memory that cannot be read goes through the host
 
 OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
@@ -263,6 +372,26 @@ OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
 def to_columns(gpu, ctx, own):
     b = ctx.redistribute(filled(gpu, own), (1,))
     assert np.array_equal(b.get(), X[box_slices(ctx.box_of((1,)))])
+
+
+def test_ranks_of_other_hosts(gpu, through_host, monkeypatch):
+    monkeypatch.setattr(
+        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+    )
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+    assert len(through_host) == 8
+    assert all(sends == receives == others[rank] for rank, sends, receives in through_host)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
+    """From memory of the GPU: no region goes through host memory."""
+    messenger = with_ucx(gpu, monkeypatch)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=2, exchange=order))
+    assert not through_host
+    assert len(messenger.sent) == 4 * 4 * 2
+    assert not messenger.waiting
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -293,6 +422,14 @@ def fail_on_rank(monkeypatch, what, name, rank):
         return original(own, device, *args)
 
     monkeypatch.setattr(what, name, refuses)
+
+
+@pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
+def test_a_rank_without_shared_events(gpu, through_host, monkeypatch, what):
+    fail_on_rank(monkeypatch, what, "__init__", 2)
+    run(gpu, SLABS, partial(there_and_back, gpu, times=1))
+    for rank, sends, receives in through_host:
+        assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
 
 
 def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
@@ -472,6 +609,26 @@ def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
     assert not counted
 
 
+def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
+    """The test above would fail without messages to all ranks."""
+    original = GpuRegions.bring
+
+    def bring(own, call, source, target):
+        every = own._open(call)
+        partners = {*call.exchange.sends, *call.exchange.receives}
+        own._near = {rank: every[rank] for rank in every if rank in partners}
+        try:
+            original(own, call, source, target)
+            own.settle()
+        finally:
+            own._near = every
+
+    monkeypatch.setattr(GpuRegions, "bring", bring)
+    counted.patience_s = BOUND_S
+    one_after_the_other(gpu, counted)
+    assert counted
+
+
 # --- without one of the rules
 
 
@@ -545,6 +702,9 @@ def one_stream_waits(number):
     return breaks
 
 
+BOTH = without(start=True, end=True)
+
+
 @pytest.mark.parametrize(
     ("breaks", "part_bytes"),
     [
@@ -596,6 +756,12 @@ def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
     breaks(monkeypatch)
     with pytest.raises(RaceError):
         run(gpu, PAIR, partial(in_pieces, gpu, PAIR), part_bytes)
+
+
+@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
+def test_the_replacement_of_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
+    BOTH(monkeypatch)
+    run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
 
 
 @pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])

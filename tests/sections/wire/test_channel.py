@@ -14,12 +14,14 @@ from dask_p2p.sections.wire import channel as module
 from dask_p2p.sections.wire import polling
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.tuning import Tuning
 from tests.sections.gangs import connection_to
 from tests.sections.wire.support import Gang
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0
+LEAST_BYTES = Tuning.ucx_message_bytes
 LARGE = bytes(range(256)) * (2**22 // 256)
 
 
@@ -63,8 +65,65 @@ def swap(payload, into=None):
     return exchange
 
 
+def received_bytes(connections):
+    return sum(size_bytes for _, size_bytes, _ in connections.received)
+
+
 def in_transit(messengers):
     return sum(each.under_way for each in messengers)
+
+
+@pytest.mark.parametrize("part_bytes", [2**25, 100_000])
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, has_buffer):
+    tune(monkeypatch, ucx_part_bytes=part_bytes)
+    before = [received_bytes(connections) for connections in pair.connections]
+    for _ in range(3):
+        into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if has_buffer else None
+        assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
+    for each in messengers:
+        assert sum(each.sent) == 3 * len(LARGE)
+        assert max(each.sent) == min(part_bytes, len(LARGE))
+    for connections, before_bytes in zip(pair.connections, before, strict=True):
+        assert received_bytes(connections) == before_bytes + 3 * len(LARGE)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
+def test_small_messages_go_by_the_socket(pair, messengers, size_bytes):
+    payload = LARGE[:size_bytes]
+    assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
+    assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
+    assert [
+        connections.carries(1 - n, size_bytes) for n, connections in enumerate(pair.connections)
+    ] == [size_bytes >= LEAST_BYTES] * 2
+
+
+def test_ranks_without_ucx_have_sockets(hosts, messengers):
+    with Gang(3, messengers=[*messengers, None]) as gang:
+
+        def exchange(rank, connections):
+            others = {0, 1, 2} - {rank}
+            found = connections.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
+            return {each: bytes(data) for each, data in found.items()}
+
+        for rank, found in enumerate(gang.run(exchange)):
+            assert found == dict.fromkeys({0, 1, 2} - {rank}, LARGE)
+        carried = [
+            [connections.carries(r, LEAST_BYTES) for r in range(3)]
+            for connections in gang.connections
+        ]
+    assert carried == [[False, True, False], [True, False, False], [False, False, False]]
+    assert [len(each.sent) for each in messengers] == [1, 1]
+
+
+def test_ranks_of_one_host_open_no_channel(messengers):
+    with Gang(2, messengers=messengers) as gang:
+        assert not any(
+            connections.carries(1 - n, LEAST_BYTES)
+            for n, connections in enumerate(gang.connections)
+        )
+        assert gang.run(swap(LARGE)) == [LARGE, LARGE]
+        assert not any(each.sent for each in messengers)
 
 
 def test_a_rank_that_sends_late_is_waited_for(impatient):

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack
 
 import pytest
 
 from dask_p2p.errors import SectionError
+from dask_p2p.plans.orders import branch
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S
+
+
+def finished(rank, connections):
+    connections.finish()
+    return sorted(other for other, *_ in connections.received)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_the_end_makes_only_the_connections_of_a_tree(size):
+    with Gang(size) as gang:
+        found = gang.run(finished)
+    for rank, ranks in enumerate(found):
+        above, below = branch(rank, size)
+        assert ranks == [*above, *below]
 
 
 def test_the_end_waits_for_all_ranks(gang):
@@ -63,6 +79,46 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
             assert f"rank {waits} called x as number 1" in str(each)
         else:
             assert isinstance(each, AttemptEndedError)
+
+
+@pytest.mark.parametrize(("sends", "returns"), [(10, 11), (11, 10), (2, 11), (11, 2)])
+def test_a_rank_that_sends_to_a_rank_that_has_returned(large_gang, sends, returns):
+    """The kernel may accept the message, and all functions return. But the calls differ."""
+
+    def exchange(rank, connections):
+        if rank == sends:
+            connections.exchange("x", {returns: b"x"}, {})
+        connections.finish()
+
+    raised = errors_of(large_gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
+
+
+@pytest.mark.parametrize("gang", ["one process", "one host", "tcp"], indirect=True)
+def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
+    """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
+    late = gang.connections[2]
+    polled, has_polled, root_has_returned = late._wait, threading.Event(), threading.Event()
+
+    def polled_once():
+        ranks = polled()
+        if 0 in ranks and not has_polled.is_set():
+            has_polled.set()
+            root_has_returned.wait(0.3)
+        return ranks
+
+    monkeypatch.setattr(late, "_wait", polled_once)
+
+    def exchange(rank, connections):
+        if rank == 1:
+            assert has_polled.wait(BOUND_S)
+            connections.exchange("x", {2: b"x"}, {})
+        connections.finish()
+        if rank == 0:
+            root_has_returned.set()
+
+    raised = errors_of(gang, exchange)
+    assert any(isinstance(each, SectionError) for each in raised), raised
 
 
 def errors_of(gang, function):
