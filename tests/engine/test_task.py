@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,27 @@ def test_it_survives_pickling_and_renaming(task):
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
     assert type(renamed) is AssembleTask
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+
+
+def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
+    pauses_s = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=pauses_s.append))
+    chosen = options()
+    runtime = AttemptLog("tcp://here")
+    error = TransferError("comm: tcp://there is deaf")
+    for _ in range(2):  # whoever wants it again is given as many attempts again
+        for _ in range(chosen.attempts - 1):
+            with pytest.raises(Reschedule):
+                module.try_again("key", error, runtime, chosen)
+        assert pauses_s[:3] == [0.05, 0.1, 0.2]
+        assert max(pauses_s) <= 2.0
+        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
+        with pytest.raises(
+            TransferError,
+            match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
+        ):
+            module.try_again("key", error, runtime, chosen)
+        pauses_s.clear()
 
 
 def test_a_holder_that_is_given_up_ends_a_task_at_its_first_attempt(monkeypatch):

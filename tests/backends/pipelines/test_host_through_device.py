@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dask_p2p.backends
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.numpy import NUMPY
@@ -120,6 +121,32 @@ def test_without_memory_of_the_device_the_cpu_does_it(gpu):
     assert words[0] == "its GPU is out of memory"
     assert words[2] == "Its CPU permutes NumPy blocks."
     assert gpu.pinned == {}
+
+
+def test_a_kernel_that_fails_leaves_nothing_behind(gpu, monkeypatch):
+    queue, done = queue_of(), []
+    kernels = dask_p2p.backends.kernels.permute
+    real = kernels.permute_into
+
+    def fails(*args, **kwargs):
+        if len(done) == SLOTS + 1:
+            raise KeyError("of the driver")
+        done.append(real(*args, **kwargs))
+
+    monkeypatch.setattr(kernels, "permute_into", fails)
+    src, out = source(gpu, values(), True), pinned(np.zeros((COLUMNS, ROWS)))
+    with pytest.raises(KeyError):
+        queue.permute(out, src, (1, 0))
+    queue.synchronize()
+    gpu.do(HOST, "whoever gets the memory next", writes=[out, src])
+    queue.synchronize()
+    del out, src
+    HostStreams.drop_slots()
+    drop_host_slots()
+    gc.collect()
+    assert gpu.pinned == {}
+    assert gpu.live_bytes == 0
+    gpu.check()
 
 
 @pytest.mark.parametrize(

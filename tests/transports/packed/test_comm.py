@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 
 import numpy as np
 import pytest
 
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.packed.comm import CommTransport
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
@@ -17,6 +18,11 @@ F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 class TestComm(PackedConformance):
+    def test_masked_blocks_are_refused(self, setup):
+        setup.put("block", np.ma.masked_equal(np.ones((2, 2)), 0))
+        with pytest.raises(BlockMismatchError, match=r"(?i)masked"):
+            self.read(setup, "block", np.ones((2, 2)), ((0, 1), (0, 1)))
+
     @pytest.mark.parametrize(
         "box",
         [((0, 7), (0, 10)), ((-1, 2), (0, 10)), ((3, 2), (0, 10)), ((0, 6),), ((0, 1),) * 3],
@@ -77,6 +83,21 @@ class TestComm(PackedConformance):
         reply = loop.run(setup.host.handlers["p2p_comm_read"](**asked))
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert reply["parts"][0]["data"].data.nbytes == 48
+
+    def test_an_answer_that_does_not_come_in_time(self, setup, block):
+        key, array = block
+        setup.host.delay_s = 100
+        start_s = time.monotonic()
+        with pytest.raises(TransferError, match=r"no answer from holder .* within 0\.1 s"):
+            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
+        assert time.monotonic() - start_s < 50
+
+    def test_a_holder_that_cannot_be_reached(self, setup, block):
+        key, array = block
+        del setup.network["holder"]
+        expected = r"holder cannot be reached to ask about block .*: nobody"
+        with pytest.raises(TransferError, match=expected):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
 
     @pytest.mark.parametrize(
         ("reply", "words"),

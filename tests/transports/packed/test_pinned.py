@@ -22,7 +22,7 @@ from dask_p2p.backends.host import pinned
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.interprocess import buffers, segments
 from dask_p2p.interprocess.segments import Segment, Segments
 from dask_p2p.transports.packed import base
@@ -304,6 +304,19 @@ def test_a_holder_that_does_not_answer_is_asked_again(setup):
     assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")) is None
 
 
+def test_memory_that_might_become_shorter_is_not_mapped():
+    segment = Segment.make(4096)
+    name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
+    os.ftruncate(name.fd, 4096)
+    try:
+        with pytest.raises(UnsuitableError, match="does not match its name"):
+            Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(segment.name.fd, 0)
+    finally:
+        os.close(name.fd)
+
+
 def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
     """Said before anything is written there: later it would be a signal."""
 
@@ -489,6 +502,26 @@ class TestPinnedOnGpus(Pinned):
     @pytest.mark.skip(reason="a kernel of the queue checks it on real GPUs")
     def test_the_probe(self, setup):
         pass
+
+    def test_memory_of_a_copy_under_way_is_not_used_again(self, setup, block, monkeypatch):
+        key, array = block
+        here, go_on = threading.Event(), threading.Event()
+
+        def wait(stream):
+            here.set()
+            assert go_on.wait(BOUND_S)
+
+        monkeypatch.setattr(Stream, "before_copies", wait)
+        remote = self.open(setup, key, array, WHOLE)
+        remote.request()
+        assert here.wait(BOUND_S)
+        remote.close()
+        wait_until(lambda: usage(setup.reader)["requested"] == 0)
+        pool = setup.reader.segments["cupy"]
+        assert pool.idle_bytes == 0
+        go_on.set()
+        del remote
+        wait_until(lambda: (gc.collect() is not None and pool.idle_bytes > 0) or not inodes())
 
     def test_memory_that_cannot_be_pinned(self, setup, block):
         key, array = block
