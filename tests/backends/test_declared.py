@@ -54,3 +54,30 @@ def test_a_block_in_another_byte_order_is_converted(declared):
         checked_block(other, "key", (3,), declared)
     with pytest.raises(BlockMismatchError):
         check_dtype_text("block", dtype_text(declared), dtype_text(other.dtype))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("f8", ">f8"),
+        ("i8", "M8[ns]"),
+        ("M8[s]", "M8[ns]"),
+        ("S4", "V4"),
+        ("u1", "?"),
+        ([("a", "i1"), ("b", "f8")], [("a", "i1"), ("b", "i8")]),
+        ([("a", "i4"), ("b", "f4")], [("b", "i4"), ("a", "f4")]),
+        ([("a", "i4", (2,))], [("a", "i4", (2, 1))]),
+        ([("a", [("b", "i4")])], [("a", [("b", "f4")])]),
+        (
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 1], "itemsize": 4},
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 2], "itemsize": 4},
+        ),
+    ],
+    ids=str,
+)
+def test_text_of_dtypes_tells_them_apart(one, other):
+    one, other = np.dtype(one), np.dtype(other)
+    assert one.itemsize == other.itemsize
+    assert one != other
+    assert dtype_text(one) != dtype_text(other)
+    assert dtype_text(one) == dtype_text(one.newbyteorder().newbyteorder())

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import Timer
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.kernels.pitch import Pitch, pitched
+from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.kernels.pitch import Pitch, engine_pitch, pitched
+from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines.slots import BeingRead
+from tests.clock import Clock
 
 
 @st.composite
@@ -43,6 +46,21 @@ def test_a_pitched_copy_gives_the_elements_in_order(region):
     assert np.concatenate(runs).tobytes() == np.ascontiguousarray(region).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("rows", "stride_bytes", "run_bytes", "is_copied"),
+    [
+        (9, 4096, 128, True),
+        (9, 4096, 124, False),  # kernels are quicker
+        (1, 4096, 4, True),
+        (2, 2**31 - 4, 128, True),
+        (2, 2**31, 128, False),  # CUDA refuses it
+    ],
+)
+def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
+    pitch = engine_pitch((rows, run_bytes // 4), (stride_bytes, 4), 4)
+    assert (pitch is not None) == is_copied
+
+
 ITEMS = [
     np.float32(-0.0),
     np.complex128(1 + 2j),
@@ -71,6 +89,18 @@ def test_the_device_queue_fills():
     import cupy
 
     check_fill(CUPY.queue(), cupy.asarray, ITEMS[:3])  # CuPy has no others
+
+
+def test_the_host_queue_tells_what_work_took():
+    queue = HostQueue(NUMPY)
+    clock = Clock()
+    timer, other = Timer(clock=clock), Timer(clock=clock)
+    for _ in range(2):
+        with queue.timing(timer):
+            clock.advance(2)
+    with queue.timing(other):
+        clock.advance(1)
+    assert (timer.seconds, other.seconds) == (4, 1)
 
 
 @pytest.mark.gpu

@@ -222,6 +222,27 @@ def test_the_own_host_is_read_while_others_are_waited_for(
     assert sorted(stage.holder for stage in made.sources.stages) == ["c", "far"]
 
 
+def note_permutes(monkeypatch, log):
+    real = HostQueue.permute
+
+    def permute(self, *args, **kwargs):
+        log.append(("permute",))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(HostQueue, "permute", permute)
+
+
+def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_their_way(
+    quick, peers, log, monkeypatch
+):
+    quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
+    note_permutes(monkeypatch, log)
+    check(assembly(peers).run())
+    before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
+    assert before.count(("request", ("x", 2, 0))) == 9
+    assert before.count(("permute",)) == 1 + 9 - quick.ahead, "besides that of the own piece"
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     quick, slow, peers, log, monkeypatch, late

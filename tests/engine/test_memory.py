@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
 from dask_p2p.engine.memory import (
+    SMALLER_CHUNKS,
+    MemoryNeed,
     in_memory_bytes,
     is_out_of_memory,
 )
-from dask_p2p.errors import MemoryLimitError
+from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
 from dask_p2p.interprocess.buffers import Buffers
 from dask_p2p.interprocess.rpc import ask
 from dask_p2p.transports import footprint
@@ -24,6 +29,35 @@ from dask_p2p.transports.footprint import Footprint
 from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
 
 MIB = 2**20
+
+
+def test_the_error_is_of_both_trees_and_travels():
+    error = MemoryLimitError("too large", 10, 3)
+    assert isinstance(error, P2PError)
+    assert isinstance(error, MemoryError)
+    assert not isinstance(error, TransferError), "or it would be tried again"
+    by_dask = pickle.loads(error_message(error)["exception"].data)
+    for again in (pickle.loads(pickle.dumps(error)), by_dask):
+        assert type(again) is MemoryLimitError
+        assert (str(again), again.needed_bytes, again.missing_bytes) == ("too large", 10, 3)
+
+
+def test_what_can_never_fit_is_refused_with_figures():
+    always = {"for itself": 4 * MIB, "for inputs": MIB, "for no purpose": 0}
+    need = MemoryNeed(always, ({"for regions": MIB}, {"to fold": MIB, "to cut": MIB}))
+    need.check(None, "a block", "worker a", SMALLER_CHUNKS)
+    with pytest.raises(MemoryLimitError) as caught:
+        need.check(6 * MIB, "a block", "worker a", SMALLER_CHUNKS)
+    error = caught.value
+    for words in ("6.00 MiB (6,291,456 bytes) of worker a", "needs 7.00 MiB",
+                  "4.00 MiB for itself, 1.00 MiB for inputs, 1.00 MiB for regions, or afterwards "
+                  "1.00 MiB to fold and 1.00 MiB to cut; ",
+                  "1.00 MiB (1,048,576 bytes) are missing", "chunks=", "more workers"):  # fmt: skip
+        assert words in str(error)
+    assert (error.needed_bytes, error.missing_bytes) == (7 * MIB, MIB)
+    assert str(need) == str(replace(need, phases=(*need.phases, {}))), "a phase without memory"
+    with pytest.raises(MemoryLimitError, match="of the GPU of worker a, got one"):
+        replace(need, kind="cupy").check(0, "a block", "worker a", SMALLER_CHUNKS)
 
 
 def test_what_counts_as_out_of_memory():
@@ -97,6 +131,21 @@ def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
     assert log == peers.served == []
 
 
+def test_what_is_done_to_the_block_afterwards_counts(peers):
+    class Epilogue:
+        def extra_bytes(self, shape, dtype):
+            assert (shape, dtype) == ((3, 9), np.dtype("f8"))
+            return 500
+
+    made = assembly(peers)
+    made.output = replace(made.output, epilogue=Epilogue())
+    peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
+    with pytest.raises(MemoryLimitError, match="transfer, or afterwards 500 B to transform it"):
+        made.run()
+    peers.memory += 1
+    check(made.run())
+
+
 class NthFails:
     """Stands in for a function that allocates; keeps weak references to what it gave."""
 
@@ -144,6 +193,22 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
     assert caught.value.__cause__ is caught.value.__context__ is None
     outputs.number = parts.number = 0
     check(assembly(peers).run())
+
+
+def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch):
+    """An error that a future brings refers to the future, and so to itself."""
+    outputs = NthFails(NUMPY.empty, 2)
+    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
+    quick.fails["c", ("x", 2, 0)] = MemoryError("no 1.00 GiB")
+    quick.late.add(("x", 2, 0))
+    gc.disable()  # what goes must go without it
+    try:
+        with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
+            assembly(peers).run()
+        assert quick.open_now == []
+        assert [kept() for kept in outputs.given] == [None]
+    finally:
+        gc.enable()
 
 
 def test_an_answer_that_there_is_no_memory_for():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,3 +102,24 @@ def test_a_task_that_waits_reads_nothing_of_what_it_waits_for():
     assert rewritten({KEYS[0]: 2}) == 6
     fused = Task.fuse(waits, Task("after", lambda z: z + 1, TaskRef("z")))
     assert fused({("all", 0): None, KEYS[0]: 2}) == 7
+
+
+def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatch):
+    pauses_s = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=pauses_s.append))
+    chosen = options()
+    runtime = AttemptLog("tcp://here")
+    error = TransferError("comm: tcp://there is deaf")
+    for _ in range(2):  # whoever wants it again is given as many attempts again
+        for _ in range(chosen.attempts - 1):
+            with pytest.raises(Reschedule):
+                module.try_again("key", error, runtime, chosen)
+        assert pauses_s[:3] == [0.05, 0.1, 0.2]
+        assert max(pauses_s) <= 2.0
+        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
+        with pytest.raises(
+            TransferError,
+            match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
+        ):
+            module.try_again("key", error, runtime, chosen)
+        pauses_s.clear()

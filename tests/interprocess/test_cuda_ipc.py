@@ -13,7 +13,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.interprocess.peer import Peer
-from tests.support import BOUND_S
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -150,6 +150,17 @@ def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime, mappin
     mappings.release(again)
     assert runtime.open == {}
     assert len(mappings) == 0
+
+
+def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
+    tune(monkeypatch, unused_mapping_s=0.1)
+    mappings = Mappings()
+    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
+    mappings.release(idle)
+    wait_until(lambda: opened(runtime) == {"00"})
+    mappings.release(used)
+    wait_until(lambda: opened(runtime) == set())
+    mappings.close()
 
 
 def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime, mappings):

@@ -30,6 +30,23 @@ def numbers(nbytes):
     return np.resize(np.arange(251, dtype="u1"), nbytes)
 
 
+@pytest.mark.parametrize("nbytes", [1, 100, 8191, 8192, 2**20, 2**23 + 3])
+@pytest.mark.parametrize("receiver_first", [True, False])
+def test_a_message_arrives_whole(pair, nbytes, receiver_first):
+    here, there = pair
+    target = np.zeros(nbytes, "u1")
+    if receiver_first:
+        received = here.receive(target, 7)
+        sent = there.send(here.address, numbers(nbytes), 7)
+    else:
+        sent = there.send(here.address, numbers(nbytes), 7)
+        received = here.receive(target, 7)
+    received.result(BOUND_S)
+    sent.result(BOUND_S)
+    assert received.done
+    np.testing.assert_array_equal(target, numbers(nbytes))
+
+
 def test_threads_that_send_and_receive_at_once(pair):
     def exchange(number):
         here, there = pair if number % 2 else pair[::-1]
@@ -111,6 +128,38 @@ def test_closing_stops_its_threads():
     for messenger in messengers:
         messenger.close()
     wait_until(lambda: not threads() & new)
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**20])
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("first", ["who closed", "the other one"])
+def test_an_endpoint_that_the_other_one_closed(pair, first, both_ways, nbytes):
+    """Once that is known, messages arrive: whoever sends first, and whoever did before."""
+
+    def exchange(sender, receiver, tag):
+        target = np.zeros(nbytes, "u1")
+        received = receiver.receive(target, tag)
+        sender.renew(receiver.address, receiver.closed(sender.address))
+        sender.send(receiver.address, numbers(nbytes), tag).result(BOUND_S)
+        received.result(BOUND_S)
+        np.testing.assert_array_equal(target, numbers(nbytes))
+
+    here, there = pair
+    start_s = time.monotonic()
+    for tag in range(0, 60, 10):
+        exchange(here, there, tag)
+        if both_ways:
+            exchange(there, here, tag + 1)
+        here.forget(there.address)
+        ways = [(here, there), (there, here)]
+        if both_ways:
+            for number, way in enumerate(ways if first == "who closed" else ways[::-1]):
+                exchange(*way, tag + 2 + number)
+        elif first == "the other one" or tag % 20:
+            exchange(there, here, tag + 2)
+            there.forget(here.address)
+            exchange(here, there, tag + 3)
+    assert time.monotonic() - start_s < 60
 
 
 def test_an_older_word_about_endpoints_changes_nothing(pair):
@@ -206,6 +255,19 @@ def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
         assert process.exitcode == 0
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**23])
+def test_between_processes(other_process, nbytes):
+    _, connection = other_process
+    connection.recv_bytes()
+    here = Messenger(None)
+    target = np.zeros(nbytes, "u1")
+    received = here.receive(target, 5)
+    connection.send((here.address, 5, nbytes))
+    received.result(BOUND_S)
+    here.close()
+    np.testing.assert_array_equal(target, numbers(nbytes))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from types import ModuleType
 
 import dask
@@ -15,6 +16,7 @@ from zict import Buffer, Func
 from dask_p2p.plugins import spilling
 from dask_p2p.plugins.spilling import (
     find_in_memory,
+    holds,
     is_mapped,
     is_spilled,
     on_spilled,
@@ -85,6 +87,10 @@ def device_host_file(monkeypatch):
     return DeviceHostFile()
 
 
+def levels(data):
+    return {name: sorted(getattr(data, name), key=str) for name in ("device", "host", "disk")}
+
+
 def test_a_plain_store():
     data = {"a": 1}
     assert find_in_memory(data, "a") == 1
@@ -115,12 +121,40 @@ def all_on_disk(tmp_path):
     return SpillBuffer(str(tmp_path), target=1)
 
 
+@pytest.mark.parametrize("dtype", ["f8", ">i4", "M8[ns]", "?", "c16", "U3", "V7", [("a", "i1")]])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_blocks_of_numpy_are_mapped(all_on_disk, dtype, order):
+    """A region of a block costs no more than what it lies on."""
+    bits = np.arange(30 * 40 * np.dtype(dtype).itemsize, dtype="u1") % 2
+    values = np.asarray(bits.view(dtype).reshape(30, 40), order=order)
+    all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
+    found = read_spilled(all_on_disk, "key")
+    assert is_mapped(found)
+    assert (found.dtype, found.strides) == (values.dtype, values.strides)
+    assert found.tobytes() == values.tobytes()
+    assert "key" in all_on_disk.disk
+
+
 def test_a_large_block_that_dask_writes_in_pieces_is_mapped(all_on_disk):
     values = np.arange(2**24).reshape(1024, -1)  # twice the size of Dask's pieces
     all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
     found = read_spilled(all_on_disk, "key")
     assert is_mapped(found)
     np.testing.assert_array_equal(found[:, 7:9], values[:, 7:9])
+
+
+def test_a_mapped_block_outlives_its_file(all_on_disk, tmp_path):
+    """Dask may bring the block back, or forget it, while it is read."""
+    values = np.arange(30_000.0)
+    all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
+    found = read_spilled(all_on_disk, "key")
+    found[0] = -1.0  # which is a private copy
+    again = read_spilled(all_on_disk, "key")
+    del all_on_disk["key"]
+    assert not list(tmp_path.iterdir())
+    np.testing.assert_array_equal(again, values)
+    with pytest.raises(KeyError):
+        read_spilled(all_on_disk, "key")
 
 
 def test_blocks_that_cannot_be_mapped_are_read(tmp_path):
@@ -135,6 +169,34 @@ def test_blocks_that_cannot_be_mapped_are_read(tmp_path):
     np.testing.assert_array_equal(found, zeros)
 
 
+def test_a_block_that_is_in_use_is_not_read_twice(all_on_disk):
+    values = np.ones(1000)
+    all_on_disk["key"] = values
+    assert read_spilled(all_on_disk, "key") is values, "Dask has a weak reference to it"
+
+
+def test_spilled_blocks_are_told_of_at_once(tmp_path):
+    """Whoever keeps one lets go of it then: it is freed before Dask looks at its memory again."""
+    data = SpillBuffer(str(tmp_path), target=10**9)
+    data["key"] = np.ones(1000)
+    data["other"] = np.ones(1000)
+    kept, told = {key: data[key] for key in ("key", "other")}, []
+    reference = weakref.ref(kept["key"])
+
+    def let_go(key, block):
+        told.append(key)
+        del kept[key]
+
+    end = on_spilled(data, let_go)
+    data.evict()
+    assert told == ["key"]
+    assert reference() is None
+    end()
+    data.evict()
+    assert told == ["key"]
+    on_spilled({}, let_go)()
+
+
 def test_blocks_that_a_gpu_has_no_room_for_are_told_of(device_host_file):
     told = []
     end = on_spilled(device_host_file, lambda key, block: told.append(key))
@@ -142,6 +204,29 @@ def test_blocks_that_a_gpu_has_no_room_for_are_told_of(device_host_file):
         device_host_file[number] = DeviceBlock(number)
     end()
     assert sorted(set(told)) == [n for n in range(8) if n not in device_host_file.device]
+
+
+def test_the_three_levels_of_dask_cudas_store(device_host_file):
+    data = device_host_file
+    for number in range(8):
+        data[number] = DeviceBlock(number)
+    data["numpy"] = np.ones(3)
+    before = levels(data)
+    assert all(before.values()), "something is on each level"
+    assert all(holds(data, key) for key in (*range(8), "numpy"))
+    assert not holds(data, "missing")
+    for number in range(8):
+        assert is_spilled(data, number) == (number not in data.device)
+        read = read_spilled if is_spilled(data, number) else find_in_memory
+        block = read(data, number)
+        assert isinstance(block, DeviceBlock)
+        assert block.number == number
+    assert not is_spilled(data, "numpy")
+    assert find_in_memory(data, "numpy").sum() == 3
+    assert not is_spilled(data, "missing")
+    with pytest.raises(KeyError):
+        read_spilled(data, "missing")
+    assert levels(data) == before, "nothing was moved"
 
 
 def test_reading_beside_dask_misses_nothing(device_host_file):

@@ -38,6 +38,20 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
 
 
+def test_defaults_are_not_cut():
+    chosen = options()
+    ipc = ipc_footprint(chosen)
+    assert (ipc.part_bytes, ipc.parts_in_flight) == (128 * MIB, 2), "while one slot is emptied"
+    assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
+    assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
+    pinned = PinnedTransport.footprint(chosen, "cupy")
+    assert (pinned.part_bytes, pinned.parts_in_flight) == (32 * MIB, 6)
+    assert comm_footprint(chosen, "cupy").part_bytes == 16 * MIB
+    assert comm_footprint(chosen, "numpy").part_bytes == 16 * MIB
+    cma = cma_footprint(chosen)
+    assert (cma.part_bytes, cma.parts_in_flight) == (MIB, 0), "one after another"
+
+
 @given(
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),

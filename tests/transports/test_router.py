@@ -185,3 +185,12 @@ def test_hosts_are_told_by_addresses(router):
     assert [*names] == workers
     assert names[workers[0]] == names[workers[1]]
     assert len(set(names.values())) == 3
+
+
+def test_one_host_may_have_several_addresses(router, ipc):
+    workers = [f"tcp://10.0.{network}.{host}:40" for network in (1, 2) for host in (5, 6)]
+    ipc.boot_ids = {worker: worker.split(".")[3] for worker in workers}
+    names = router.hosts(workers)
+    assert names[workers[0]] == names[workers[2]] == "10.0.1.5"
+    assert names[workers[1]] == names[workers[3]] == "10.0.1.6"
+    assert router.hosts(reversed(workers)) == names, "whoever asks gets the same names"

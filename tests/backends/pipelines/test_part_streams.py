@@ -14,7 +14,8 @@ from dask_p2p.backends.host.pinned import Pinned
 from dask_p2p.backends.pipelines import part_streams
 from dask_p2p.backends.pipelines.part_streams import PartStreams
 from dask_p2p.plans.parts import Input, Step, plan_parts, steps
-from tests.simulation.streams import HOST, Event, RaceError, emulated
+from tests.simulation.streams import HOST, Event, RaceError, drop_host_slots, emulated
+from tests.support import pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -84,6 +85,45 @@ def through(gpu, work, out, register_from_bytes=NEVER, said=None):
     gpu.check()
     np.testing.assert_array_equal(out, work.expected())
     return streams.copied
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Sizes of the parts that threads copy into or out of pinned memory."""
+    sizes = []
+
+    def noted(copy):
+        def noted_copy(to, of):
+            sizes.append(of.nbytes)
+            return copy(to, of)
+
+        return noted_copy
+
+    for name in ("begin_copy", "copy_on_host"):
+        monkeypatch.setattr(part_streams, name, noted(getattr(part_streams, name)))
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("pinned_in", "pinned_out", "axis", "in_place"),
+    pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
+)
+def test_all_is_done_in_order(gpu, staged, pinned_in, pinned_out, axis, in_place):
+    for _ in range(2):  # with slots that are used again
+        x, out = array(pinned_in is True), array(pinned_out)
+        work = Work(gpu, x, axis, in_place=in_place)
+        copied = through(gpu, work, out, 1 if pinned_in == "where it lies" else NEVER)
+        assert copied.up_bytes == copied.down_bytes == x.nbytes
+        strides_reach = axis == 0  # runs along the other axis are too short for copy engines
+        direct = strides_reach * (bool(pinned_in) + pinned_out)
+        assert sum(staged) == (2 - direct) * x.nbytes
+        staged.clear()
+        assert gpu.pageable_copies == 0
+        assert copied.run.groups == len(work.plan.parts)
+        del x, out, work
+    drop_host_slots()
+    assert gpu.pinned == {}
+    gpu.check()
 
 
 @given(
@@ -176,6 +216,27 @@ def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, 
 def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
     streams = PartStreams(NEVER, pytest.fail, on_issued=lambda: pytest.fail("there is no need"))
     streams.run(Work(gpu, array(True)), array())
+
+
+def test_a_function_that_fails_leaves_nothing_behind(gpu):
+    work = Work(gpu, array(), in_place=True)
+    call, fifth = work.call, work.plan.parts[4]
+
+    def fails(part, inputs):
+        if part == fifth:
+            raise KeyError("of the user")
+        return call(part, inputs)
+
+    work.call = fails
+    out = array(True)
+    with pytest.raises(KeyError):
+        PartStreams(1, None).run(work, out)
+    gpu.do(HOST, "whoever gets the memory next", writes=[out, work.arrays[0]])
+    del out
+    PartStreams.drop_slots()
+    drop_host_slots()
+    gpu.check()
+    assert gpu.pinned == {}
 
 
 def test_without_memory_of_the_device_nothing_is_kept(gpu):

@@ -39,44 +39,6 @@ def test_names_of_other_values_do_not_matter():
     assert of == 0
 
 
-def test_a_function_that_calls_itself_has_names_of_its_own():
-    def nested(s, depth):
-        x = s.u
-        if depth:
-            nested(state(u=x + 1), depth - 1)
-            return
-        bindings = Bindings(s, sys._getframe())
-        bindings.check(sys._getframe())
-        x = x + 1
-        with pytest.raises(InputError, match="expected x to stay the array u"):
-            bindings.check(sys._getframe())
-
-    nested(state(u=np.zeros(3)), 2)
-
-
-def test_a_loop_that_goes_on_elsewhere_is_not_checked():
-    def begun():
-        s = state(u=np.zeros(3))
-        x = s.u
-        return Bindings(s, sys._getframe()), x
-
-    bindings, _ = begun()
-    bindings.check(sys._getframe())
-
-
-class Proxy:
-    """A proxy of a framework, for an object that does not exist."""
-
-    def __getattribute__(self, name):
-        raise RuntimeError("outside of its context")
-
-
-def test_objects_are_not_asked_for_attributes():
-    proxy, many = Proxy(), list(range(10_000))
-    Bindings(state(u=np.zeros(3)), sys._getframe()).check(sys._getframe())
-    del proxy, many
-
-
 def test_names_keep_no_array_that_the_function_drops():
     s = state(u=np.zeros(3))
     other = s.u + 1

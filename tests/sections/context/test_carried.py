@@ -107,10 +107,3 @@ def test_a_loop_by_calls_of_next():
     while next(loop, None) is not None:
         t += 1
     assert (t, found) == (3, [])
-
-
-def test_arrays_that_are_saved_in_place():
-    state, found, x = State.of_arrays(HOST, [np.ones(3)], "array {}"), [], 0.0
-    for _ in steps(state, found):
-        x += 0.5
-    assert found == []

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 
 from dask_p2p.errors import ChunksError, InputError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.gpu.device import Gpu
 from tests.sections.gangs import run_gang
 
 GRIDS = pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -41,28 +37,6 @@ def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
         return True
 
     assert all(run_gang(ranks, padded))
-
-
-@GRIDS
-def test_several_arrays_share_a_message(grid):
-    def padded(ctx):
-        exchanges = []
-        begin = ctx._connections.begin
-        ctx._connections.begin = lambda *given, **kw: exchanges.append(1) or begin(*given, **kw)
-        i, j = ctx.index
-        i += 1  # of this call alone
-        i, j = ctx.index
-        u, v = (10 * i + j).astype(float), (i - j).astype("i2")
-        found = ctx.pad({"u": u, "v": v}, 1, {"u": 0.0, "*": "periodic"})
-        assert list(found) == ["u", "v"]
-        assert (found["u"].dtype, found["v"].dtype) == ("f8", "i2")
-        i, j = np.ogrid[tuple(slice(low - 1, high + 1) for low, high in ctx.box)]
-        is_inside = (i >= 0) & (i < 8) & (j >= 0) & (j < 16)
-        assert (found["u"] == np.where(is_inside, 10 * i + j, 0)).all()
-        assert (found["v"] == i % 8 - j % 16).all()
-        return len(exchanges)
-
-    assert max(run_gang(ranks_of(grid), padded)) <= 1
 
 
 @GRIDS
@@ -151,27 +125,3 @@ def test_other_blocks_are_refused(alone, call, error):
 
 def test_nothing_without_arrays(alone):
     assert alone.pad({}, 1) == {}
-
-
-def test_grids_end_with_their_context():
-    """They have memory for messages, on GPUs windows."""
-    gc.collect()
-    gc.disable()
-    try:
-        ctx = Context(RankGrid(((4,),), (1,)))
-        ctx.pad(np.zeros(4), 1, "periodic")
-        grid = weakref.ref(ctx.grid_of())
-        del ctx
-        assert grid() is None
-    finally:
-        gc.enable()
-
-
-def test_blocks_of_gpus_have_halos(gpu):
-    def padded(ctx):
-        with ctx.device.running([]):
-            found = ctx.pad(gpu.written(np.arange(3.0) + 3 * ctx.rank), 1, "periodic")
-            return found.get().tolist()
-
-    found = run_gang(RankGrid(((3, 3),), (2,)), padded, device=Gpu)
-    assert found == [[5, 0, 1, 2, 3], [2, 3, 4, 5, 0]]

@@ -61,14 +61,6 @@ def test_blocks_have_their_part_of_all_points(rows, values):
     np.testing.assert_allclose(sum(samples), sampled(u, XY), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("shape", "xy"), [((5,), [[0, 3.5, 4]]), ((3, 2, 4), [[1.5], [0.5], [3]])])
-def test_other_numbers_of_axes(shape, xy):
-    u = RNG.normal(size=shape)
-    points = checked_points(xy, shape)
-    local = LocalPoints(points, tuple((0, n) for n in shape), np)
-    np.testing.assert_allclose(local.sample(u), sampled(u, points))
-
-
 def test_neighbours_without_weight_are_not_read():
     """A point on an element: its neighbours may hold anything."""
     u = np.full((3, 4), np.nan)

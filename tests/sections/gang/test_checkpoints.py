@@ -27,18 +27,6 @@ def test_buddies_are_on_other_workers():
     assert replica_ranks(["a", "a", "a", "b"]) == [3, 3, 3, 0]
 
 
-def test_two_generations_are_kept():
-    saved = SavedStates()
-    assert (saved.steps("x"), saved.get("x", 1, 30), saved.gangs) == ([], None, [])
-    kept = saved.open("x")
-    for step in (10, 20, 30):
-        saved.add(kept, 1, step, [memoryview(b"%d" % step)])
-    saved.add(saved.open("x"), 0, 10, [])
-    assert dict(saved.steps("x")) == {1: [20, 30], 0: [10]}
-    assert saved.get("x", 1, 30) == [b"30"]
-    assert saved.get("x", 1, 10) is None
-
-
 def test_what_is_added_after_states_were_dropped_is_not_kept():
     """By a rank that has not received its cancellation yet."""
     saved = SavedStates()

@@ -48,18 +48,6 @@ def test_a_header_in_two_pieces(ends, first):
     assert receive.arrival.data[:8] == b"12345678"
 
 
-def test_earlier_messages_come_first(ends):
-    connection, peer = ends
-    peer.send(header(7))
-    connection.receive_messages()
-    peer.send(header(8))
-    assert connection.receive_small(0.0) is None
-    for tag in (7, 8):
-        connection.mailbox.receive(receive := Receive(0, 0))
-        connection.receive_messages()
-        assert receive.arrival.tag == tag
-
-
 def test_receives_that_were_begun_come_first(ends):
     connection, peer = ends
     connection.mailbox.receive(receive := Receive(7, 5))

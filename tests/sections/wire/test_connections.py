@@ -52,18 +52,6 @@ def test_all_exchange_with_all(gang, count):
             assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
 
 
-def test_one_way_and_in_place(gang):
-    into = bytearray(4)
-
-    def exchange(rank, connections):
-        if rank == 0:
-            return connections.exchange("down", {2: b"abcd"}, {})
-        return connections.exchange("down", {}, {0: into} if rank == 2 else {})
-
-    gang.run(exchange)
-    assert into == b"abcd"
-
-
 def test_ranks_without_data_for_each_other_exchange_no_message(gang):
     def exchange(rank, connections):
         if rank < 2:
@@ -226,20 +214,6 @@ def test_failed_connections_keep_no_stack_frames(gang):
         assert local_block() is None
     finally:
         gc.enable()
-
-
-def waiting(rank, connections):
-    return connections.exchange("waits", {}, {1: None}) if rank != 1 else None
-
-
-def test_waking_ends_what_waits(gang):
-    futures = gang.begin(waiting)
-    assert not wait(futures[:1], 0.2).done
-    gang.wake()
-    for future in (futures[0], futures[2]):
-        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
-    with pytest.raises(AttemptEndedError):
-        gang.connections[0].exchange("later", {}, {1: None})
 
 
 def test_the_end_of_a_peer_ends_what_waits_for_it(gang):

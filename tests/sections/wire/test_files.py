@@ -42,15 +42,6 @@ def test_the_soft_limit_is_raised_as_far_as_needed(monkeypatch):
     assert hard == 10_000
 
 
-@pytest.mark.parametrize("hard", [1900, resource.RLIM_INFINITY])
-def test_the_soft_limit_is_raised_to_the_hard_limit_at_most(monkeypatch, hard):
-    limits = Limits(monkeypatch, 1024, hard)
-    files.reserve_files(16, 112)
-    soft, now = limits.now
-    assert now == hard
-    assert soft == 1900 if hard == 1900 else 1900 < soft < 4000
-
-
 def test_a_hard_limit_that_is_too_low_is_named(monkeypatch):
     limits = Limits(monkeypatch, 1024, 1024)
     expected = "room for 1892 open files .* 16 of 128 ranks run, got a hard limit of 1024. Raise"

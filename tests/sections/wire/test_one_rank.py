@@ -10,10 +10,3 @@ def test_exchanges_return_the_ranks_own_data():
     assert ONE_RANK.gather("barrier()", b"own") == [b"own"]
     assert ONE_RANK.exchange("halo", {}, {}) == {}
     assert ONE_RANK.begin("halo", {}, {}, in_background=True)() == {}
-
-
-def test_there_are_no_connections():
-    assert ONE_RANK.is_alone
-    assert not ONE_RANK.has_ended
-    assert not ONE_RANK.carries(0, 2**30)
-    assert ONE_RANK.received == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -150,6 +151,20 @@ class TestCma(Conformance):
             wait_until(lambda: usage(setup.serving)["published"] <= 1 + 2)
         assert setup.host.calls.count("p2p_cma_publish") == 5
 
+    @pytest.mark.usefixtures("_no_sweep")
+    def test_a_block_on_disk_is_kept_while_it_is_read(self, setup):
+        array = np.arange(60.0).reshape(6, 10)
+        for key in range(4):
+            setup.put(key, array + key)
+        setup.host.on_disk = set(range(4))
+        whole = ((0, 6), (0, 10))
+        opened = [self.open(setup, key, array, whole) for key in range(4)]
+        assert usage(setup.serving) == {"published": 4}
+        for key, remote in enumerate(opened):
+            np.testing.assert_array_equal(remote.request().result(), array + key)
+        setup.serving.directory.expire(60)
+        assert usage(setup.serving) == {"published": 2}
+
     def test_what_is_closed_is_not_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
@@ -172,6 +187,20 @@ class TestCma(Conformance):
     def test_systems_without_it(self, setup, monkeypatch):
         monkeypatch.setattr(process_memory, "is_supported", lambda: False)
         assert setup.reader.obstacle("holder", "numpy", F8).code == "unsupported"
+
+    def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        key, array = block
+        monkeypatch.setattr(process_memory, "read", refuse)
+        said = setup.reader.obstacle("holder", "numpy", F8)
+        assert said.code == "forbidden"
+        assert "its memory may not be read" in said.text
+        assert "not permitted" in said.text
+        assert "SYS_PTRACE" in said.remedy
+        with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
+            self.open(setup, key, array)
 
     @pytest.mark.parametrize(
         ("memory", "words"),
@@ -221,3 +250,18 @@ class TestCma(Conformance):
         np.testing.assert_array_equal(remote.request().result(), array)
         wait_until(lambda: usage(setup.serving) == {"published": 0})
         wait_until(lambda: not os.path.exists(setup.serving.directory.folder))
+
+    def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+
+        def no_more(*args, **kwargs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_more)
+            with pytest.raises(TransferError, match="Too many open files"):
+                self.open(setup, key, array, ((0, 6), (0, 10)))
+            np.testing.assert_array_equal(remote.request().result(), array)
+            remote.confirm()
+            remote.close()

@@ -10,6 +10,7 @@ import resource
 import signal
 import stat
 import tempfile
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -238,6 +239,25 @@ def test_two_threads_that_publish_the_same_block(directory):
     lease.close()
 
 
+def test_an_old_block_is_not_freed_under_the_lock(directory):
+    """Freeing a GPU's memory may take long."""
+    was_free = []
+
+    class Old(Block):
+        def __del__(self):
+            thread = threading.Thread(target=directory.touch, args=("other", self), daemon=True)
+            thread.start()
+            thread.join(BOUND_S)
+            was_free.append(not thread.is_alive())
+
+    publish(directory, "key", Old(), b"old")
+    publish(directory, "key", Old(), b"new")
+    directory.withdraw("key")
+    publish(directory, "key", Old(), b"newer")
+    directory.expire(0)
+    assert was_free == [True, True, True]
+
+
 def test_only_this_user_can_look(directory):
     publish(directory, "key", Block(), b"text")
     assert stat.S_IMODE(os.stat(directory.folder).st_mode) == 0o700
@@ -308,6 +328,25 @@ def fail(patch, function, numbers, error):
     patch.setattr(os, function, failing)
 
 
+def test_no_file_descriptor_is_left(directory):
+    before = open_files(directory)
+    publish_many(directory, 50)
+    assert open_files(directory) == before
+    assert take(directory.folder, "nothing") is None
+    leases = Leases(directory.folder)
+    entries = [leases.take(i)[0] for i in range(50)]
+    assert leases.take("nothing") is None
+    assert open_files(directory) == before + 1, "one for all leases"
+    for entry in entries:
+        leases.end(entry)
+    leases.close()
+    leases.close()
+    assert open_files(directory) == before
+    leases = Leases(directory.folder)
+    del leases
+    assert open_files(directory) == before, "nobody refers to it"
+
+
 def test_a_lease_ends_before_the_others_of_its_holder(directory):
     publish_many(directory, 2)
     leases = Leases(directory.folder)
@@ -318,6 +357,22 @@ def test_a_lease_ends_before_the_others_of_its_holder(directory):
     leases.end(first)
     assert directory.expire(60) == 1
     leases.close()
+    assert directory.expire(60) == 0
+
+
+def test_a_lease_that_cannot_be_ended_ends_with_the_file(directory, monkeypatch):
+    publish(directory, "key", Block(), b"text")
+    lease = take(directory.folder, "key")
+
+    def fail(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", fail)
+        lease.leases.end(lease.entry)
+    directory.withdraw("key")
+    assert directory.expire(60) == 1
+    lease.close()
     assert directory.expire(60) == 0
 
 
@@ -334,6 +389,43 @@ def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, t
                 use()
     finally:
         os.close(other)
+
+
+def test_a_reader_that_may_open_no_more_files(directory):
+    publish(directory, "key", Block(), b"text")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            take(directory.folder, "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    take(directory.folder, "key").close()
+    assert open_files(directory) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**20, 2**20 + 1])
+def test_a_file_that_is_no_table(tmp_path, size_bytes):
+    (tmp_path / FILE).write_bytes(b"\xff" * size_bytes)
+    for _ in range(2):
+        assert take(str(tmp_path), "key") is None
+
+
+@pytest.mark.parametrize("full", ["disk", "limit"])
+def test_a_disk_without_room_is_found_when_the_file_is_made(tmp_path, monkeypatch, full):
+    if full == "disk":
+        fail(monkeypatch, "pwrite", {1}, OSError(errno.ENOSPC, "No space left on device"))
+        assert "No space left" in PublishedBlocks(str(tmp_path)).refusal
+    else:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            assert "File too large" in PublishedBlocks(str(tmp_path)).refusal
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not os.listdir(tmp_path)
 
 
 def _publish_and_lease_many(parent, count, connection):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+
 import numpy as np
 import pytest
 
 from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.packed.comm import CommTransport
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
@@ -60,4 +64,53 @@ class TestComm(PackedConformance):
         setup.host.handlers["p2p_comm_read"] = answer
         key, array = block
         with pytest.raises(TransferError, match=words):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+
+    def test_masked_blocks_are_refused(self, setup):
+        setup.put("block", np.ma.masked_equal(np.ones((2, 2)), 0))
+        with pytest.raises(BlockMismatchError, match=r"(?i)masked"):
+            self.read(setup, "block", np.ones((2, 2)), ((0, 1), (0, 1)))
+
+    def test_errors_that_nobody_waits_for_are_not_logged(self, setup, loop, block, monkeypatch):
+        """A killed holder ends all requests at once; the reader gives up with the first."""
+        key, array = block
+        asked, logged = [], []
+
+        async def call(address, op, **kwargs):
+            asked.append(asyncio.current_task())
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                raise ConnectionAbortedError("it has left the cluster") from None
+
+        monkeypatch.setattr(setup.reader.worker, "call", call)
+        loop.loop.set_exception_handler(lambda loop, context: logged.append(context))
+        try:
+            remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+            remote.request()
+            wait_until(lambda: asked)
+            remote.close()
+            wait_until(lambda: all(task.done() for task in asked))
+            del remote
+            asked.clear()
+            for _ in range(3):
+                loop.run(asyncio.sleep(0.01))
+                gc.collect()
+        finally:
+            loop.loop.set_exception_handler(None)
+        assert logged == []
+
+    def test_an_answer_that_does_not_come_in_time(self, setup, block):
+        key, array = block
+        setup.host.delay_s = 100
+        start_s = time.monotonic()
+        with pytest.raises(TransferError, match=r"no answer from holder .* within 0\.1 s"):
+            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.1)
+        assert time.monotonic() - start_s < 50
+
+    def test_a_holder_that_cannot_be_reached(self, setup, block):
+        key, array = block
+        del setup.network["holder"]
+        expected = r"holder cannot be reached to ask about block .*: nobody"
+        with pytest.raises(TransferError, match=expected):
             self.read(setup, key, array, ((0, 1), (0, 1)))

@@ -21,7 +21,7 @@ from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host import pinned
 from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import TransferError, UnsuitableError
 from dask_p2p.interprocess import buffers, segments
 from dask_p2p.interprocess.segments import Segment, Segments
 from dask_p2p.transports.packed import base
@@ -489,3 +489,16 @@ def test_segments_of_another_size_make_room():
         again = [segments.lend(size_bytes) for _ in inodes]
         assert {segment.name.inode for segment, _ in again} == inodes, "none was made anew"
         del again
+
+
+def test_memory_that_might_become_shorter_is_not_mapped():
+    segment = Segment.make(4096)
+    name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
+    os.ftruncate(name.fd, 4096)
+    try:
+        with pytest.raises(UnsuitableError, match="does not match its name"):
+            Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(segment.name.fd, 0)
+    finally:
+        os.close(name.fd)

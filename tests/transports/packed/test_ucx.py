@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from weakref import ref
@@ -10,10 +13,13 @@ from weakref import ref
 import numpy as np
 import pytest
 
+from dask_p2p.backends import backend_named
+from dask_p2p.backends.host_queue import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import SilentError, TransferError
 from dask_p2p.interprocess.messenger import Message
 from dask_p2p.transports.footprint import ByteBudget
+from dask_p2p.transports.packed import stream
 from dask_p2p.transports.packed import ucx as ucx_module
 from dask_p2p.transports.packed.stream import Outgoing
 from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
@@ -31,6 +37,27 @@ def resting(loop):
     return [task for task in tasks if task.get_coro().__qualname__ == "UcxTransport._rest"]
 
 
+@pytest.mark.parametrize(
+    ("there", "more", "is_taken"),
+    [
+        (None, "numpy", True),
+        ("numpy", "cupy", True),
+        ("cupy", "cupy", True),
+        ("cupy", "numpy", False),
+    ],
+)
+def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, more, is_taken):
+    monkeypatch.setattr(stream, "backend_for", backend_named)
+    pools = {
+        name: SimpleNamespace(take=lambda *args, name=name: name) for name in ("numpy", "cupy")
+    }
+    message = Outgoing(SimpleNamespace(buffers=pools), None, None, b"")
+    message.size_bytes = 8
+    if there is not None:
+        assert message.memory(backend_named(there)) == there
+    assert message.takes(more) == is_taken
+
+
 class TestUcx(PackedConformance):
     def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
         tune(monkeypatch, ucx_rest_s=0.05)
@@ -40,6 +67,35 @@ class TestUcx(PackedConformance):
             for transport in (setup.reader, setup.serving):
                 messenger = transport.messenger()
                 wait_until(lambda messenger=messenger: messenger.rest(3600))
+
+    def test_closing_takes_back_what_was_asked(self, setup, block):
+        asked, ended = threading.Event(), threading.Event()
+
+        async def answer(**kwargs):
+            asked.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+
+        setup.host.handlers["p2p_ucx_read"] = answer
+        key, array = block
+        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        remote.request()
+        assert asked.wait(BOUND_S)
+        remote.close()
+        assert ended.wait(BOUND_S)
+        wait_until(lambda: not any(usage(setup.reader).values()))
+
+    def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
+        def fail(queue):
+            raise RuntimeError("the device is lost")
+
+        key, array = block
+        monkeypatch.setattr(HostQueue, "synchronize", fail)
+        with pytest.raises(TransferError, match="the device is lost"):
+            self.read(setup, key, array, ((0, 1), (0, 1)))
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_after_it_is_closed_nothing_is_started(self, setup, loop, monkeypatch):
         monkeypatch.setattr(ucx_module, "Messenger", None)  # which cannot be called
@@ -120,6 +176,19 @@ class TestUcx(PackedConformance):
         with pytest.raises(TransferError, match=r"block .* did not arrive: no message within"):
             self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.2)
 
+    def test_a_message_that_does_not_get_through(self, setup, block, monkeypatch):
+        """The holder answers, and says so before the reader gives it up: other transports work."""
+        key, array = block
+
+        def stuck(message, timeout_s):
+            assert timeout_s < 60.0, "earlier than the reader"
+            raise SilentError("no message within 59.5 s")
+
+        monkeypatch.setattr(Message, "result", stuck)
+        with pytest.raises(SilentError, match=r"holder could not send .* no message within"):
+            self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=60.0)
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
+
     def test_a_holder_that_stops_in_the_middle(self, setup, block):
         """What comes is good; what does not ends with the holder's reason, long before time."""
         key, array = block
@@ -144,6 +213,20 @@ class TestUcx(PackedConformance):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
         sections = with_section(self.options, UcxOptions, **parts).sections
         return self.open(setup, key, array, *rows, sections=sections)
+
+    def test_blocks_that_do_not_go_into_one_message_come_in_several(
+        self, setup, blocks, monkeypatch
+    ):
+        packed, pack = set(), Outgoing.pack
+        monkeypatch.setattr(Outgoing, "takes", lambda message, block: message not in packed)
+        monkeypatch.setattr(
+            Outgoing, "pack", lambda message, *args: packed.add(message) or pack(message, *args)
+        )
+        came = self.read_blocks(setup, blocks)
+        for key, array in blocks.items():
+            np.testing.assert_array_equal(came[key][0], array[1:3, :4])
+        assert setup.host.calls.count("p2p_ucx_read") == len(blocks)
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_nothing_is_waited_for_where_a_row_ends_in_an_empty_region(self, setup):
         array = np.arange(400, dtype="u1").reshape(2, 200)
@@ -176,6 +259,55 @@ class TestUcx(PackedConformance):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         remote.close()
 
+    def test_a_message_is_packed_before_it_is_sent(self, setup, monkeypatch):
+        """Copies of a GPU are queued; so that they take long here each is made when waited for.
+
+        By then the next one is queued, too.
+        """
+        array = np.arange(4 * 2**14).reshape(4, 2**14)
+        setup.put("block", array)
+        done, numbers = [], itertools.count()
+
+        def pack(queue, dst, src):
+            number, copy = next(numbers), src.copy()
+            done.append(f"queue {number}")
+
+            def wait():
+                np.copyto(dst, copy)
+                done.append(f"make {number}")
+
+            return wait
+
+        monkeypatch.setattr(HostQueue, "pack", pack)
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request() for _ in range(4)]
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        remote.close()
+        first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
+        assert done == first
+
+    def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
+        """Its reader is told that it comes."""
+        array = np.arange(4 * 2**14).reshape(4, 2**14)
+        setup.put("block", array)
+        begin, count = Outgoing.pack, itertools.count()
+
+        def pack(target, *args):
+            if next(count) == 2:
+                raise TransferError("no more")
+            begin(target, *args)
+
+        monkeypatch.setattr(Outgoing, "pack", pack)
+        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        requests = [remote.request() for _ in range(4)]
+        for i, request in enumerate(requests[:2]):
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        with pytest.raises(TransferError, match="no more"):
+            requests[2].result(BOUND_S)
+        remote.close()
+        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
+
     def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
         array = np.arange(2 * 2**14).reshape(2, 2**14)
         setup.put("block", array)
@@ -201,6 +333,35 @@ class TestUcx(PackedConformance):
         remote.close()
         assert waited == [True]
 
+    def test_a_row_that_has_come_leaves_its_connection_open(self, setup, loop):
+        """As the pool of Dask closes those of calls that are cancelled."""
+        array = np.arange(3 * 2**14).reshape(3, 2**14)
+        setup.put("block", array)
+        worker, ended, packed_for = setup.reader.worker, [], setup.serving.packed_for
+        calling, may_answer = worker.call, asyncio.Event()
+
+        async def call(*args, **kwargs):
+            try:
+                return await calling(*args, **kwargs)
+            finally:
+                ended.append(sys.exc_info()[0])
+
+        async def late(*args):
+            answers = await packed_for(*args)
+            await may_answer.wait()
+            return answers
+
+        worker.call, setup.serving.packed_for = call, late
+        for count in (3, 2):
+            remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+            for request in [remote.request() for _ in range(count)]:
+                request.result(BOUND_S)
+            remote.close()
+        assert usage(setup.reader)["requested"] == 0
+        loop.loop.call_soon_threadsafe(may_answer.set)
+        wait_until(lambda: len(ended) == 2)
+        assert sorted(map(str, ended)) == [str(asyncio.CancelledError), "None"]
+
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
@@ -212,6 +373,35 @@ class TestUcx(PackedConformance):
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert setup.host.calls.count("p2p_ucx_read") == 1
+
+    def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):
+        array = np.arange(20 * 2**14).reshape(20, 2**14)
+        setup.put("block", array)
+        remote = self.rows(setup, "block", array, parts_in_flight=2, host_part_bytes=2**17)
+        assert usage(setup.reader)["messages"] == 0
+        ahead = deque()
+        for i in range(20):
+            while len(ahead) < min(3, 20 - i):
+                ahead.append(remote.request())
+            assert remote.reading.ahead == min(2, i + len(ahead))
+            np.testing.assert_array_equal(ahead.popleft().result(BOUND_S), array[i : i + 1])
+        assert setup.serving.buffers["numpy"].idle_bytes <= 5 * 2**17
+
+    def test_an_endpoint_that_the_reader_closed(self, setup):
+        """As after a message that nobody took: the holder leaves the other half of it behind."""
+        key, array = "block", np.arange(2.0**17).reshape(256, 512)  # what is small gets through
+        setup.put(key, array)
+        setup.reader.worker.blocks[key] = array
+        back = SimpleNamespace(
+            reader=setup.serving, holder="reader", kind="numpy", to_numpy=np.asarray
+        )
+        whole = ((0, 256), (0, 512))
+        for ways in ((back, setup), (setup, back)):
+            for way in ways:
+                self.read(way, key, array, whole)
+            setup.reader.messenger().forget(setup.serving.messenger().address)
+            got = self.read(setup, key, array, whole, request_timeout_s=30.0)
+            np.testing.assert_array_equal(got, array)
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 
 import numpy as np
@@ -19,7 +18,7 @@ from dask_p2p.sections.wire.messages.mailbox import Receive
 from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, Slots
 from tests.sections.support import nothing_is_left
 from tests.sections.wire.support import Gang, inline_header
-from tests.support import BOUND_S, result_of
+from tests.support import result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 on_x86 = pytest.mark.skipif(not HAS_ORDERED_STORES, reason="stores appear in any order")
@@ -58,30 +57,6 @@ def connected(ends):
     other.close()
 
 
-def directions(ends):
-    """Yield the slots of each direction: their sender, and the slot at both ends."""
-    for one, other in (ends, ends[::-1]):
-        yield one, one.sent_messages, other.messages
-        yield one, one.sent_calls, other.calls
-
-
-def test_a_slot_has_one_frame(ends):
-    for number, (sender, sent, received) in enumerate(directions(ends)):
-        frame, payload = header(number), bytes([number]) * MOST_BYTES
-        assert not received.has(1, looks=3)
-        assert sender.put(sent, 1, frame + payload)
-        assert not sender.put(sent, 2, header(8)), "the first one has not been taken"
-        assert received.has(1)
-        assert not received.has(2)
-    for number, (sender, sent, received) in enumerate(directions(ends)):
-        assert bytes(received.header) == header(number)
-        assert bytes(received.payload) == bytes([number]) * MOST_BYTES
-        received.free(1)
-        assert sender.put(sent, 2, header(8))
-        assert received.has(2, looks=3)
-        assert bytes(received.header) == header(8)
-
-
 def test_an_end_that_sleeps_gets_no_message(ends):
     for one, other in (ends, ends[::-1]):
         other.sleeps = True
@@ -91,14 +66,6 @@ def test_an_end_that_sleeps_gets_no_message(ends):
         other.sleeps = False
         assert one.put(one.sent_messages, 1, header(7))
         assert one.put(one.sent_calls, 1, header(7))
-
-
-def test_slots_are_used_once_the_peer_has_opened_them():
-    maker, name = Slots.made()
-    assert not maker.put(maker.sent_messages, 1, header(7))
-    opened = Slots.opened(name)
-    assert maker.put(maker.sent_messages, 1, header(7))
-    assert opened.messages.has(1)
 
 
 @pytest.mark.parametrize("text", [b"", b"kernel namespace 1 2 3 4", b"a b c d e f", b"\xff"])
@@ -209,21 +176,6 @@ def test_data_of_a_call_that_came_early_waits_for_the_one_in_the_slot(connected)
         assert bytes(connection.payload) == str(number).encode()
 
 
-@pytest.mark.parametrize("in_slot", [True, False])
-def test_memory_for_no_bytes_may_be_read_only(connected, in_slot):
-    connection, peer, slots = connected
-    if in_slot:
-        assert slots.put(slots.sent_calls, 1, call(1))
-    else:  # it comes early
-        connection.mailbox.unread.append(None)
-        peer.send(call(1))
-        connection.receive_messages()
-        assert connection.early
-    connection.number = 1
-    connection.begin_to_receive(memoryview(b""))
-    assert connection.advance(b"barrier()", 0, 1)
-
-
 def test_another_call_in_the_slot_is_named(connected):
     connection, _, slots = connected
     assert slots.put(slots.sent_calls, 1, call(1, b"barrier()"))
@@ -263,28 +215,6 @@ def test_nothing_overtakes_bytes_that_have_yet_to_be_sent(connected):
     assert connection.puts(1, message)
     assert slots.calls.has(1)
     assert slots.messages.has(1)
-
-
-def test_the_last_messages_come_after_those_in_the_socket(processes):
-    """A rank that returns has received all messages of the others, to name those left."""
-    begun = threading.Event()
-
-    def program(rank, own):
-        if rank == 0:
-            own.send_message(1, sent_message(7, 0, b"", [bytes(40_000)], has_address=False))
-            connection = own._connections[1]
-            begin = connection.begin_to_send
-            connection.begin_to_send = lambda *args: (begin(*args), begun.set())[0]
-        elif not begun.wait(BOUND_S):
-            raise TimeoutError
-        own.finish()
-
-    with Gang(2) as gang:
-        for own in gang.connections:
-            own._spin_s = 1e-5
-        gang.run(lambda rank, own: [own.gather("barrier()", b"") for _ in range(9)])
-        with pytest.raises(SectionError, match=r"1 of rank 0, the first by send\(dest=1, tag=7\)"):
-            gang.run(program)
 
 
 @on_x86
