@@ -37,14 +37,6 @@ def shrunk(block):
     return block[::64] * 1.0
 
 
-def in_objects(block):
-    """Return a block of Python objects, whose sizes its dtype does not tell."""
-    made = np.empty(block.shape, object)
-    for at, value in np.ndenumerate(block):
-        made[at] = np.full(2**6, value)
-    return made
-
-
 def exchanged(x):
     """Return an array of several exchanges."""
     for _ in range(3):
@@ -69,20 +61,6 @@ def larger_than_declared(x):
     return y.map_blocks(shrunk, dtype=float)
 
 
-def first_number(block):
-    return np.array([[block[0, 0][0]]])
-
-
-def of_objects(block, number):
-    return np.array([[value[0] for value in row] for row in block]) + number
-
-
-def of_large_objects(x):
-    y = exchanged(x).map_blocks(in_objects, dtype=object)
-    number = y.map_blocks(first_number, dtype=float, chunks=(1, 1)).max()
-    return y.map_blocks(of_objects, number, dtype=float)
-
-
 def larger_inputs(x):
     """Return an array of blocks that functions without arrays make: they are inputs of a gang."""
     made = da.map_blocks(
@@ -98,7 +76,7 @@ def no_rank_is_known(dask_scheduler):
     return not [key for key in dask_scheduler.tasks if "p2p-fused-ranks" in str(key)]
 
 
-@pytest.mark.parametrize("program", [larger_than_declared, of_large_objects, larger_inputs])
+@pytest.mark.parametrize("program", [larger_than_declared, larger_inputs])
 def test_dask_computes_graphs_of_larger_blocks(small_workers, program, caplog):
     client, x = small_workers, source()
     expected = program(x).compute(scheduler="sync")
