@@ -57,7 +57,7 @@ _REMEDY = (
 _REGISTRY = Lock()  # cloudpickle has one registry in a process
 
 
-class Watch(NamedTuple):
+class PositionWatch(NamedTuple):
     """Notes reads of a function's position, or moves the position."""
 
     reads: list[str] | None = None  # gets "rank", and "at" for any other position
@@ -69,10 +69,10 @@ class Watch(NamedTuple):
 
 
 #: Computes arrays for a box by copies of values, at a position that a watch returns.
-Compute: TypeAlias = Callable[[tuple[Any, ...], Box, Watch], Any]
+Compute: TypeAlias = Callable[[tuple[Any, ...], Box, PositionWatch], Any]
 
 
-class Copies:
+class FunctionCopies:
     """Returns copies of some values in their present state; None if they have no pickle.
 
     Functions and classes of the user's modules are copied with their global variables.
@@ -184,7 +184,7 @@ class Comparison:
         self._lengths = [n if is_cut and n > 1 else 0 for n, is_cut in lengths]
         pairs = zip(box, self._lengths, strict=True)
         self._box, self._part = box, tuple(_part(along, n) for along, n in pairs)
-        self._copies = Copies(*values if any(self._lengths) else ())
+        self._copies = FunctionCopies(*values if any(self._lengths) else ())
         self._left = _MOST_CALLS if any(self._lengths) and self._copies else 0
 
     def __bool__(self) -> bool:
@@ -257,10 +257,10 @@ class Comparison:
     def _of_parts(
         self, compute: Compute, reads: list[str] | None = None, shift: Sequence[int] = ()
     ) -> list[Array]:
-        return [*compute(self._copies(), self._part, Watch(reads, shift))]
+        return [*compute(self._copies(), self._part, PositionWatch(reads, shift))]
 
     def _of_whole(self, compute: Compute, shift: Sequence[int] = ()) -> list[Array]:
-        return self._cut(compute(self._copies(), self._box, Watch(None, shift)))
+        return self._cut(compute(self._copies(), self._box, PositionWatch(None, shift)))
 
     def _cut(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the part of arrays for the whole block."""
@@ -291,7 +291,7 @@ def _name(function: Any) -> str:
     return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
 
 
-def watched(values: Mapping[str, Any], watch: Watch | None) -> dict[str, Any]:
+def watched(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
     """Return the arguments of a copy, whose reads of its position a watch notes."""
     if watch is None:
         return {**values}
@@ -330,7 +330,7 @@ class Checks:
         """Make a call of a step for the whole local block, and compare it."""
         comparison, fields = self._comparisons[id(call.phase)], self._local.fields
 
-        def compute(copies: tuple[Any, ...], box: Box, watch: Watch) -> list[Array]:
+        def compute(copies: tuple[Any, ...], box: Box, watch: PositionWatch) -> list[Array]:
             function, keywords = copies
             parts = {name: fields[name].parts(box)[0] for name in call.changed}
             outs = {

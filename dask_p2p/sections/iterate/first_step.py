@@ -210,7 +210,7 @@ class _Outs(dict[str, Array]):
 
 
 @dataclass
-class _Memory:
+class _StrictMemory:
     array: Array
     is_written: bool = False  # by an assignment to a strict view
 
@@ -253,7 +253,7 @@ def _plain(value: Any) -> Any:
 def strict_view(array: Array, module: Any) -> Any:
     """Return a view of an array that refuses fractions and imaginary parts that it cannot hold."""
     view = array.view(type=_strict_class(module))
-    view.memory = _Memory(array)
+    view.memory = _StrictMemory(array)
     return view
 
 

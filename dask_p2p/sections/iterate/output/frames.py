@@ -14,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.returned import shape_of
-from dask_p2p.sections.checks import Comparison, Watch, watched
+from dask_p2p.sections.checks import Comparison, PositionWatch, watched
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.iterate.functions.binding import Binding
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
@@ -228,7 +228,7 @@ class Frames:
         values: Values,
         copies: tuple[Any, ...],  # of its function and keywords
         box: Box,
-        watch: Watch | None = None,
+        watch: PositionWatch | None = None,
     ) -> list[Array]:
         """Call a function, of a computed field or its copy, for a box of the local block."""
         assert values is not None
