@@ -39,7 +39,7 @@ def aligned_chunks(
 ) -> Chunks:
     """Return chunks of an array such that no two blocks share a unit of the store.
 
-    A unit is what a store writes at once: a shard, or a chunk. `rows` are the positions in the
+    A store writes a unit at once: a shard, or a chunk. `rows` are the positions in the
     store of the indices along each axis, by default the indices themselves.
 
     The bounds of the blocks are multiples of one size in the store, so the first and the last block

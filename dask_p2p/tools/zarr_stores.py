@@ -1,7 +1,7 @@
-"""Writes to Zarr in which each task writes whole units: shards, or chunks of arrays without shards.
+"""Writes of whole units to Zarr: shards, or chunks of arrays without shards.
 
-A task that writes a part of a unit reads the unit, changes the part, and writes all of it. So two
-tasks lose values if they write to one unit at the same time. `dask.array.store` lets them, and so
+A task with a part of a unit reads the unit, changes the part, and writes the unit. So two tasks
+lose values if they write to one unit at the same time. `dask.array.store` lets them, and so
 do all functions of Dask and xarray that write to Zarr, since each of them calls it. Here arrays get
 blocks of whole units first, in one exchange.
 """

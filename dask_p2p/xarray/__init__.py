@@ -290,8 +290,8 @@ class P2PAccessor(Spectral[T]):
 
         Zarr has such chunks only, and the last one may be smaller. Each task writes whole chunks of
         the store, or whole shards. One exchange makes blocks for them. With ``append_dim`` or
-        ``region`` the first block is the rest of the chunk in which they begin, so only one program
-        at a time may write to a chunk. CuPy blocks are copied to host memory after the exchange.
+        ``region`` the first block may be the rest of a chunk. So only one program at a time may write
+        to a chunk. CuPy blocks are copied to host memory after the exchange.
 
         Parameters
         ----------

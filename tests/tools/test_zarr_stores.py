@@ -181,7 +181,7 @@ def test_other_targets_and_errors_are_dasks(new):
     np.testing.assert_array_equal(target, VALUES)
     with pytest.raises(ValueError, match="Different number"):
         da.store([x, x], [target])
-    with pytest.raises(ValueError, match="consistent"):
+    with pytest.raises(ValueError, match="do not add up"):
         da.to_zarr(x, created(new(), (64, 64), chunks=(16, 16)))
 
 
