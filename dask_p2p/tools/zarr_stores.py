@@ -110,7 +110,7 @@ def regular_chunks(chunks: Chunks, units: Any = None) -> Chunks:
     (((3, 3, 3, 1),), ((4, 4, 2),))
     """
     sizes = tuple(max(1, regular_size(along)) for along in chunks)
-    result = normalize_chunks(sizes, tuple(map(sum, chunks)))
+    result: Chunks = normalize_chunks(sizes, tuple(map(sum, chunks)))
     if isinstance(units, int):
         units = (units,) * len(chunks)
     is_shape = isinstance(units, (tuple, list)) and len(units) == len(chunks)
@@ -163,7 +163,8 @@ def _without_numbers(area: Sequence[range | int]) -> list[range]:
 
 
 def _units(target: Any) -> Sequence[int]:
-    return target.shards or target.chunks
+    units: Sequence[int] = target.shards or target.chunks
+    return units
 
 
 def _aligned(x: DaskArray, target: Any, area: Area) -> DaskArray:
@@ -190,11 +191,9 @@ def _is_cluster_lock(lock: Any) -> bool:
 def _share_units(targets: Sequence[Any], areas: Sequence[Area]) -> bool:
     """Return whether tasks may write to one unit of a Zarr array."""
     writes = [pair for pair in zip(targets, areas, strict=True) if is_zarr_array(pair[0])]
-    if any(area is None for _, area in writes):
-        return True
-    return any(
+    return any(area is None for _, area in writes) or any(
         first.store_path == second.store_path
-        and all(map(_overlap, area, other_area, _units(first)))
+        and all(map(_overlap, area or (), other_area or (), _units(first)))
         for (first, area), (second, other_area) in combinations(writes, 2)
     )
 

@@ -290,8 +290,8 @@ class P2PAccessor(Spectral[T]):
 
         Zarr has such chunks only, and the last one may be smaller. Each task writes whole chunks of
         the store, or whole shards. One exchange makes blocks for them. With ``append_dim`` or
-        ``region`` the first block may be the rest of a chunk. So only one program at a time may write
-        to a chunk. CuPy blocks are copied to host memory after the exchange.
+        ``region`` the first block may be the rest of a chunk. So only one program at a time may
+        write to a chunk. CuPy blocks are copied to host memory after the exchange.
 
         Parameters
         ----------
@@ -331,7 +331,7 @@ class P2PAccessor(Spectral[T]):
             import zarr  # noqa: F401  # before blocks move
         sizes = self._sizes({} if chunks is None else chunks)
         encoding = with_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._given, sizes)
-        region = kwargs.get("region") or {}
+        region: Any = kwargs.get("region") or {}
         existing_dims = {*(region if isinstance(region, Mapping) else self._dims)}
         if kwargs.get("append_dim") is not None:
             existing_dims.add(kwargs["append_dim"])

@@ -61,7 +61,7 @@ def regular(
 def with_chunks_of_shards(
     encoding: Mapping[Hashable, Mapping[str, Any]], given: Any, sizes: Mapping[Hashable, Any]
 ) -> dict[Hashable, Any]:
-    """Return encodings that have chunks for all shards: those of `sizes`, or whole shards.
+    """Return encodings with chunks for all shards: those of `sizes`, or whole shards.
 
     xarray would take the blocks for chunks, which need not divide shards.
     """
