@@ -7,7 +7,8 @@ tasks, and the dtype is lost. The scheduler would also have to import the optimi
 
 `install` replaces `map_overlap` in `dask.array`, and in the module where array methods and other
 functions of Dask look it up. It replaces functions of `dask.array.fft` for arrays that Dask's
-functions reject: those with several blocks along a transformed axis.
+functions reject: those with several blocks along a transformed axis. It replaces `store` and
+`to_zarr`, so that tasks write whole units of Zarr arrays.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dask_p2p.loading import when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
+from dask_p2p.tools import zarr_stores
 from dask_p2p.tools.taken import (
     COUNTING,
     LACKING,
@@ -57,7 +59,8 @@ class Installation(AbstractContextManager["Installation"]):
     Attributes
     ----------
     counts : Counter
-        Number of calls taken in place of Dask, by function: "rechunk", "map_overlap", "fft".
+        Number of calls taken in place of Dask, by function: "rechunk", "map_overlap", "fft", and
+        "store" for arrays that were rechunked before they are written to Zarr.
     """
 
     def __init__(self, rechunk: str = "p2p") -> None:
@@ -111,7 +114,7 @@ class Installation(AbstractContextManager["Installation"]):
 
 
 def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
-    """Use this package in place of Dask for p2p rechunks, `map_overlap`, and FFTs of split axes.
+    """Use this package in place of Dask for p2p rechunks, `map_overlap`, FFTs and Zarr stores.
 
     Code that calls ``x.rechunk(...)``, ``x.T.rechunk(...)``, ``xarray.DataArray.chunk(...)`` or
     ``x.map_overlap(...)`` needs no change. Its results have the same values, chunks, dtype and
@@ -121,6 +124,9 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     Dask uses it if the caller requests it, or with a client if the graph exceeds a certain size.
     Rechunks by tasks remain Dask's. Functions of ``da.fft`` accept axes with several blocks. The
     exchange includes a lazy transpose before such a rechunk, as in ``x.T.rechunk(...)``.
+
+    Each task of ``da.store`` and ``to_zarr`` writes whole chunks, or shards, of a Zarr array. Where
+    blocks do not fit them, one exchange makes larger or smaller ones.
 
     The same holds for arrays of the package `dask_array`. There, rechunks and `map_overlap` are
     taken, and counted, when the optimiser makes tasks of them.
@@ -217,6 +223,9 @@ def _replace_all() -> None:
     for owner in (da, import_module(where)):
         _replace(owner, "map_overlap", partial(tried, "map_overlap", overlapped))
     _replace_transforms(import_module("dask.array.fft"))
+    if not is_expression:  # there Dask has no function of these
+        _replace_stores(da, import_module("dask.array.core"))
+        _watched.append(when_imported("xarray", _replace_writers))
     _watched.append(when_imported("dask_array", _replace_methods))
     if is_expression:
         # Imported only here, since it imports parts of Dask that are still private.
@@ -233,6 +242,21 @@ def _replace_transforms(module: Any) -> None:
         _replace(module, name, partial(tried, "fft", _transformed, getattr(fft, name)))
 
 
+def _replace_stores(*owners: Any) -> None:
+    for owner in owners:
+        for function in (zarr_stores.store, zarr_stores.to_zarr):
+            _replace(owner, function.__name__, function, calls_original=True)
+
+
+def _replace_writers(package: Any) -> None:
+    """Replace methods of xarray."""
+    with LOCK:
+        if not _replaced:  # uninstalled by another thread
+            return
+        for owner in (package.Dataset, package.DataArray):
+            _replace(owner, "to_zarr", zarr_stores.xarray_to_zarr, calls_original=True)
+
+
 def _replace_methods(package: Any) -> None:
     """Replace functions of the package `dask_array`, and methods of its expressions."""
     try:
@@ -247,6 +271,7 @@ def _replace_methods(package: Any) -> None:
         if not _replaced:  # uninstalled by another thread
             return
         _replace_transforms(package.fft)
+        _replace_stores(package, package.io)
         for rule in planned_late.RULES:
             _replace(*rule)
         planned_late.forget_lowered()
@@ -271,13 +296,21 @@ def _take_off_unless_needed() -> None:
     LACKING.clear()
 
 
-def _replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
-    """Replace a function of Dask; if the replacement returns None, Dask's function is called."""
+def _replace(
+    owner: Any, name: str, make: Callable[..., Any], *, calls_original: bool = False
+) -> None:
+    """Replace a function of Dask.
+
+    If the replacement returns None, Dask's function is called. With `calls_original` the
+    replacement calls it: it is the first argument.
+    """
     original = getattr(owner, name)
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         # Other code may have wrapped this function, and still call it after `uninstall`.
+        if _replaced and calls_original:
+            return make(original, *args, **kwargs)
         result = make(*args, **kwargs) if _replaced else None
         return original(*args, **kwargs) if result is None else result
 

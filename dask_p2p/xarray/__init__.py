@@ -24,12 +24,13 @@ from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.ops.transpose import transpose
+from dask_p2p.tools.dropin import install
 
 with needs("xarray", "xarray"):
     import xarray as xr
 
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
-from dask_p2p.xarray.regular import regular
+from dask_p2p.xarray.regular import regular, with_chunks_of_shards
 from dask_p2p.xarray.spectral import Spectral, T
 from dask_p2p.xarray.variables import (
     as_dask,
@@ -296,18 +297,20 @@ class P2PAccessor(Spectral[T]):
     def to_zarr(self, store: Any = None, *, chunks: Any = None, **kwargs: Any) -> Any:
         """Write to a Zarr store, rechunked to chunks of one size along each dimension if needed.
 
-        Zarr has such chunks only, and the last one may be smaller. One exchange makes them. CuPy
-        blocks are then copied to host memory.
+        Zarr has such chunks only, and the last one may be smaller. Each task writes whole chunks of
+        the store, or whole shards. One exchange makes blocks for them. With ``append_dim`` or
+        ``region`` the first block may be the rest of a chunk. So only one program at a time may
+        write to a chunk. CuPy blocks are copied to host memory after the exchange.
 
         Parameters
         ----------
         store : path or store
             As for xarray's ``to_zarr``.
         chunks : mapping of hashable to int or str; or one for all, optional
-            Chunks of the store by dimension, as for `chunk`. The default for blocks of several
-            sizes is the size that moves the fewest elements.
+            Chunks of the store by dimension, as for `chunk`, where `encoding` has none. The default
+            for blocks of several sizes is the size that moves the fewest elements.
         **kwargs
-            Keywords of xarray's ``to_zarr``.
+            Keywords of xarray's ``to_zarr``. ``safe_chunks`` is False by default.
 
         Returns
         -------
@@ -335,9 +338,17 @@ class P2PAccessor(Spectral[T]):
         """
         with needs("zarr", "zarr"):
             import zarr  # noqa: F401  # before blocks move
-        return regular(self._given, self._sizes({} if chunks is None else chunks)).to_zarr(
-            store, **kwargs
-        )
+        sizes = self._sizes({} if chunks is None else chunks)
+        encoding = with_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._given, sizes)
+        region: Any = kwargs.get("region") or {}
+        existing_dims = {*(region if isinstance(region, Mapping) else self._dims)}
+        if kwargs.get("append_dim") is not None:
+            existing_dims.add(kwargs["append_dim"])
+        kwargs.setdefault("safe_chunks", False)  # blocks get whole units where they are stored
+        with install():
+            return regular(self._given, sizes, encoding, existing_dims).to_zarr(
+                store, encoding=encoding or None, **kwargs
+            )
 
     def __repr__(self) -> str:
         """Return a line for each method: its name, and the first line of its documentation."""

@@ -89,6 +89,41 @@ def test_datasets_and_their_coordinates(tmp_path):
     assert found.a.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
 
 
+@pytest.mark.parametrize(
+    ("options", "chunks", "shards"),
+    [
+        ({"encoding": {"a": {"chunks": (2, 1), "shards": (4, 3)}}}, (2, 1), (4, 3)),
+        ({"encoding": {"a": {"shards": (4, 3)}}}, (4, 3), (4, 3)),
+        ({"encoding": {"a": {"shards": (4, 4)}}, "chunks": {"x": 2}}, (2, 4), (4, 4)),
+        ({"encoding": {"a": {"chunks": (4, 3)}}, "chunks": {"x": 5}}, (4, 3), None),
+    ],
+)
+def test_chunks_and_shards_of_an_encoding(tmp_path, options, chunks, shards):
+    for given in (array(), array().to_dataset(), array(((10,), (7,)))):
+        found = written(given, tmp_path / "a.zarr", mode="w", zarr_format=3, **options).a
+        np.testing.assert_array_equal(found, VALUES)
+        assert found.encoding["chunks"] == chunks
+        assert found.encoding["shards"] == shards
+
+
+def test_stores_that_grow_within_a_chunk(tmp_path):
+    path, options = tmp_path / "a.zarr", {"consolidated": False}
+    shards = {"a": {"chunks": (2, 7), "shards": (4, 7)}}
+    ds = array().to_dataset().assign_coords(x=range(10))
+    ds[{"x": slice(5)}].p2p.to_zarr(path, zarr_format=3, encoding=shards, **options)
+    lazy = ds[{"x": slice(5, 10)}].p2p.to_zarr(path, append_dim="x", compute=False, **options)
+    keys = " ".join(map(str, lazy.__dask_graph__()))
+    assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
+    lazy.compute()
+    np.testing.assert_array_equal(xr.open_zarr(path, **options).a, VALUES)
+    for region in ("auto", {"x": slice(3, 9)}):
+        part = -ds[{"x": slice(3, 9)}]
+        part = part if region == "auto" else part.drop_vars("x")
+        part.p2p.to_zarr(path, region=region, **options)
+        np.testing.assert_array_equal(xr.open_zarr(path, **options).a[3:9], -VALUES[3:9])
+    np.testing.assert_array_equal(xr.open_zarr(path, **options).a[:3], VALUES[:3])
+
+
 def test_slabs_on_a_cluster(client, tmp_path):
     """As a slab transpose leaves them: uneven rows on every worker."""
     slabs = array(((10,), (2, 2, 2, 1))).p2p.transpose("y", "x", chunks={"y": (3, 4)})
