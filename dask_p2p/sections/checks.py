@@ -15,14 +15,12 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import PurePath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
 import numpy as np
-from dask.utils import funcname
 from distributed import warn
 
 from dask_p2p.errors import P2PWarning
@@ -30,30 +28,15 @@ from dask_p2p.geometry import Box, box_shape
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.context.context import Context
     from dask_p2p.sections.exchange.ends import At
-    from dask_p2p.sections.iterate.call import Call
-    from dask_p2p.sections.iterate.functions.binding import Binding
-    from dask_p2p.sections.iterate.iteration import Iteration
-    from dask_p2p.sections.iterate.local_fields import LocalFields
-    from dask_p2p.sections.iterate.phase import Returned
 
 T = TypeVar("T")
-#: Arguments of a function by name, for a box of the local block.
-Values: TypeAlias = "Callable[[Binding, Box], Mapping[str, Any]]"
-
 #: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
 _MOST_CALLS = 8
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
 #: Modules that are not the user's, wherever they lie.
 _LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
-_REMEDY = (
-    "Means, norms and sums over its argument are those of one local block: compute them of the "
-    "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads more "
-    "neighbours than depth= gives it returns such values, too. So does one that draws random "
-    "numbers, the same on each rank: seed them by np.random.default_rng((seed, at.step, at.rank))."
-)
 _REGISTRY = Lock()  # cloudpickle has one registry in a process
 
 
@@ -285,66 +268,9 @@ def _minus(a: Array, b: Array) -> Array:
     return a.astype(np.result_type(a.dtype, np.float64)) - b
 
 
-def _name(function: Any) -> str:
-    """Return the name of a function; that of its class for other objects, without an address."""
-    name = funcname(function)
-    return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
-
-
 def watched(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
     """Return the arguments of a copy, whose reads of its position a watch notes."""
     if watch is None:
         return {**values}
     positions = {name for name, value in values.items() if hasattr(value, "watched")}
     return {name: watch(value) if name in positions else value for name, value in values.items()}
-
-
-class Checks:
-    """The checks of one rank of `iterate`.
-
-    Attributes
-    ----------
-    are_due : bool
-        Whether the next call of a function in a step is compared.
-    """
-
-    def __init__(self, iteration: Iteration, ctx: Context, local: LocalFields) -> None:
-        self._device, self._local = ctx.device, local
-        is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
-        box = next(iter(local.fields.values())).layout.whole
-        self._comparisons = {
-            id(phase): Comparison(
-                f"iterate: {_name(phase.function)}",
-                "a local block",
-                _REMEDY,
-                box,
-                is_divided,
-                [phase.function, local.keywords],
-                ctx.device.module,
-            )
-            for phase in iteration.phases
-        }
-        self.are_due = any(map(bool, self._comparisons.values()))
-
-    def step(self, call: Call, values: Values, apply: Callable[[], Returned]) -> Returned:
-        """Make a call of a step for the whole local block, and compare it."""
-        comparison, fields = self._comparisons[id(call.phase)], self._local.fields
-
-        def compute(copies: tuple[Any, ...], box: Box, watch: PositionWatch) -> list[Array]:
-            function, keywords = copies
-            parts = {name: fields[name].parts(box)[0] for name in call.changed}
-            outs = {
-                name: self._device.empty(part.data[part.inner].shape, part.data.dtype)
-                for name, part in parts.items()
-            }
-            arguments = watched({**values(call.phase.binding, box), **keywords}, watch)
-            replace(call.phase, function=function).fill(self._device, arguments, outs, parts)
-            return [*outs.values()]
-
-        def blocks(_: Returned) -> list[Array]:
-            return [fields[name].spare.inner for name in call.changed]
-
-        read = [field.newest.inner for field in fields.values()]
-        returned = comparison(compute, apply, blocks, read) if comparison else apply()
-        self.are_due = any(map(bool, self._comparisons.values()))
-        return returned

@@ -21,7 +21,7 @@ POOL_GRANULE_BYTES = 2 * 2**20
 
 _FOR_GPUS = ("cupy", "dask_cuda")
 # Workers import all that ranks need as they start, which takes longer than a gang.
-_RANK_MODULES = ("dask_p2p.sections.gang.rank", "dask_p2p.sections.iterate.iteration")
+_RANK_MODULES = ("dask_p2p.sections.gang.rank", "dask_p2p.sections.iterate.rank_loop")
 # Dask removes a worker from its cluster, and stops the nanny, if the worker is not back this long
 # after it was lost. The default of 15 s is less than a process with a GPU may take to start, and is
 # not prolonged if the new process is lost too.

@@ -7,17 +7,24 @@ elements unset, writes into its fields, loses fractions, or reads corners that a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from dask.utils import funcname
 
 from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import Box
+from dask_p2p.sections.checks import Comparison, PositionWatch, watched
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
-from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED
+from dask_p2p.sections.iterate.call import Call
+from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED, Binding
+from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.phase import (
     Outs,
     Phase,
@@ -35,6 +42,14 @@ _CORNER = 64  # elements along each axis
 #: Kinds of dtypes whose writes are checked. Complex dtypes hold all numbers.
 _STRICT_KINDS = "biuf"
 _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
+#: Arguments of a function by name, for a box of the local block.
+Values: TypeAlias = Callable[[Binding, Box], Mapping[str, Any]]
+_REMEDY = (
+    "Means, norms and sums over its argument are those of one local block: compute them of the "
+    "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads more "
+    "neighbours than depth= gives it returns such values, too. So does one that draws random "
+    "numbers, the same on each rank: seed them by np.random.default_rng((seed, at.step, at.rank))."
+)
 
 
 class FirstStep:
@@ -195,6 +210,63 @@ class FirstStep:
 
     def _results(self) -> list[int]:
         return [self._device.checksum(self._spare(name).data) for name in self._names]
+
+
+class StepComparisons:
+    """Comparisons of the functions of one rank of `iterate` with parts of its local block.
+
+    Attributes
+    ----------
+    are_due : bool
+        Whether the next call of a function in a step is compared.
+    """
+
+    def __init__(self, iteration: Iteration, ctx: Context, local: LocalFields) -> None:
+        self._device, self._local = ctx.device, local
+        is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
+        box = next(iter(local.fields.values())).layout.whole
+        self._comparisons = {
+            id(phase): Comparison(
+                f"iterate: {_name(phase.function)}",
+                "a local block",
+                _REMEDY,
+                box,
+                is_divided,
+                [phase.function, local.keywords],
+                ctx.device.module,
+            )
+            for phase in iteration.phases
+        }
+        self.are_due = any(map(bool, self._comparisons.values()))
+
+    def step(self, call: Call, values: Values, apply: Callable[[], Returned]) -> Returned:
+        """Make a call of a step for the whole local block, and compare it."""
+        comparison, fields = self._comparisons[id(call.phase)], self._local.fields
+
+        def compute(copies: tuple[Any, ...], box: Box, watch: PositionWatch) -> list[Array]:
+            function, keywords = copies
+            parts = {name: fields[name].parts(box)[0] for name in call.changed}
+            outs = {
+                name: self._device.empty(part.data[part.inner].shape, part.data.dtype)
+                for name, part in parts.items()
+            }
+            arguments = watched({**values(call.phase.binding, box), **keywords}, watch)
+            replace(call.phase, function=function).fill(self._device, arguments, outs, parts)
+            return [*outs.values()]
+
+        def blocks(_: Returned) -> list[Array]:
+            return [fields[name].spare.inner for name in call.changed]
+
+        read = [field.newest.inner for field in fields.values()]
+        returned = comparison(compute, apply, blocks, read) if comparison else apply()
+        self.are_due = any(map(bool, self._comparisons.values()))
+        return returned
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function; that of its class for other objects, without an address."""
+    name = funcname(function)
+    return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
 
 
 class _Outs(dict[str, Array]):

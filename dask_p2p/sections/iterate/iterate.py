@@ -21,8 +21,8 @@ from dask_p2p.sections.iterate.arguments import (
     checked_time,
 )
 from dask_p2p.sections.iterate.fields import Field
-from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.output.stores import Checkpoint, Save
+from dask_p2p.sections.iterate.rank_loop import RunIteration
 from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
 
 
@@ -322,7 +322,7 @@ def iterate(
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
     arguments = arguments.in_library(library := checked_library(as_library))
     capture = checked_capture(capture, library, arguments)
-    iteration = Iteration(
+    iteration = RunIteration(
         phases=arguments.phases,
         fields=arguments.fields,
         scalars=arguments.scalars,

@@ -1,9 +1,8 @@
-"""The work of a rank of `iterate`, for all steps."""
+"""The work of the ranks of `iterate`, and the memory that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -15,8 +14,6 @@ from dask_p2p.replayable import is_constant
 from dask_p2p.sections.api.estimate import SectionEstimate
 from dask_p2p.sections.api.output_kinds import Output, Same
 from dask_p2p.sections.api.outputs import Outputs
-from dask_p2p.sections.api.rank_body import LocalBlocks
-from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.ends import planned
 from dask_p2p.sections.exchange.packed import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
@@ -28,7 +25,6 @@ from dask_p2p.sections.iterate.output.series import SeriesSpec
 from dask_p2p.sections.iterate.output.settings import Descriptions
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
 from dask_p2p.sections.iterate.phase import Phase
-from dask_p2p.sections.iterate.rank_loop import RankLoop
 from dask_p2p.sections.iterate.scalars import ScalarSpec
 
 
@@ -106,11 +102,6 @@ class Iteration:
         found += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
         found += [Same(0)] if self.returns_steps else []
         return Outputs(tuple(found), tuple(map(str, range(len(found)))))
-
-    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
-        with closing(RankLoop(self, ctx, local_blocks)) as loop:
-            returned = loop()
-        return {str(number): value for number, value in enumerate(returned)}
 
     def estimate(
         self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs_bytes: Sequence[int]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
-from dask_p2p.sections.checks import Checks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
@@ -18,8 +18,9 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.call import Call
 from dask_p2p.sections.iterate.capture.captured import Captured
 from dask_p2p.sections.iterate.capture.replays import Replays
-from dask_p2p.sections.iterate.first_step import FirstStep
+from dask_p2p.sections.iterate.first_step import FirstStep, StepComparisons
 from dask_p2p.sections.iterate.functions.binding import Binding
+from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
 from dask_p2p.sections.iterate.output.number_state import NumberState
 from dask_p2p.sections.iterate.output.series import Series
@@ -29,10 +30,16 @@ from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
 from dask_p2p.sections.iterate.scalars import Scalars
 from dask_p2p.types import Array
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.iteration import Iteration
-
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
+
+
+class RunIteration(Iteration):
+    """The function of the section: all steps of each rank."""
+
+    def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
+        with closing(RankLoop(self, ctx, local_blocks)) as loop:
+            returned = loop()
+        return {str(number): value for number, value in enumerate(returned)}
 
 
 class RankLoop:
@@ -56,7 +63,7 @@ class RankLoop:
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         parts = Parts(of, ctx.device, self._fields, self._whole)
         self._overlap = Overlap(of, parts)
-        self._checks = Checks(of, ctx, self._local)
+        self._comparisons = StepComparisons(of, ctx, self._local)
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
@@ -177,8 +184,8 @@ class RankLoop:
             is_wanted = may_overlap and self._overlap.is_wanted(call)
             is_overlapped = is_wanted and self._overlap.is_checked(call)
             for box in self._boxes(call, is_overlapped):
-                if self._checks.are_due and box == self._whole:
-                    returned = self._checks.step(
+                if self._comparisons.are_due and box == self._whole:
+                    returned = self._comparisons.step(
                         call, self._at_step, partial(self._apply, call, box)
                     )
                 else:

@@ -18,7 +18,7 @@ from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.scalars import Scalars
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Checkpoint
+    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
 
 _SERIES = "series."  # start of the names of the arrays of series
 
@@ -28,7 +28,7 @@ class CheckpointFiles(CheckpointFolder):
 
     def __init__(
         self,
-        spec: Checkpoint,
+        spec: CheckpointArguments,
         chunks: tuple[int, ...],  # of the arrays
         ctx: Context,
         local: LocalFields,

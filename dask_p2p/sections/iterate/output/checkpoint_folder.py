@@ -42,7 +42,7 @@ from dask_p2p.sections.iterate.output.groups import (
 )
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Checkpoint
+    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
 
 #: Attributes of the group of a checkpoint.
 ATTRIBUTES = {"format": "dask_p2p checkpoint 2"}
@@ -57,7 +57,7 @@ class CheckpointFolder(ABC):
 
     def __init__(
         self,
-        spec: Checkpoint,
+        spec: CheckpointArguments,
         ctx: Context,
         fingerprints: Mapping[str, np.uint64],  # of this rank's parts of the initial values
         settings: Mapping[str, str] = {},  # of the run, by name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd, prod
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError
@@ -19,9 +20,6 @@ from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_n
 from dask_p2p.sections.iterate.output.folders import absolute
 from dask_p2p.sections.iterate.output.named_axes import Coordinate, checked_coords, checked_dims
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Checkpoint, Save
-
 _MOST_PARTS = 16  # chunks of a store for each block of an array
 
 
@@ -32,6 +30,29 @@ class ComputedField:
     name: str
     function: Callable[..., Any]
     binding: Binding
+
+
+@dataclass(frozen=True)
+class SaveArguments:
+    """The arguments of `Save`, as they were given."""
+
+    path: str | Path
+    every: int
+    fields: Sequence[str] | None = None
+    region: slice | tuple[slice, ...] = ()
+    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    dims: Sequence[str] | None = None
+    coords: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """The arguments of `Checkpoint`."""
+
+    path: str | Path
+    every: int | str = "10 minutes"
+    keep: int = 2
+    resume: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,7 @@ class StoreSpecs:
     """All stores of a run."""
 
     frames: tuple[FramesSpec, ...] = ()
-    checkpoint: Checkpoint | None = None
+    checkpoint: CheckpointArguments | None = None
     chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
 
     def __bool__(self) -> bool:
@@ -95,7 +116,7 @@ NO_STORES = StoreSpecs()
 
 
 def checked_frames(
-    save: Save, names: Sequence[str], known: Collection[str], chunks: Chunks
+    save: SaveArguments, names: Sequence[str], known: Collection[str], chunks: Chunks
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
     is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))

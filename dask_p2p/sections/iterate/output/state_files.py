@@ -24,7 +24,7 @@ from dask_p2p.sections.iterate.output.groups import create_arrays, created, plai
 from dask_p2p.sections.iterate.output.specs import store_chunks
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Checkpoint
+    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
 
 DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
 
@@ -88,7 +88,7 @@ class StateValues:
 class StateFiles(CheckpointFolder):
     """The checkpoints in files of one rank's state."""
 
-    def __init__(self, spec: Checkpoint, ctx: Context, state: State) -> None:
+    def __init__(self, spec: CheckpointArguments, ctx: Context, state: State) -> None:
         self._state, self._values = state, StateValues(ctx, state)
         super().__init__(spec, ctx, self._values.fingerprints())
         self._kinds = dict(zip(self._values.names, self._values.kinds, strict=True))

@@ -19,7 +19,7 @@ from dask_p2p.sections.iterate.output.specs import checked_frames
 from dask_p2p.sections.iterate.output.state_files import DIVIDED, NUMBER, StateValues
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Save
+    from dask_p2p.sections.iterate.output.specs import SaveArguments
 
 
 class _StateReader:
@@ -78,7 +78,7 @@ class StateFrames:
         If the number of steps is unknown, or `save` has other fields than the state.
     """
 
-    def __init__(self, save: Save, ctx: Context, state: State, steps: int | None) -> None:
+    def __init__(self, save: SaveArguments, ctx: Context, state: State, steps: int | None) -> None:
         if steps is None or save.compute:
             raise InputError(
                 "save: expected a number of steps, and a Save without computed fields, got "

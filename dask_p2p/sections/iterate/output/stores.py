@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.output.folders import absolute
 from dask_p2p.sections.iterate.output.specs import (
     NO_STORES,
+    CheckpointArguments,
+    SaveArguments,
     StoreSpecs,
     checked_frames,
     store_chunks,
@@ -23,7 +25,7 @@ from dask_p2p.sections.iterate.output.state_frames import StateFrames
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(SaveArguments):
     """Frames of fields, which `iterate` or `Context.steps` writes to a Zarr group.
 
     The group has an array (frame, ...) for each field, for all frames of the run. When the run
@@ -58,14 +60,6 @@ class Save:
         Coordinates: one-dimensional arrays of numbers by the name of an axis.
     """
 
-    path: str | Path
-    every: int
-    fields: Sequence[str] | None = None
-    region: slice | tuple[slice, ...] = ()
-    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    dims: Sequence[str] | None = None
-    coords: Mapping[str, Any] = field(default_factory=dict)
-
     def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
         """Return the frames of a state, for `Context.steps`.
 
@@ -76,7 +70,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckpointArguments):
     """Checkpoints in files, which `iterate` or `Context.steps` writes, and resumes from.
 
     A run begins at the newest complete checkpoint, with any number of ranks and any chunks. Then it
@@ -98,11 +92,6 @@ class Checkpoint:
     resume : bool, optional
         If False, a folder that has checkpoints is refused.
     """
-
-    path: str | Path
-    every: int | str = "10 minutes"
-    keep: int = 2
-    resume: bool = True
 
     def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
         """Return the files of a state, for `Context.steps`.

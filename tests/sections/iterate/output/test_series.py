@@ -191,7 +191,7 @@ def test_wrong_arguments_are_refused():
     refused("names that no field has", {"u": lambda u: 0})
     refused("names that no field has", {"steps": lambda u: 0})
     refused("expected a function", {"r": 3})
-    refused("got 'w'", {"r": lambda w: 0})
+    refused("got parameter 'w'", {"r": lambda w: 0})
     refused("without a parameter out", {"r": lambda out: 0})
     refused(
         "op of the record 'r': expected one of sum, prod, min, max, got 'mean'",
