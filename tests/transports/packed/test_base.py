@@ -85,7 +85,7 @@ def holder(loop, tmp_path, monkeypatch):
 def serve(holder, loop, parts=PARTS, wait_s=60.0):
     """Return the answers, and the regions that were packed."""
     blocks = [(number, (4, 3)) for number in range(3)]
-    asked = Asked(blocks, parts, "float64 <f8", 8, False, time.monotonic() + wait_s)
+    asked = Asked(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
     target = Memory(holder.happened)
 
     async def packed():
