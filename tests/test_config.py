@@ -143,7 +143,8 @@ def test_options_travel_with_tasks():
 def test_defaults_are_there_after_importing_the_package_and_environment_variables_are_read():
     program = (
         "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.fuse', 'p2p.mode')));"
-        "from dask_p2p.config import options; print(options().mode, options().attempts)"
+        "import dask_p2p.transports; from dask_p2p.config import options;"
+        "print(options().mode, options().attempts)"
     )
     output = output_of("-c", program, DASK_P2P__MODE="sync", DASK_P2P__ATTEMPTS="3")
     assert output.split() == ["off", "sync", "sync", "3"]
