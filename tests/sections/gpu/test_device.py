@@ -27,6 +27,7 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
 from dask_p2p.sections.exchange import divided
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import device as gpu_device
@@ -98,6 +99,13 @@ def test_until_gets_numbers_of_the_host(gpu, ranks):
     assert set(seen) == {np.float64}
 
 
+def test_functions_that_return_local_blocks(gpu):
+    (got,) = run_section(
+        gpu, iterate(lambda u: u.made(lambda values: 2 * values), array(gpu), 1, 3, ranks=4), [X]
+    )
+    assert np.array_equal(got, 8 * X)
+
+
 def test_what_is_not_filled_is_named(gpu):
     def misses_a_row(u, out):
         out[1:] = u[1:]
@@ -157,6 +165,30 @@ def test_results_that_depend_on_the_number_of_ranks_are_named(gpu, recwarn):
     recwarn.clear()
     assert np.array_equal(made(halved_again, 2), LARGE / 16)
     assert not [*recwarn]
+
+
+def test_outputs_are_done_when_they_leave(gpu):
+    """Their readers wait for no stream."""
+    (got,) = by_sections(gpu, lambda ctx, x: x.made(lambda values: 3 * values), X)
+    assert np.array_equal(got, 3 * X)
+    gc.collect()
+    gpu.check()
+
+
+def test_the_function_runs_on_a_stream_of_the_rank(gpu):
+    names, queues = [], []
+
+    def function(ctx, x):
+        names.append(gpu.current[-1].name)
+        queues.append(ctx.device.queue)
+        ctx.barrier()
+        return x
+
+    by_sections(gpu, function, X)
+    assert len({*names, "null"}) == 5
+    by_sections(gpu, function, X)
+    assert {*names[4:]} == {*names[:4]}, "a pool keeps memory for each"
+    assert {*queues[4:]} == {*queues[:4]}, "which have streams, too"
 
 
 # --- through the host
@@ -311,6 +343,15 @@ def test_blocks_of_another_kind_than_declared(gpu):
     y = spmd(lambda ctx, x: x, da.from_array(X, chunks=-1).map_blocks(gpu.written, meta=X[:0, :0]))
     with pytest.raises(InputError, match=r"block .*: expected an array of numpy, .*cupy.asnumpy"):
         y.compute(scheduler="sync")
+
+
+def test_local_blocks_of_another_kind(gpu):
+    ctx = Context(RankGrid(((4,),), (1,)), device=Gpu())
+    with (
+        ctx.device.running([]),
+        pytest.raises(InputError, match=r"local: .* cupy.asarray\(local\)"),
+    ):
+        ctx.with_halo(np.ones(4))
 
 
 def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
