@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 import dask_p2p
-from dask_p2p import errors, types
+from dask_p2p import errors, results
 from dask_p2p.cli import p2p
 from tests.docs.pages import README, blocks_of
 from tests.support import output_of
@@ -96,17 +96,15 @@ def test_completion_shows_what_is_public():
     assert {"__version__", "__doc__", "__all__", "__path__"} <= set(dir(dask_p2p))
 
 
-def test_classes_of_results_are_in_types():
+def test_classes_of_results_can_be_imported():
     """Those of the reference, for annotations of users' functions."""
     page = Path(__file__).parents[1] / "docs" / "reference" / "api.rst"
     _, _, section = page.read_text("utf-8").partition("Return values and arguments of functions")
     names = re.findall(r"^   [~.\w]*?(\w+)$", section.partition("Errors and warnings")[0], re.M)
     assert "HaloArray" in names
     for name in names:
-        assert getattr(types, name).__name__ == name
-        assert name in dir(types)
-    with pytest.raises(AttributeError, match="nothing"):
-        types.nothing  # noqa: B018
+        assert getattr(results, name).__name__ == name
+        assert name in results.__all__
 
 
 FUNCTIONS = [name for name in dask_p2p.__all__ if inspect.isfunction(getattr(dask_p2p, name))]

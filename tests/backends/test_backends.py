@@ -4,15 +4,65 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from dask_p2p.backends.kernels.checksum import checksum
 
 from dask_p2p.backends import (
+    BACKENDS,
+    Backend,
+    as_array,
     backend_for,
     backend_named,
+    device_of,
     worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import UnsupportedArrayError
-from tests.support import loaded_anew
+from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
+from tests.support import loaded_anew, output_of
+
+
+@pytest.mark.parametrize(
+    "block", [np.zeros(3), np.zeros(()), np.float64(1), np.zeros((2, 0)), np.zeros(2, "O")], ids=str
+)
+def test_arrays_of_numpy_get_the_numpy_backend(block):
+    assert backend_for(block) is backend_named("numpy")
+    assert backend_for(block).name == "numpy"
+    assert isinstance(backend_for(block), Backend)
+
+
+def test_scalars_become_arrays():
+    array = as_array(np.float32(3))
+    assert (type(array), array.dtype, array.shape) == (np.ndarray, np.dtype("f4"), ())
+    record = as_array(np.zeros((), [("a", "i1"), ("b", "f8")])[()])
+    assert (record.dtype.names, record.shape) == (("a", "b"), ())
+    block = np.ones(3)
+    assert as_array(block) is block
+
+
+def test_memory_maps_are_plain_arrays(tmp_path):
+    block = np.memmap(tmp_path / "block", "f4", "w+", shape=(3, 4))
+    assert backend_for(block).name == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("block", "came"),
+    [
+        (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
+        (np.ones((2, 2)).view(np.matrix), "matrix"),
+        ([1, 2], "builtins.list"),
+        (memoryview(b"12"), "memoryview"),
+    ],
+)
+def test_others_are_refused_by_name(block, came):
+    with pytest.raises(UnsupportedArrayError, match=rf"(?s)Expected .*got .*{came}.*Convert|Fill"):
+        backend_for(block)
+
+
+def test_an_array_of_another_package_is_refused():
+    foreign = type("Foreign", (), {"__module__": "foreign.core"})
+    with pytest.raises(UnsupportedArrayError, match=r"foreign\.core\.Foreign.*np\.asarray"):
+        backend_for(foreign())
 
 
 @pytest.mark.parametrize("method", ["todense", "toarray"])
@@ -52,11 +102,60 @@ def test_a_block_of_cupy_gets_the_cupy_backend(monkeypatch):
         backend_for(sparse())
 
 
+def test_names_are_those_of_the_packages():
+    """They travel in tasks and messages, and tell the backend of an array."""
+    assert all(backend.name == name for name, backend in BACKENDS.items())
+    assert set(BACKENDS) == {"numpy", "cupy"}
+
+
 def test_a_worker_computes_with_cupy_where_that_is_in_use(monkeypatch):
     monkeypatch.setattr(backends_cupy, "on_gpu", lambda: False)
     assert worker_backend() is backend_named("numpy")
     monkeypatch.setattr(backends_cupy, "on_gpu", lambda: True)
     assert worker_backend() is backend_named("cupy")
+
+
+@pytest.mark.parametrize(
+    ("wanted_bytes", "limit_bytes", "expected"),
+    [(10, None, None), (10, 0, None), (10, 10, None), (10, 9, 9)],
+)
+def test_host_memory_is_what_the_worker_may_have(wanted_bytes, limit_bytes, expected):
+    assert backend_named("numpy").memory_below(wanted_bytes, limit_bytes) == expected
+
+
+class LibraryArray(np.ndarray):
+    """An array of another library."""
+
+    __module__ = "library.core"
+
+
+class LibraryBackend(type(backend_named("numpy"))):
+    name, title = "library", "Library"
+
+    def check(self, block):
+        pass
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype).view(LibraryArray)
+
+
+def test_another_library_is_one_backend_in_the_registry(monkeypatch):
+    backend = LibraryBackend()
+    monkeypatch.setitem(BACKENDS, "library", backend)
+    array = backend.empty((2, 3), "f4")
+    array[...] = np.arange(6).reshape(2, 3)
+    assert backend_for(array) is backend_named("library") is backend
+    with device_of(array):
+        queue = backend.queue()
+    assert queue.kind == "library"
+    turned = queue.empty((3, 2), "f4")
+    queue.permute(turned, array, (1, 0))
+    assert (turned == array.T).all()
+    assert checksum(array) == checksum(np.asarray(array))
+    assert Buffers("library", 0).take((2, 3), "f4").shape == (2, 3)
+    assert len(Probes().block(probe_key("library"))) == PROBE_BYTES
+    with pytest.raises(UnsupportedArrayError, match=r"one of the array libraries.*library, got"):
+        backend_named("torch")
 
 
 class Resource:
@@ -120,3 +219,12 @@ def test_what_rmm_takes_memory_from(monkeypatch, resource, expected_bytes, statu
     assert module.CUPY.device_bytes() == (expected_bytes or 0)
     found = module.CUPY.device_status()
     assert (found["memory_resource"], found["pool_bytes"]) == status
+
+
+def test_numpy_blocks_do_not_need_cupy():
+    code = (
+        "import sys, numpy; from dask_p2p.backends import backend_for;"
+        "b = backend_for(numpy.zeros(3)); b.queue().empty((2,), 'f4'); b.warm_up();"
+        "assert not {'cupy', 'dask_p2p.backends.kernels.permute'} & set(sys.modules)"
+    )
+    output_of("-c", code)

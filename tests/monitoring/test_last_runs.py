@@ -341,9 +341,3 @@ def test_failed_runs_are_marked(client, x):
     assert (spmd_run.operation, spmd_run.dtype, spmd_run.steps) == ("p2p-spmd", "float64", 3)
     assert spmd_run.moved_bytes > 0
     assert "ValueError: on purpose" in spmd_run.failures
-
-
-def test_a_scheduler_that_refuses_is_an_error(client):
-    dask_p2p.register(client)
-    with pytest.raises(InputError, match=r"-1 runs.*n: expected 1"):
-        client.sync(fetch_records, client, -1)

@@ -181,7 +181,7 @@ def test_windows_along_dimensions():
         ),
         (lambda a: a.p2p.window("x", "hanning"), InputError, "'hann', .*got 'hanning'.*function"),
         (lambda a: a.p2p.window("x", lambda n: np.ones(3)), InputError, "returns 24 numbers.*3"),
-        (lambda a: a.p2p.detrend("z"), AxesError, "dim='z'"),
+        (lambda a: a.p2p.detrend("z"), AxesError, "'z' is no dimension"),
         (lambda a: a.p2p.cross_spectrum(a.values), InputError, "other: .*got ndarray"),
         (lambda a: a.p2p.cross_spectrum(a[:, 0]), InputError, "dimensions .*broadcast"),
         (lambda a: a.p2p.cross_spectrum(a[1:]), InputError, "labels of the first array.*align"),

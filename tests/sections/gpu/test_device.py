@@ -27,9 +27,10 @@ from dask_p2p.errors import (
     UnsupportedArrayError,
 )
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import streams as gpu_streams
-from dask_p2p.sections.gpu.device import Gpu, device_for
+from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu, device_for
 from dask_p2p.sections.gpu.streams import STEPS_AHEAD
 from dask_p2p.sections.iterate import overlap
 from dask_p2p.sections.wire.connections import Connections
@@ -453,3 +454,43 @@ def test_streams_outlive_memory_of_a_function_that_raised(monkeypatch):
     assert of_first is of_second, "with its streams"
     assert None not in (of_second, of_third)
     assert of_third is not of_second, "no device gets its streams any more"
+
+
+def test_functions_that_return_local_blocks(gpu):
+    (got,) = run_section(
+        gpu, iterate(lambda u: u.made(lambda values: 2 * values), array(gpu), 1, 3, ranks=4), [X]
+    )
+    assert np.array_equal(got, 8 * X)
+
+
+def test_outputs_are_done_when_they_leave(gpu):
+    """Their readers wait for no stream."""
+    (got,) = by_sections(gpu, lambda ctx, x: x.made(lambda values: 3 * values), X)
+    assert np.array_equal(got, 3 * X)
+    gc.collect()
+    gpu.check()
+
+
+def test_the_function_runs_on_a_stream_of_the_rank(gpu):
+    names, queues = [], []
+
+    def function(ctx, x):
+        names.append(gpu.current[-1].name)
+        queues.append(ctx.device.queue)
+        ctx.barrier()
+        return x
+
+    by_sections(gpu, function, X)
+    assert len({*names, "null"}) == 5
+    by_sections(gpu, function, X)
+    assert {*names[4:]} == {*names[:4]}, "a pool keeps memory for each"
+    assert {*queues[4:]} == {*queues[:4]}, "which have streams, too"
+
+
+def test_local_blocks_of_another_kind(gpu):
+    ctx = Context(RankGrid(((4,),), (1,)), device=Gpu())
+    with (
+        ctx.device.running([]),
+        pytest.raises(InputError, match=r"local: .* cupy.asarray\(local\)"),
+    ):
+        ctx.with_halo(np.ones(4))

@@ -137,7 +137,7 @@ def test_calls_that_differ_are_found(gpu):
                 ctx.update_halo(p)
 
     with pytest.raises(
-        SectionError, match=r"rank 0 called update_halo\(\).* and rank 1 called barr"
+        SectionError, match=r"update_halo\(\) of .* on rank 0, and barrier\(\) on rank 1"
     ):
         run_gang(ranks, function, device=Gpu)
 
