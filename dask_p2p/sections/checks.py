@@ -15,6 +15,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import PurePath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
 _MOST_CALLS = 8
+_MOST_PART = 2**16  # elements of a part of a block, so that its arrays take little memory
+_LEAST_PART = 16  # elements of a part along an axis that is shortened
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
 #: Modules that are not the user's, wherever they lie.
@@ -165,8 +168,7 @@ class Comparison:
         lengths = zip(box_shape(box), is_divided, strict=True)
         #: By axis: length of the block if it is divided, else 0.
         self._lengths = [n if is_cut and n > 1 else 0 for n, is_cut in lengths]
-        pairs = zip(box, self._lengths, strict=True)
-        self._box, self._part = box, tuple(_part(along, n) for along, n in pairs)
+        self._box, self._part = box, _part_of(box, self._lengths)
         self._copies = FunctionCopies(*values if any(self._lengths) else ())
         self._left = _MOST_CALLS if any(self._lengths) and self._copies else 0
 
@@ -255,13 +257,21 @@ class Comparison:
         return all(is_close(self._module, *pair) for pair in zip(parts, cut, strict=True))
 
 
-def _part(along: tuple[int, int], length: int) -> tuple[int, int]:
-    """Return a part with two cuts; it lies off the centre, where waves have other means."""
-    start, stop = along
-    if not length:
-        return start, stop
-    start += max(1, length // 7)
-    return start, start + max(1, length * 10 // 21)
+def _part_of(box: Box, lengths: Sequence[int]) -> Box:
+    """Return a part with two cuts along each axis that has a length; of large blocks a small part.
+
+    It lies off the centre, where waves have other means.
+    """
+    shape = [
+        max(1, n * 10 // 21) if n else size for size, n in zip(box_shape(box), lengths, strict=True)
+    ]
+    while prod(shape) > _MOST_PART:
+        axis = max((axis for axis, n in enumerate(lengths) if n), key=shape.__getitem__)
+        if shape[axis] <= _LEAST_PART:
+            break
+        shape[axis] //= 2
+    starts = (low + (max(1, n // 7) if n else 0) for (low, _), n in zip(box, lengths, strict=True))
+    return tuple((start, start + length) for start, length in zip(starts, shape, strict=True))
 
 
 def _minus(a: Array, b: Array) -> Array:

@@ -51,6 +51,14 @@ def test_examples_in_docstrings(room, names):
 _PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=\n\n?[A-Z][\w ]+\n---|\Z)", re.M | re.S)
 
 
+CLASSES = {
+    node.name: node
+    for path in (ROOT / "dask_p2p").rglob("*.py")
+    for node in ast.parse(path.read_text("utf-8")).body
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def documented(node):
     """Return the names in the section Parameters of a function's or a class's docstring."""
     section = _PARAMETERS.search(ast.get_docstring(node) or "")
@@ -64,7 +72,8 @@ def taken(node):
     if isinstance(node, ast.ClassDef):
         inits = (each for each in node.body if getattr(each, "name", "") == "__init__")
         fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-        return fields.union(*map(taken, inits))
+        bases = [CLASSES[each.id] for each in node.bases if getattr(each, "id", "") in CLASSES]
+        return fields.union(*map(taken, [*inits, *bases]))
     found = node.args
     several = [each for each in (found.vararg, found.kwarg) if each is not None]
     return {each.arg for each in (*found.posonlyargs, *found.args, *found.kwonlyargs, *several)}

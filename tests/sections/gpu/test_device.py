@@ -30,7 +30,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import streams as gpu_streams
-from dask_p2p.sections.gpu.device import STEPS_AHEAD, Gpu, device_for
+from dask_p2p.sections.gpu.device import Gpu, device_for
 from dask_p2p.sections.gpu.streams import STEPS_AHEAD
 from dask_p2p.sections.iterate import overlap
 from dask_p2p.sections.wire.connections import Connections
