@@ -141,8 +141,9 @@ def test_simulations_have_the_same_values_on_several_ranks(client):
 
 GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
 IMPORT = "import dask.array as da\n"
-#: Names in blocks of a guide that need graphs with layers: an error has the name of a layer.
-OF_LAYERS = {"fused": ("__notes__",)}
+#: Names in blocks of a guide that need `dask.array`: an error has the name of a layer, and
+#: `dask_array` takes shards by another keyword.
+OF_LAYERS = {"fused": ("__notes__",), "files": ("shards=",)}
 
 
 @pytest.mark.filterwarnings(f"ignore:{CONSOLIDATED}")
