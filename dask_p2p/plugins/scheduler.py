@@ -91,7 +91,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
-        self._gangs = Gangs(scheduler, self._is_registered, self._put_back, self._fetch)
+        self._gangs = Gangs(scheduler, self._is_registered, self._put_back)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
 
     @property

@@ -22,7 +22,6 @@ import dask.order
 from dask_p2p.config import options
 from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.rpc import answering
-from dask_p2p.plugins.gangs.bars import Bars, UnderWay
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.gangs.nesting import Nesting
@@ -56,10 +55,8 @@ class Gangs:
         scheduler: Any,
         is_on: Callable[[], bool],  # whether the scheduler has the plugin, and sends it events
         put_back: Callable[[], None],  # adds the plugin again, unless another one is there
-        under_way: UnderWay,
     ) -> None:
         self._scheduler, self._is_on, self._put_back = scheduler, is_on, put_back
-        self._under_way = under_way
         self._options = options()
         self._has_had_gangs = False
         self._begin()
@@ -84,7 +81,6 @@ class Gangs:
     def _begin(self) -> None:
         """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
-        self._bars = Bars(self._scheduler, self._coordinator, self._under_way)
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
         self._nesting = Nesting(self._scheduler, self._is_on)
@@ -115,7 +111,6 @@ class Gangs:
         self._waiting.close()
         self._gathering.close()
         self._stalls.close()
-        self._bars.close()
 
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
@@ -163,7 +158,6 @@ class Gangs:
             self._release_soon((gang, other) for other in (*range(size), COMMIT))
         self._wake_ranks()
         self._waiting.watch(gang)
-        self._bars.watch()
         return await self._next_order(gang, rank, token, "waiting")
 
     @answering
@@ -174,7 +168,6 @@ class Gangs:
         self._coordinator.leave(gang, rank, token, cause, error)
         self._wake_ranks()
         if self._coordinator.is_committed(gang):
-            self._bars.finish(gang)
             self._drop_states(gang)
         return {}
 

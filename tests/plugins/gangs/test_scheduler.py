@@ -67,10 +67,7 @@ def running(main):
         def put_back():
             scheduler.plugins.setdefault(PLUGIN_NAME, own)
 
-        async def under_way(worker):
-            return []
-
-        return await main(scheduler, Gangs(scheduler, is_on, put_back, under_way))
+        return await main(scheduler, Gangs(scheduler, is_on, put_back))
 
     return run_clocked(run())
 
