@@ -25,7 +25,6 @@ from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.gangs.nesting import Nesting
-from dask_p2p.plugins.gangs.stalls import Stalls
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.types import Key
@@ -34,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
-SAVES, STALLS = "p2p_section_saves", "p2p_section_stalls"
-GIVE_BACK = "p2p_section_give_back"
+SAVES, GIVE_BACK = "p2p_section_saves", "p2p_section_give_back"
 #: Requests of the scheduler to workers.
 FORGET = "p2p_section_forget"
 
@@ -64,7 +62,6 @@ class Gangs:
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._background = Background()
-        self._stalls = Stalls(scheduler)
         #: By gang: the tasks that Dask runs in its place, after the loss of a worker or memory.
         self.substitutes: dict[str, Substitute] = {}
         #: Names of arrays whose gangs have ended so. Their graphs are left to Dask.
@@ -74,7 +71,6 @@ class Gangs:
             LEAVE: self.leave,
             ORDER: self.order,
             SAVES: self.saves,
-            STALLS: self.stalls,
             GIVE_BACK: self.give_back,
         }
 
@@ -110,7 +106,6 @@ class Gangs:
         """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
-        self._stalls.close()
 
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
@@ -184,13 +179,6 @@ class Gangs:
         has_failed = task is not None and task.state == "erred"
         if has_failed or self._coordinator.size(gang) is None:  # cancelled in the meantime
             self._drop_states(gang)
-        return {}
-
-    @answering
-    async def stalls(self, gang: str, rank: int, token: str) -> dict[str, Any]:
-        """Record that a rank has waited for others for long."""
-        if workers := self._coordinator.running().get(gang):
-            self._stalls.record(gang, workers)
         return {}
 
     @answering
@@ -276,7 +264,6 @@ class Gangs:
             if not any(other in self._scheduler.tasks for other in others):
                 self._coordinator.forget(gang)
                 self._waiting.forget(gang)
-                self._stalls.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 
