@@ -135,11 +135,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
-    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
+    def update_graph(self, scheduler: Any, *, tasks: list[Any], **kwargs: Any) -> None:
         """Watch the gangs of a graph, and recognise all tasks of this package."""
         for task in map(scheduler.tasks.__getitem__, tasks):
             task.run_spec = unwrapped(task.run_spec)
-        self._gangs.update_graph(client, tasks)
+        self._gangs.update_graph(tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Record the loss of a worker."""

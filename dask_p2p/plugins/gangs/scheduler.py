@@ -24,7 +24,6 @@ from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
-from dask_p2p.plugins.gangs.nesting import Nesting
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.types import Key
@@ -79,8 +78,7 @@ class Gangs:
         self._coordinator = Coordinator(self._options.attempts)
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
-        self._nesting = Nesting(self._scheduler, self._is_on)
-        self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
+        self._gathering = Gathering(self._scheduler, self._coordinator, warn_after_s)
         self._watch(self._scheduler.tasks)
 
     def _watch(self, keys: Iterable[Any]) -> None:
@@ -210,9 +208,8 @@ class Gangs:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
                 self._background.start(call)  # it fails if the worker is closing
 
-    def update_graph(self, client: str, tasks: list[Any]) -> None:
+    def update_graph(self, tasks: list[Any]) -> None:
         """Watch the gangs of a graph from its submission."""
-        self._nesting.add_submitted(client, tasks)
         self._watch(tasks)
 
     def add_worker(self) -> None:
@@ -240,7 +237,6 @@ class Gangs:
         if not self._has_had_gangs:  # saves the scheduler 1 µs a transition
             return
         if finish == "forgotten":
-            self._nesting.forget(key)
             self._gathering.forget(key)
         if not isinstance(key, tuple) or len(key) != 2:
             return

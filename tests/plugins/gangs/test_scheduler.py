@@ -31,10 +31,6 @@ class Scheduler:
         self.tasks["x", "commit"] = self.task(None, "waiting")
         self.handlers["adaptive_target"] = lambda target_duration=None: 3
 
-    def _create_taskstate_from_graph(self, *, submitting_task):
-        """As Dask's: the plugins are called while it runs."""
-        raise NotImplementedError
-
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
         return SimpleNamespace(
