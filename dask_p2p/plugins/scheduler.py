@@ -91,7 +91,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
-        self._gangs = Gangs(scheduler, self._is_registered, self._put_back, self._fetch)
+        self._gangs = Gangs(scheduler, self._is_registered, self._put_back)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
 
     @property
@@ -135,11 +135,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if set_up := self._set_ups.pop(worker, None):
             set_up.task.cancel()
 
-    def update_graph(self, scheduler: Any, *, client: str, tasks: list[Any], **kwargs: Any) -> None:
+    def update_graph(self, scheduler: Any, *, tasks: list[Any], **kwargs: Any) -> None:
         """Watch the gangs of a graph, and recognise all tasks of this package."""
         for task in map(scheduler.tasks.__getitem__, tasks):
             task.run_spec = unwrapped(task.run_spec)
-        self._gangs.update_graph(client, tasks)
+        self._gangs.update_graph(tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Record the loss of a worker."""

@@ -33,7 +33,6 @@ import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
-from dask_p2p.plugins.gangs.nesting import SUBMIT
 from dask_p2p.plugins.profiling import PROFILE
 from dask_p2p.plugins.registration import workers_of
 from tests.support import BOUND_S, own_client
@@ -259,14 +258,6 @@ def test_threads_of_a_pool():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(look).result() == (pool, True, True)
-
-
-def test_the_scheduler_knows_who_submits_a_graph():
-    """See dask_p2p/plugins/gangs/nesting.py: all arguments are keywords."""
-    signature = inspect.signature(getattr(Scheduler, SUBMIT))
-    kinds = {each.kind for name, each in signature.parameters.items() if name != "self"}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
-    assert {"submitting_task", "keys", "client"} <= {*signature.parameters}
 
 
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):

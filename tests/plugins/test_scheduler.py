@@ -30,7 +30,7 @@ class Scheduler:
     def _add_to_processing(self, ts, ws, stimulus_id):
         pass
 
-    is_rootish = decide_worker_non_rootish = _create_taskstate_from_graph = _add_to_processing
+    is_rootish = decide_worker_non_rootish = _add_to_processing
 
     def add_plugin(self, plugin, name):
         self.plugins[name] = plugin
@@ -144,11 +144,11 @@ def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
             plugin = P2PSchedulerPlugin()
             await plugin.start(scheduler)
             scheduler.add_plugin(plugin, PLUGIN_NAME)
-        of_graphs = scheduler._create_taskstate_from_graph
+        overlay = scheduler.is_rootish
         assert (await order(gang="x", rank=0, token="t", known="running"))["state"] == "stopped"
         assert scheduler.plugins == {PLUGIN_NAME: plugin}
         assert isinstance(scheduler.is_rootish, Overlay)
-        is_same = scheduler._create_taskstate_from_graph is of_graphs
+        is_same = scheduler.is_rootish is overlay
         assert is_same == (taken == "by another"), "the other one goes on as before"
         await plugin.close()
 

@@ -214,11 +214,6 @@ class Coordinator:
         """Return whether a gang runs, or has run and was committed."""
         return gang in self._gangs and self._gangs[gang].phase != "gathering"
 
-    def running(self) -> dict[str, set[str]]:
-        """Return the workers that each gang has for itself that runs."""
-        gangs = self._gangs.items()
-        return {name: each.workers for name, each in gangs if each.phase == "running"}
-
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
         """Return the ranks of a gang that wait for it, on all workers or on one."""
         ranks = self._gangs[gang].ranks.items() if gang in self._gangs else ()

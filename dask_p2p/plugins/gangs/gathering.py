@@ -1,8 +1,8 @@
 """Gangs from the arrival of their graph until they run. A gang that can never run is ended.
 
 Ranks wait for each other, so a gang that cannot run as a whole would wait for ever. It ends with a
-`SectionError` if the workers lack resources for all its ranks, or if another gang occupies its
-workers and waits for it. A rank behind long tasks moves to a worker with a free thread.
+`SectionError` if the workers lack resources for all its ranks. A rank behind long tasks moves to a
+worker with a free thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from dask_p2p.errors import P2PWarning, SectionError
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
-from dask_p2p.plugins.gangs.nesting import Nesting, gangs_of
 from dask_p2p.plugins.gangs.shortage import shortage
 from dask_p2p.plugins.notices import warn_client
 from dask_p2p.plugins.seating import allowed_workers, has_room, is_full, is_restricted, unstarted
+from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ _JOINING_S = 1.0  # patience after the graph or a worker has arrived: more worke
 _LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
 _RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
 _ADAPTIVE_S = 30.0  # time after a request for its target, in which a cluster counts as adaptive
-_INNER_S = 1.0  # patience of an inner gang with its outer gang, which may be about to end
-_BLOCKED_S = 60.0  # the same where no task is known to have submitted the inner gang
 
 
 @dataclass
@@ -38,7 +36,6 @@ class _WaitingGang:
 
     could_run: bool = False  # True once there were workers for all ranks
     lacking_s: float | None = None  # start of the lack of workers
-    blocked_s: float | None = None  # start of the block by a gang that occupies its workers
     is_warned: bool = False
 
 
@@ -49,11 +46,10 @@ class Gathering:
         self,
         scheduler: Any,
         coordinator: Coordinator,  # of all gangs
-        nesting: Nesting,
         warn_after_s: float,  # wait of a gang for workers, before users are warned
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler, self._coordinator, self._nesting = scheduler, coordinator, nesting
+        self._scheduler, self._coordinator = scheduler, coordinator
         self._warn_after_s, self._now_s = warn_after_s, now_s
         self._gangs: dict[str, _WaitingGang] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -62,7 +58,7 @@ class Gathering:
 
     def add(self, keys: Iterable[Any]) -> None:
         """Begin to check the gangs among new tasks of the scheduler."""
-        for name in gangs_of(keys):
+        for name in _gangs_of(keys):
             self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
             self._look_later()
@@ -74,7 +70,7 @@ class Gathering:
 
     def forget(self, key: Any) -> None:
         """Stop checking a gang whose tasks are forgotten."""
-        for gang in gangs_of([key]):
+        for gang in _gangs_of([key]):
             self._gangs.pop(gang, None)
 
     def close(self) -> None:
@@ -111,11 +107,11 @@ class Gathering:
             # Later the ranks have returned, or one has failed; the gang may be tried once more.
             is_gathering = commit is not None and commit.state == "waiting"
             if not is_gathering or self._coordinator.has_started(name):
-                gang.lacking_s = gang.blocked_s = None
+                gang.lacking_s = None
                 gang.could_run = is_gathering or gang.could_run
                 continue
             tasks = [each for each in commit.dependencies if each.key[0] == name]
-            if reason := self._lack(name, gang, tasks) or self._block(name, gang, tasks):
+            if reason := self._lack(name, gang, tasks):
                 self._end(commit, reason)
             else:
                 self._move(name, tasks)
@@ -141,46 +137,6 @@ class Gathering:
             gang.is_warned = True
             warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
         return ""
-
-    def _block(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
-        """Return a text about a gang that occupies this one's workers, and may wait for it."""
-        around, others = [*self._nesting.outer(name)], []
-        if around or self._nesting.may_be_inner(name):
-            requirements = [self._requirements(each) for each in tasks]
-            running = self._coordinator.running().items()
-            others = [
-                each
-                for each, has in running
-                if any(requirement and requirement <= has for requirement in requirements)
-            ]
-        outer = next((each for each in around if each in others), None)
-        if not outer and (around or not others):
-            gang.blocked_s = None
-            return ""
-        now_s = self._now_s()
-        since_s = gang.blocked_s = now_s if gang.blocked_s is None else gang.blocked_s
-        if now_s - since_s < (_INNER_S if outer else _BLOCKED_S):
-            return ""
-        remedy = (
-            "Build it in the function itself, where it has one rank, give ranks=1, or compute "
-            "it before."
-        )
-        if outer:
-            return (
-                f"{name} is computed by the function of {outer}, and needs workers that {outer} "
-                f"occupies until it ends: each would wait for the other. {remedy}"
-            )
-        return (
-            f"{name} was computed by a thread of a worker, and {others[0]} has occupied its "
-            f"workers for {now_s - since_s:.0f} s. If the function of {others[0]} waits for it, "
-            f"neither would end. {remedy}"
-        )
-
-    def _requirements(self, ts: Any) -> set[str]:
-        """Return the address of the worker of a rank's task, or those of all that may get it."""
-        if ts.processing_on is not None:
-            return {ts.processing_on.address}
-        return {ws.address for ws in allowed_workers(self._scheduler, ts)}
 
     def _end(self, commit: Any, reason: str) -> None:
         """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
@@ -214,3 +170,8 @@ class Gathering:
         if stuck:
             stimulus = f"p2p-section-moved-{time.time()}"
             self._scheduler.transitions(dict.fromkeys(stuck, "released"), stimulus_id=stimulus)
+
+
+def _gangs_of(keys: Iterable[Key]) -> list[str]:
+    """Return the names of the gangs among tasks, by their commit tasks."""
+    return [str(key[0]) for key in keys if isinstance(key, tuple) and key[1:] == (COMMIT,)]

@@ -22,11 +22,8 @@ import dask.order
 from dask_p2p.config import options
 from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.rpc import answering
-from dask_p2p.plugins.gangs.bars import Bars, UnderWay
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
-from dask_p2p.plugins.gangs.nesting import Nesting
-from dask_p2p.plugins.gangs.stalls import Stalls
 from dask_p2p.plugins.gangs.waiting import Waiting
 from dask_p2p.plugins.seating import has_room, needs_of
 from dask_p2p.types import Key
@@ -35,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: Requests of ranks to the scheduler.
 JOIN, LEAVE, ORDER = "p2p_section_join", "p2p_section_leave", "p2p_section_order"
-SAVES, STALLS = "p2p_section_saves", "p2p_section_stalls"
-GIVE_BACK = "p2p_section_give_back"
+SAVES, GIVE_BACK = "p2p_section_saves", "p2p_section_give_back"
 #: Requests of the scheduler to workers.
 FORGET = "p2p_section_forget"
 
@@ -56,10 +52,8 @@ class Gangs:
         scheduler: Any,
         is_on: Callable[[], bool],  # whether the scheduler has the plugin, and sends it events
         put_back: Callable[[], None],  # adds the plugin again, unless another one is there
-        under_way: UnderWay,
     ) -> None:
         self._scheduler, self._is_on, self._put_back = scheduler, is_on, put_back
-        self._under_way = under_way
         self._options = options()
         self._has_had_gangs = False
         self._begin()
@@ -67,7 +61,6 @@ class Gangs:
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._background = Background()
-        self._stalls = Stalls(scheduler)
         #: By gang: the tasks that Dask runs in its place, after the loss of a worker or memory.
         self.substitutes: dict[str, Substitute] = {}
         #: Names of arrays whose gangs have ended so. Their graphs are left to Dask.
@@ -77,18 +70,15 @@ class Gangs:
             LEAVE: self.leave,
             ORDER: self.order,
             SAVES: self.saves,
-            STALLS: self.stalls,
             GIVE_BACK: self.give_back,
         }
 
     def _begin(self) -> None:
         """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
-        self._bars = Bars(self._scheduler, self._coordinator, self._under_way)
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
-        self._nesting = Nesting(self._scheduler, self._is_on)
-        self._gathering = Gathering(self._scheduler, self._coordinator, self._nesting, warn_after_s)
+        self._gathering = Gathering(self._scheduler, self._coordinator, warn_after_s)
         self._watch(self._scheduler.tasks)
 
     def _watch(self, keys: Iterable[Any]) -> None:
@@ -114,8 +104,6 @@ class Gangs:
         """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
-        self._stalls.close()
-        self._bars.close()
 
     def _check_is_on(self) -> None:
         """Install the plugin again if it was removed, and restart all gangs.
@@ -163,7 +151,6 @@ class Gangs:
             self._release_soon((gang, other) for other in (*range(size), COMMIT))
         self._wake_ranks()
         self._waiting.watch(gang)
-        self._bars.watch()
         return await self._next_order(gang, rank, token, "waiting")
 
     @answering
@@ -174,7 +161,6 @@ class Gangs:
         self._coordinator.leave(gang, rank, token, cause, error)
         self._wake_ranks()
         if self._coordinator.is_committed(gang):
-            self._bars.finish(gang)
             self._drop_states(gang)
         return {}
 
@@ -191,13 +177,6 @@ class Gangs:
         has_failed = task is not None and task.state == "erred"
         if has_failed or self._coordinator.size(gang) is None:  # cancelled in the meantime
             self._drop_states(gang)
-        return {}
-
-    @answering
-    async def stalls(self, gang: str, rank: int, token: str) -> dict[str, Any]:
-        """Record that a rank has waited for others for long."""
-        if workers := self._coordinator.running().get(gang):
-            self._stalls.record(gang, workers)
         return {}
 
     @answering
@@ -229,9 +208,8 @@ class Gangs:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
                 self._background.start(call)  # it fails if the worker is closing
 
-    def update_graph(self, client: str, tasks: list[Any]) -> None:
+    def update_graph(self, tasks: list[Any]) -> None:
         """Watch the gangs of a graph from its submission."""
-        self._nesting.add_submitted(client, tasks)
         self._watch(tasks)
 
     def add_worker(self) -> None:
@@ -259,7 +237,6 @@ class Gangs:
         if not self._has_had_gangs:  # saves the scheduler 1 µs a transition
             return
         if finish == "forgotten":
-            self._nesting.forget(key)
             self._gathering.forget(key)
         if not isinstance(key, tuple) or len(key) != 2:
             return
@@ -283,7 +260,6 @@ class Gangs:
             if not any(other in self._scheduler.tasks for other in others):
                 self._coordinator.forget(gang)
                 self._waiting.forget(gang)
-                self._stalls.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 

@@ -22,7 +22,6 @@ from dask_p2p.plans.partitions import divided_alike
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plans.seats import ranks_for, room
 from dask_p2p.plugins.registration import cluster_workers
-from dask_p2p.sections.gang.inside import gang_may_wait_for_this_thread, is_within_gang
 from dask_p2p.types import DaskArray
 
 #: Least size of local blocks for several ranks on a worker by default: they share Python's lock.
@@ -179,22 +178,7 @@ def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
         ranks = ranks if ranks is None else checked_count("ranks", ranks=ranks)
     except InputError as exc:
         raise InputError(f"{exc} Leave ranks= out for the default.") from None
-    is_in_gang = is_within_gang()
-    if ranks != 1 and not is_in_gang and gang_may_wait_for_this_thread():
-        raise InputError(
-            "expected an inner section in the thread that runs the outer section's function, got "
-            "one in another thread of its process: each section might wait for the other. Build "
-            "and compute it in the function's own thread, where it has one rank, or give ranks=1."
-        )
-    if ranks is None:
-        ranks = 1 if is_in_gang else _default_ranks(size_bytes)
-    if ranks > 1 and is_in_gang:
-        raise InputError(
-            f"ranks: expected 1 in the function of another section, got {ranks}: the inner "
-            f"section would wait for workers that the outer one occupies, and the outer one for "
-            f"its result. Leave ranks= out."
-        )
-    return ranks
+    return _default_ranks(size_bytes) if ranks is None else ranks
 
 
 def _default_ranks(size_bytes: int) -> int:

@@ -179,8 +179,8 @@ def spmd(
         Largest number of ranks. The number of blocks is a limit as well; without arrays the number
         of ranks itself. By default one for each of the cluster's workers that have the
         resources of `dask.annotate`, or one for each of their threads if local blocks of NumPy have
-        1 MiB or more. It is 1 without a cluster, with an asynchronous client, and always in the
-        function of another section.
+        1 MiB or more. It is 1 without a cluster, and with an asynchronous client. Give ``ranks=1``
+        in the function of another section.
     dtype : dtype or sequence of dtype, optional
         Data type of all outputs, or a tuple with one for each output. Outputs are converted to it
         as by `numpy.can_cast` with "same_kind". By default, output i has the dtype of array i, or

@@ -21,7 +21,6 @@ from dask_p2p.engine.task import current_worker, go_elsewhere
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.units import Units
-from dask_p2p.sections.gang.inside import within_gang
 from dask_p2p.sections.gang.progress import Watch
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -173,7 +172,7 @@ class _RankRun:
         try:
             rank_attempt.connections.reserve_files()
             rank_attempt.connections.open_channels(partial(_started, ucx))
-            with within_gang(), _shown_to_users(ctx.rank):
+            with _shown_to_users(ctx.rank):
                 result = self.body(ctx, *self.arrays)
             thread.release_soon()
             # Otherwise other ranks might wait for one whose function has returned.

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -26,8 +25,7 @@ from dask_p2p.interprocess.background import Background
 from dask_p2p.interprocess.rpc import answering
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.plugins.gangs.coordinator import Order
-from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES, STALLS
-from dask_p2p.plugins.gangs.stalls import REPORTS
+from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.plugins.profiling import SamplingInterval
 from dask_p2p.plugins.registration import give_plugin
 from dask_p2p.sections.exchange.device import HOST, Host
@@ -63,7 +61,6 @@ class RankAttempt:
         self._changed = threading.Condition()
         self._order = Order("waiting")
         self._thread = threading.get_ident()
-        self.connections.on_long_wait(partial(ranks.report_wait, gang, rank, self.token))
         self.progress = Progress()  # of the function
         self._pending: set[asyncio.Future[None]] = set()
         self._checkpoints: Checkpoints | None = None
@@ -202,7 +199,7 @@ class WorkerRanks:
         self.reach = _reach(worker)
         self.saved = SavedStates()
         self._ranks: dict[str, RankAttempt] = {}  # by attempt token
-        worker.handlers |= {FORGET: self.forget, REPORTS: self.reports_of}
+        worker.handlers |= {FORGET: self.forget}
         self._sampling = SamplingInterval(worker)
         #: Requests that are independent of the attempts of ranks.
         self.background = Background()
@@ -210,24 +207,13 @@ class WorkerRanks:
 
     def close(self) -> None:
         """End the attempts of all ranks here, which wakes their threads."""
-        for name in (FORGET, REPORTS):
-            self.worker.handlers.pop(name, None)
+        self.worker.handlers.pop(FORGET, None)
         for rank_attempt in tuple(self._ranks.values()):
             rank_attempt.stop()
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the states of the ranks whose attempts run here."""
         return [each.report() for each in tuple(self._ranks.values()) if each.runs]
-
-    @answering
-    async def reports_of(self, gang: str) -> dict[str, Any]:
-        """Reply with the states of a gang's ranks here."""
-        return {"reports": [report for report in self.reports() if report["gang"] == gang]}
-
-    def report_wait(self, gang: str, rank: int, token: str) -> None:
-        """Report to the scheduler that a rank has waited for others for long. In its thread."""
-        call = getattr(self.worker.scheduler, STALLS)(gang=gang, rank=rank, token=token)
-        self.worker.loop.add_callback(self.background.start, call)
 
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""

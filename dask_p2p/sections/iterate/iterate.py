@@ -235,8 +235,8 @@ def iterate(
     ranks : int, optional
         Largest number of ranks; there are never more than blocks of the array. By default one for
         each worker of the cluster that has the resources of `dask.annotate`, or one for each of
-        their threads if local blocks of NumPy have 1 MiB or more. It is 1 without a cluster, with
-        an asynchronous client, or in the function of another section, where it cannot be larger.
+        their threads if local blocks of NumPy have 1 MiB or more. It is 1 without a cluster, or
+        with an asynchronous client. Give ``ranks=1`` in the function of another section.
     dtype : dtype, optional
         Dtype of the fields and the result, by default that of the first field, or of each field of
         a mapping. Give it if the fields are integers and the function makes fractions:

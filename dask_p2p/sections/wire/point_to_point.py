@@ -58,10 +58,6 @@ class PointToPoint(ABC):
         #: Lends this rank's arrays in messages; None if their bytes are sent.
         self.lender: Lender | None = None
 
-    def on_long_wait(self, function: Callable[[], None]) -> None:
-        """Set the function that is called after a long wait, once for each exchange."""
-        self._current.on_long = function
-
     @abstractmethod
     def _connect(self, rank: int) -> Connection: ...
 

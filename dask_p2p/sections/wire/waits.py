@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from math import inf
 from typing import Any
 
@@ -19,8 +19,6 @@ class CurrentWait:
         self.text = b""  # text of the exchange's call
         self.since_s = inf  # when the wait began; infinite while transfers are in the background
         self._number = self._logged = 0  # of the exchange, and of the last one in the log
-        #: Called after a line in the log, in the rank's thread.
-        self.on_long: Callable[[], object] = bool
 
     def begin(self, text: bytes) -> None:
         """Record that an exchange begins."""
@@ -37,7 +35,6 @@ class CurrentWait:
                 "returns the calls and stacks of all ranks.",
                 *(rank, size, waited_s, sorted(waits_for), self.text.decode(errors="replace")),
             )
-            self.on_long()
 
     def state(self, waits_for: Collection[int]) -> dict[str, Any]:
         """Return the call, and the ranks that this one waits for. Thread-safe."""

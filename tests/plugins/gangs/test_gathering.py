@@ -25,27 +25,12 @@ from tests.transports.loopback import wait_until
 GPU = {"GPU": 1}
 
 
-class Nesting:
-    """The gangs that other gangs compute, as a test sets them."""
-
-    def __init__(self, outer=(), unknown=()):
-        self._outer, self._unknown = outer, unknown
-
-    def outer(self, gang):
-        return iter(self._outer)
-
-    def may_be_inner(self, gang):
-        return gang in self._unknown
-
-
 class Looks:
     """Looks at gangs when a test calls it, by the test's clock."""
 
-    def __init__(self, scheduler, nesting=None):
+    def __init__(self, scheduler):
         self.now_s, self.scheduler, self.coordinator = 1000.0, scheduler, Coordinator(8)
-        self.gathering = Gathering(
-            scheduler, self.coordinator, nesting or Nesting(), 10.0, lambda: self.now_s
-        )
+        self.gathering = Gathering(scheduler, self.coordinator, 10.0, lambda: self.now_s)
         self.gathering._look_later = lambda: None
         self.gathering.add(scheduler.tasks)
 
@@ -144,33 +129,6 @@ def placed(needs=None, name="x"):
         task.state, task.processing_on = "processing", scheduler.workers[worker]
     scheduler.gang(*tasks, name=name)
     return scheduler
-
-
-def test_an_inner_gang_is_ended_once_its_outer_one_holds_its_workers():
-    looks = Looks(placed(), Nesting(["outer"]))
-    assert looks.after(60.0) == [], "the outer one does not run"
-    for rank, worker in enumerate("bc"):
-        looks.coordinator.join("outer", 2, rank, str(rank), worker)
-    assert looks.after(0.5) == []
-    (error,) = looks.after(1.0)
-    text = "x is computed by the function of outer, and needs workers that outer occupies"
-    assert text in str(error)
-
-
-def test_an_inner_gang_runs_on_workers_that_its_outer_one_does_not_have():
-    looks = Looks(placed(), Nesting(["outer"]))
-    looks.coordinator.join("outer", 1, 0, "t", "c")
-    assert looks.after(600.0) == []
-
-
-@pytest.mark.parametrize("unknown", [[], ["x"]])
-def test_a_gang_of_some_thread_of_a_worker_is_ended_after_a_time(unknown):
-    looks = Looks(placed(), Nesting(unknown=unknown))
-    looks.coordinator.join("outer", 1, 0, "t", "b")
-    assert looks.after(59.0) == []
-    errors = looks.after(2.0)
-    assert len(errors) == len(unknown)
-    assert all("x was computed by a thread of a worker" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("needs", [None, GPU])

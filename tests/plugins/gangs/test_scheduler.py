@@ -31,10 +31,6 @@ class Scheduler:
         self.tasks["x", "commit"] = self.task(None, "waiting")
         self.handlers["adaptive_target"] = lambda target_duration=None: 3
 
-    def _create_taskstate_from_graph(self, *, submitting_task):
-        """As Dask's: the plugins are called while it runs."""
-        raise NotImplementedError
-
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
         return SimpleNamespace(
@@ -67,10 +63,7 @@ def running(main):
         def put_back():
             scheduler.plugins.setdefault(PLUGIN_NAME, own)
 
-        async def under_way(worker):
-            return []
-
-        return await main(scheduler, Gangs(scheduler, is_on, put_back, under_way))
+        return await main(scheduler, Gangs(scheduler, is_on, put_back))
 
     return run_clocked(run())
 

@@ -20,7 +20,7 @@ from dask_p2p.errors import (
 )
 from tests.sections.gangs import connections_of
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, own_client, result_of
+from tests.support import BOUND_S, own_client
 
 X = np.arange(240.0).reshape(24, 10)
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -404,31 +404,6 @@ def test_without_a_cluster_there_is_one_rank(scheduler):
         np.testing.assert_allclose(spmd(normalized, array(), ranks=1).compute(), expected())
         with pytest.raises(InputError, match="expected a cluster for 4 ranks"):
             spmd(normalized, array(), ranks=4).compute()
-
-
-def inner_section(local_block, **kwargs):
-    return spmd(lambda ctx, x: x + ctx.size, da.from_array(local_block, chunks=(1, 12)), **kwargs)
-
-
-def test_a_section_within_a_rank_has_one(client):
-    """Others would wait for the workers that this one's section has, and that for them."""
-
-    def function(ctx, x):
-        return inner_section(x).compute()
-
-    y = spmd(function, array(), ranks=2)
-    assert np.array_equal(result_of(client, client.compute(y)), X + 1)
-
-
-def test_more_ranks_within_a_rank_are_refused(client):
-    def function(ctx, x):
-        return inner_section(x, ranks=2).compute()
-
-    y = spmd(function, array(), ranks=2)
-    with pytest.raises(InputError, match="ranks: expected 1 in the function of another section"):
-        result_of(client, client.compute(y))
-    alone = spmd(function, array(), ranks=1)
-    assert np.array_equal(result_of(client, client.compute(alone)), X + 2), "which holds no worker"
 
 
 def test_wrong_arguments_are_refused():
