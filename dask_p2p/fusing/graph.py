@@ -138,7 +138,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
     return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
 
 
-def tasks_of_dask(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:
+def substitute_tasks(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:
     """Return the tasks that compute the outputs of a gang without it."""
     return nodes_of(ensure_dict(optimize(graph, list(outputs))))
 

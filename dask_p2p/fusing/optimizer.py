@@ -25,7 +25,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
-from dask_p2p.fusing.graph import Known, choice_of, failing, optimized, tasks_of_dask
+from dask_p2p.fusing.graph import Known, choice_of, failing, optimized, substitute_tasks
 from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.planning.located import Locations
 from dask_p2p.fusing.planning.rules import ANNOTATIONS
@@ -163,7 +163,7 @@ class AtScheduler:
         except (AttributeError, PicklingError, TypeError) as exc:
             raise FuseError(f"{_NO_PICKLE}: {exc}") from exc
         if gang is not None and self.is_auto:
-            gangs.substitutes[gang] = partial(tasks_of_dask, graph)
+            gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)
         return made
 

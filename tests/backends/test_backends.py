@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dask_p2p.backends.kernels.checksum import checksum
 
 from dask_p2p.backends import (
     BACKENDS,
@@ -12,6 +11,7 @@ from dask_p2p.backends import (
     as_array,
     backend_for,
     backend_named,
+    checksum,
     device_of,
     worker_backend,
 )
