@@ -205,8 +205,6 @@ def use(a: xr.DataArray, ds: xr.Dataset, func: Any) -> None:
     assert_type(P2PAccessor(ds).iterate(func, 1, 3, fields=["u"]), xr.Dataset)
     assert_type(P2PAccessor(a).fft("x").p2p, Any)
     assert_type(P2PAccessor(a).ifft(real_dim="freq_x"), xr.DataArray)
-    assert_type(P2PAccessor(a).power_spectrum("x", window="hann"), xr.DataArray)
-    assert_type(P2PAccessor(a).window("x", lambda n: [1.0] * n), xr.DataArray)
 """
 
 CHECKERS = {

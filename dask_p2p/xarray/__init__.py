@@ -17,7 +17,7 @@ Frozen({'x': (6,), 'y': (2, 2)})
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
 
 from dask_p2p.errors import AxesError, ChunksError, needs
 from dask_p2p.ops.arguments import check_names
@@ -31,7 +31,7 @@ with needs("xarray", "xarray"):
 
 from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
 from dask_p2p.xarray.regular import regular, with_chunks_of_shards
-from dask_p2p.xarray.spectral import Spectral, T
+from dask_p2p.xarray.spectra import of_dataset, spectrum, undone
 from dask_p2p.xarray.variables import (
     as_dask,
     changed,
@@ -44,11 +44,16 @@ from dask_p2p.xarray.variables import (
 
 __all__ = ["P2PAccessor"]
 
+T = TypeVar("T", xr.DataArray, xr.Dataset)
+
 
 @xr.register_dataarray_accessor("p2p")
 @xr.register_dataset_accessor("p2p")
-class P2PAccessor(Spectral[T]):
+class P2PAccessor(Generic[T]):
     """Operations of this package by names of dimensions.
+
+    In a dataset `fft` and `ifft` apply to each array that has the dimensions. Arrays that have none
+    of them do not change.
 
     Coordinates that are Dask arrays are rechunked and transposed like the data. Coordinates in
     memory stay in memory.
@@ -350,14 +355,91 @@ class P2PAccessor(Spectral[T]):
                 store, encoding=encoding or None, **kwargs
             )
 
+    def fft(
+        self,
+        dim: Hashable | Sequence[Hashable] | None = None,
+        real_dim: Hashable | None = None,
+        *,
+        shift: bool = True,
+        true_phase: bool = True,
+        true_amplitude: bool = True,
+        prefix: str = "freq_",
+    ) -> T:
+        """Transform an array along dimensions, by `dask_p2p.fft`, with frequencies as coordinates.
+
+        If a coordinate descends, the array is reversed first. So the direction of a coordinate
+        does not change the result.
+
+        Parameters
+        ----------
+        dim : hashable or sequence of hashable, optional
+            Dimensions to transform. By default all.
+        real_dim : hashable, optional
+            Dimension for a transform of real numbers, which returns half of the frequencies.
+        shift : bool, optional
+            Whether to sort frequencies in ascending order. Without it they keep the order of
+            `numpy.fft.fft`, and less data moves.
+        true_phase : bool, optional
+            Whether phases refer to the origin of the coordinates, and not to the first element.
+            Times, also those of cftime, count in seconds, and the first one is their origin.
+        true_amplitude : bool, optional
+            Whether to multiply sums by the spacing, as in an integral. The units of the amplitude
+            are then those of the array times those of the coordinate: K s for temperatures over
+            times. Without it they are those of the array.
+        prefix : str, optional
+            Prefix of the new dimensions' names.
+
+        Returns
+        -------
+        xarray.DataArray or xarray.Dataset
+            The spectrum. Its frequencies have the attributes `spacing` and `direct_lag`, the middle
+            of the transformed coordinate.
+
+        Raises
+        ------
+        AxesError
+            If a dimension does not exist, or an array of a dataset has only some of the dimensions.
+        InputError
+            If a coordinate is not evenly spaced, or has neither numbers nor times.
+        UnsupportedArrayError
+            If the input is not an array of numbers, or has units, such as those of pint.
+
+        Examples
+        --------
+        >>> wave = xr.DataArray([1.0, 0.0, -1.0, 0.0], {"x": [0.0, 0.5, 1.0, 1.5]}, ["x"])
+        >>> spectrum = wave.p2p.fft()
+        >>> spectrum.freq_x.values, abs(spectrum).values
+        (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
+        """
+        options = (shift, true_phase, true_amplitude, prefix)
+        return self._transformed(dim, real_dim, lambda a: spectrum(a, dim, real_dim, *options))
+
+    def ifft(
+        self,
+        dim: Hashable | Sequence[Hashable] | None = None,
+        real_dim: Hashable | None = None,
+        *,
+        true_phase: bool = True,
+        true_amplitude: bool = True,
+        prefix: str = "freq_",
+    ) -> T:
+        """Invert `fft` along dimensions of the spectrum, by default all that have the prefix.
+
+        The result has an even number of elements along `real_dim`. Its coordinates are centred on
+        the attribute `direct_lag` of the frequencies, or on zero. Times are in seconds. For other
+        parameters and errors see `fft`.
+        """
+        options = (true_phase, true_amplitude, prefix)
+        return self._transformed(
+            dim, real_dim, lambda a: undone(a, dim, real_dim, *options), prefix
+        )
+
     def __repr__(self) -> str:
         """Return a line for each method: its name, and the first line of its documentation."""
-        methods = {**vars(P2PAccessor), **vars(Spectral)}
-        methods.pop("cross_spectrum" if isinstance(self._given, xr.Dataset) else "", None)
         lines: list[str] = [
-            f"  {name:15} {(of.__doc__ or '').partition(chr(10))[0]}"
-            for name, of in methods.items()
-            if callable(of) and not name.startswith("_")
+            f"  {name:15} {(method.__doc__ or '').partition(chr(10))[0]}"
+            for name, method in vars(P2PAccessor).items()
+            if callable(method) and not name.startswith("_")
         ]
         return "\n".join([f"<methods of dask_p2p for this {type(self._given).__name__}>", *lines])
 
@@ -367,3 +449,10 @@ class P2PAccessor(Spectral[T]):
 
     def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
         return sizes_by_name(by_dimension(self._dims, "chunks", chunks, ChunksError), self._given)
+
+    def _transformed(
+        self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
+    ) -> Any:
+        if isinstance(self._given, xr.Dataset):
+            return of_dataset(self._given, dim, real_dim, transform, prefix)
+        return transform(self._given)

@@ -15,7 +15,7 @@ import xarray as xr
 
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.errors import AxesError, InputError
 from dask_p2p.graph.libraries import functions_of
 from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, values_of
 
@@ -43,11 +43,11 @@ def spectrum(
     prefix: str,
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
-    dims = checked_dims(a, dim, real_dim, list(a.dims))
-    a = ascending(a, dims)
+    dims = _checked_dims(a, dim, real_dim, list(a.dims))
+    a = _ascending(a, dims)
     axes = []
     for name in dims:
-        first, step = _even(numbers(a, name), a[name])
+        first, step = _even(_numbers(a, name), a[name])
         n = a.sizes[name]
         is_real = name == real_dim
         frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
@@ -72,7 +72,7 @@ def undone(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.ifft`."""
     found = [name for name in a.dims if str(name).startswith(prefix)]
-    dims = checked_dims(a, dim, real_dim, found)
+    dims = _checked_dims(a, dim, real_dim, found)
     axes, shifted, lengths = [], [], []
     for name in dims:
         number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
@@ -96,7 +96,7 @@ def undone(
     return _made(a, y, axes)
 
 
-def of_each(
+def of_dataset(
     ds: Any, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
 ) -> Any:
     """Return a dataset with the transforms of the arrays that have the dimensions.
@@ -126,12 +126,8 @@ def of_each(
     return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, kept, ds.attrs)
 
 
-def checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
+def _checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
     """Return the dimensions to transform; the one of real numbers is last."""
-    if not isinstance(a, xr.DataArray):
-        raise UnsupportedArrayError(
-            f"expected a DataArray, got {type(a).__name__}. Transform its arrays one by one."
-        )
     given = every if dim is None else _listed(dim)
     dims = [name for name in given if name != real_dim]
     dims += [] if real_dim is None else [real_dim]
@@ -147,16 +143,16 @@ def _listed(dim: Any) -> list[Hashable]:
     return [dim] if isinstance(dim, str) else list(dim)
 
 
-def ascending(a: Any, dims: Sequence[Hashable]) -> Any:
+def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
     """Reverse an array along descending coordinates, as latitudes often are."""
-    every = {name: numbers(a, name) for name in dims if a.sizes[name]}
+    every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
     turned = [name for name, values in every.items() if values[-1] < values[0]]
     return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
 def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
     """Return frequencies, and whether they ascend. `zero` is the index of 0 in ascending order."""
-    n, values = a.sizes[name], numbers(a, name)
+    n, values = a.sizes[name], _numbers(a, name)
     in_order = bool(n) and values[0] < values[-1]
     first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
     if abs(first + zero * step) > _EVEN * step:
@@ -183,7 +179,7 @@ def _even(values: Any, coordinate: Any) -> tuple[float, float]:
     return float(values[0]), float(step)
 
 
-def numbers(a: Any, name: Hashable) -> Any:
+def _numbers(a: Any, name: Hashable) -> Any:
     """Return a coordinate as float64; times as seconds after the first one."""
     if not isinstance(a[name].variable, xr.IndexVariable):
         check_data(a[name].variable.data, name)
@@ -209,11 +205,11 @@ def _scaled(x: Any, axes: Sequence[_Dimension]) -> Any:
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     for axis in axes:
         if axis.factor.size > 1:
-            x = x * along(x, axis.number, axis.factor)
+            x = x * _along(x, axis.number, axis.factor)
     return x
 
 
-def along(x: Any, axis: int, values: Any) -> Any:
+def _along(x: Any, axis: int, values: Any) -> Any:
     """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype

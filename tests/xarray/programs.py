@@ -74,16 +74,11 @@ PROGRAMS = {
     "fft of all": lambda a: a.p2p.fft(),
     "fft of real numbers": lambda a: a.p2p.fft("t", "x", shift=False, true_phase=False),
     "fft of single precision": lambda a: a.astype("f4").p2p.fft("t"),
+    "fft of descending times": lambda a: a.isel(t=slice(None, None, -1)).p2p.fft("t"),
+    "fft of a dataset": lambda a: as_dataset(a).p2p.fft("t"),
     "there and back": lambda a: a.p2p.fft().p2p.ifft(),
     "half of it back": lambda a: a.p2p.fft("t", "x").p2p.ifft(real_dim="freq_x"),
-    "power_spectrum": lambda a: a.p2p.power_spectrum("t", detrend="linear", window="hann"),
-    "power of real numbers": lambda a: a.p2p.power_spectrum(real_dim="t", scaling="spectrum"),
-    "cross_spectrum": lambda a: a.p2p.cross_spectrum(a[::-1].assign_coords(t=a.t), "t"),
-    "detrend": lambda a: a.p2p.detrend("t", "linear"),
-    "window": lambda a: a.p2p.window(window=lambda n: np.linspace(0, 1, n)),
-    "backwards": lambda a: a.isel(t=slice(None, None, -1)).p2p.power_spectrum("t"),
     "dataset": lambda a: as_dataset(a).p2p.transpose("x", "t").p2p.chunk(x=4),
-    "spectra of a dataset": lambda a: as_dataset(a).p2p.power_spectrum("t", "t", window="hann"),
     "then others": lambda a: a.p2p.transpose("x", "t").isel(x=slice(3, 9)) * 2,
 }
 #: Programs of sections, which need a cluster.
